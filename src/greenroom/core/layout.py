@@ -1,0 +1,140 @@
+"""Where an expert's bytes lie on disk, and where they go in a slot.
+
+A *catalog* answers two questions for every expert of a model: which contiguous byte ranges of
+which files hold it (its *extents*), and how these bytes are laid out in a slot (its *layout*).
+It knows no tensors: dtypes are names, as safetensors headers spell torch's ("bfloat16").
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an expert inside its slot, C-contiguous from byte `offset`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        size = ITEMSIZE[self.dtype]
+        for n in self.shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """The tensors of one expert of a layer, and the bytes that a slot needs for them."""
+
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+    @classmethod
+    def pack(cls, tensors: list[tuple[str, tuple[int, ...], str]]) -> SlotLayout:
+        """Lay (name, shape, dtype) tensors one after another, each aligned."""
+        specs, end = [], 0
+        for name, shape, dtype in tensors:
+            spec = TensorSpec(name, shape, dtype, end)
+            specs.append(spec)
+            end = -(-(end + spec.nbytes) // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(specs), end)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return next(spec for spec in self.tensors if spec.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements of an extent that go to one place in the slot: a two-dimensional strided block.
+
+    Element (i, j) is read at byte `source + i * source_strides[0] + j * source_strides[1]` of the
+    extent and written at byte `target + i * target_strides[0] + j * target_strides[1]` of the slot.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, int]
+    source_strides: tuple[int, int]
+    target_strides: tuple[int, int]
+    source_dtype: str
+    target_dtype: str
+
+    @property
+    def contiguous(self) -> bool:
+        """True where the block is one run of bytes on both sides, in one dtype."""
+        size, n = ITEMSIZE[self.source_dtype], self.shape[1]
+        return (
+            self.source_dtype == self.target_dtype
+            and self.source_strides == self.target_strides == (n * size, size)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * ITEMSIZE[self.source_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One contiguous byte range of a file and what to do with it.
+
+    An extent of contiguous copies may be read in chunks cut anywhere; another one is read whole.
+    """
+
+    file: int
+    offset: int
+    length: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def divisible(self) -> bool:
+        return all(copy.contiguous for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All experts of a checkpoint.
+
+    `offsets[layer] + expert` is an expert's dense id; `layers[layer]` is the name of its experts
+    module; `locate(layer, expert)` gives its extents, in file order.
+    """
+
+    files: tuple[str, ...]
+    layers: tuple[str, ...]
+    offsets: tuple[int, ...]
+    layouts: tuple[SlotLayout, ...]
+    locate: Callable[[int, int], tuple[Extent, ...]]
+
+    @property
+    def experts(self) -> int:
+        """How many experts there are over all layers."""
+        return self.offsets[-1]
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that can take any expert, a multiple of the alignment."""
+        return max(layout.nbytes for layout in self.layouts)
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts in their slots."""
+        counts = [b - a for a, b in pairwise(self.offsets)]
+        return sum(n * layout.nbytes for n, layout in zip(counts, self.layouts, strict=True))
+
+    def layer_of(self, expert_id: int) -> int:
+        return bisect_right(self.offsets, expert_id) - 1
+
+    def extents(self, expert_id: int) -> tuple[Extent, ...]:
+        layer = self.layer_of(expert_id)
+        return self.locate(layer, expert_id - self.offsets[layer])
