@@ -1,19 +1,19 @@
 """Every error that Greenroom raises on purpose.
 
-    GreenroomError            one clear line; the command line prints it and exits with code 2
-    +-- UsageError            a flag, name or value that cannot be right (also a ValueError)
-    |   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
-    |   +-- BudgetError       the memory asked for cannot hold what must be in it; says how much would do
-    +-- ModelError            the model cannot be served
-    |   +-- NotAModel         the folder or hub id holds no model, or cannot be had
-    |   +-- NotMoE            a dense model: there are no experts to stream
-    |   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
-    |   +-- CheckpointError   a damaged checkpoint: missing or truncated shard, bad header, wrong shape or type
-    +-- StoreError            reading an expert failed while answering (the disk's own error is its cause)
-    +-- DeviceError           the device refused memory or a copy
-    +-- OutputError           a file could not be written (full disk, no permission)
-    +-- VerifyError           the outputs differ where they must not
-    +-- ClosedError           the model was detached, or its threads have ended
+GreenroomError            one clear line; the command line prints it and exits with code 2
++-- UsageError            a flag, name or value that cannot be right (also a ValueError)
+|   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
+|   +-- BudgetError       the memory asked for cannot hold what must be in it; says how much would do
++-- ModelError            the model cannot be served
+|   +-- NotAModel         the folder or hub id holds no model, or cannot be had
+|   +-- NotMoE            a dense model: there are no experts to stream
+|   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
+|   +-- CheckpointError   a damaged checkpoint: missing or truncated shard, bad header, wrong shape or type
++-- StoreError            reading an expert failed while answering (the disk's own error is its cause)
++-- DeviceError           the device refused memory or a copy
++-- OutputError           a file could not be written (full disk, no permission)
++-- VerifyError           the outputs differ where they must not
++-- ClosedError           the model was detached, or its threads have ended
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""What the scheduler is told, and what it orders: the whole vocabulary of both drivers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.core.pieces import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct)."""
+
+    step: int
+    layer: int
+    experts: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A lane has delivered a chunk of a piece."""
+
+    lane: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A lane could not deliver a chunk of a piece."""
+
+    lane: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The wave that was ordered has been computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The step under way is given up; what is not moving yet need not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The cache shall have this many slots from now on."""
+
+    capacity: int
+
+
+Event = Routed | Landed | Failed | Computed | Cancelled | Resized
+
+
+@dataclass(frozen=True, slots=True)
+class StartChunk:
+    """Move chunk number `chunk` of a piece into its slot, on this lane."""
+
+    lane: int
+    piece: int
+    slot: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute these experts of the step (dense ids) from these slots, in one call."""
+
+    experts: Ints
+    slots: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy a resident piece from one slot to another, at once and in the order given."""
+
+    piece: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """The tier has this many slots from now on; the memory of those above is free."""
+
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The step is over. `failed` is the piece that could not be had, -1 where all is computed."""
+
+    failed: int = -1
+
+
+Action = StartChunk | Compute | Move | Trim | Finish
