@@ -1,0 +1,1 @@
+"""The runtime: real bytes and tensors, driven by the scheduler's decisions."""

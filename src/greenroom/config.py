@@ -1,0 +1,138 @@
+"""Every default and every check, once. The command line takes its defaults and help from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from greenroom.errors import BudgetError, UnknownName, UsageError
+
+UNITS = {
+    "": 1, "B": 1,
+    "K": 1 << 10, "KIB": 1 << 10, "KB": 10**3,
+    "M": 1 << 20, "MIB": 1 << 20, "MB": 10**6,
+    "G": 1 << 30, "GIB": 1 << 30, "GB": 10**9,
+    "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
+}  # fmt: skip
+
+DEVICES = ("auto", "cpu", "fake")
+KERNELS = ("auto", "eager", "numba")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """An amount of memory: bytes, or a share of something. Exactly one of them is set."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, value: Amount | str | int, what: str) -> Amount:
+        """`8GiB`, `500MB`, `60%`, or a number of bytes. `what` names the option in the error."""
+        if isinstance(value, Amount):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value <= 0:
+                raise BudgetError(f"{what} must be more than 0 bytes, got {value}")
+            return cls(nbytes=value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
+        if match is None or (match[2] != "%" and match[2].upper() not in UNITS):
+            raise UsageError(f"{what} is {value!r}: write bytes as 8GiB or 500MB, a share as 60%")
+        number = float(match[1])
+        if number <= 0:
+            raise BudgetError(f"{what} must be more than 0, got {value!r}")
+        if match[2] == "%":
+            if number > 100:
+                raise UsageError(f"{what} is {value!r}: a share is at most 100%")
+            return cls(share=number / 100)
+        return cls(nbytes=int(number * UNITS[match[2].upper()]))
+
+    def of(self, whole: int) -> int:
+        """In bytes (or whatever `whole` counts), rounded down."""
+        if self.share is not None:
+            return int(whole * self.share + 1e-9)
+        assert self.nbytes is not None
+        return self.nbytes
+
+
+def show_bytes(n: float) -> str:
+    """A size for people: 3.2 GiB, 18 MiB."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(n) >= size:
+            return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    return f"{n:.0f} B"
+
+
+def _option(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
+    return field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How a model is held in memory."""
+
+    memory: str | int | None = _option(
+        None,
+        "budget of the whole process: 8GiB, 60%% of what is available, or auto (the default)",
+        "SIZE",
+    )
+    cache: str | int | None = _option(
+        None, "size of the expert cache alone: 25%% of the experts, or 2GiB", "SIZE"
+    )
+    policy: str = _option("auto", "who is evicted: auto, lru, fifo, lfu", "NAME")
+    scope: str = _option("shared", "one cache for all layers, or one a layer", None,
+                         ("shared", "per-layer"))  # fmt: skip
+    kernels: str = _option("auto", "what computes the experts", None, KERNELS)
+    device: str = _option("auto", "where the experts are computed", None, DEVICES)
+    context: int = _option(4096, "tokens that the KV cache must have room for", "N")
+    readers: int = _option(2, "threads that read experts", "N")
+    direct: str = _option("auto", "read past the page cache (O_DIRECT)", None,
+                          ("auto", "on", "off"))  # fmt: skip
+    dtype: str = _option("auto", "compute in this type instead of the checkpoint's", None,
+                         ("auto", "bfloat16", "float16", "float32"))  # fmt: skip
+    threads: int | None = _option(None, "threads that compute (all cores by default)", "N")
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.cache is not None:
+            raise UsageError("--memory and --cache exclude each other: give one of them")
+        if self.memory not in (None, "auto"):
+            Amount.parse(self.memory, "--memory")
+        if self.cache is not None:
+            Amount.parse(self.cache, "--cache")
+        for name in ("context", "readers"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        _check_choices(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How tokens are chosen, under transformers' own names. Unset: the model's own defaults."""
+
+    max_new_tokens: int = _option(256, "stop after this many tokens", "N")
+    temperature: float | None = _option(
+        None, "0 takes the likeliest token; unset: the model's own generation settings", "T"
+    )
+    top_p: float | None = _option(None, "keep the likeliest tokens up to this probability", "P")
+    top_k: int | None = _option(None, "keep this many likeliest tokens", "K")
+    seed: int | None = _option(None, "makes sampling repeatable", "N")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature is not None and self.temperature < 0:
+            raise UsageError(f"--temperature must not be negative, got {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k must be at least 1, got {self.top_k}")
+
+
+def _check_choices(config: Any) -> None:
+    for option in fields(config):
+        choices, value = option.metadata["choices"], getattr(config, option.name)
+        if choices and value not in choices:
+            raise UnknownName(option.name, value, choices)

@@ -1,0 +1,67 @@
+"""How much memory there is, how much this process holds, and giving back what is free."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import resource
+from pathlib import Path
+
+import psutil
+
+
+def available_bytes() -> int:
+    """What this process could take now: the machine's free memory or its cgroup's, if less."""
+    return min([psutil.virtual_memory().available, *_cgroup_rooms()])
+
+
+def _cgroup_rooms() -> list[int]:
+    """Limit minus usage (page cache not counted) of the cgroups this process is in, v1 and v2."""
+    rooms = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                root, files = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "file")
+            elif "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup/memory")
+                files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+            else:
+                continue
+            folder = root / path.strip("/")
+            while folder == root or root in folder.parents:
+                rooms += _room(folder, *files)
+                folder = folder.parent
+    return rooms
+
+
+def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> list[int]:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        usage = int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return []
+    if not limit.isdigit():  # "max"
+        return []
+    return [max(int(limit) - usage + int(stat.get(cache_key, 0)), 0)]
+
+
+def rss_bytes() -> int:
+    """Memory that this process holds now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_bytes() -> int:
+    """The most that this process has held since it started."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text().splitlines()
+        line = next(line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def give_back() -> None:
+    """Return freed heap pages to the system (glibc keeps them otherwise)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
