@@ -1,0 +1,276 @@
+"""Build a model whose dense parts are in memory and whose experts stay on disk.
+
+draft = Draft.of(folder)      # config and headers only: nothing is loaded yet
+draft.dense_bytes             # what loading will take
+model = draft.load()          # the dense parts, as `from_pretrained` would have them
+draft.catalog                 # where the experts are
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+from transformers.monkey_patching import patch_output_recorders
+
+from greenroom.core.layout import ITEMSIZE, Catalog
+from greenroom.errors import CheckpointError, ModelError, UnknownName, UnsupportedModel
+from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.experts import detach_experts, streamed_parameters
+from greenroom.hf.index import make_catalog
+from greenroom.hf.routes import Route, TargetDtypes, find_routes
+
+IMPLEMENTATION = "greenroom"  # the experts implementation that models are built with
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Draft:
+    """A model that is known but not loaded: parameters on the meta device, experts taken out."""
+
+    checkpoint: Checkpoint
+    catalog: Catalog
+    model: PreTrainedModel
+    dtype: torch.dtype
+    _routes: dict[str, Route]  # of the dense parameters
+    _names: list[str]  # of all parameters, experts included
+
+    @classmethod
+    def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
+        """Read config and headers, construct the model on the meta device, index its experts.
+
+        `dtype` is "auto" (the config's, else that of the weights) or a name of `ITEMSIZE`. Raises
+        NotAModel, NotMoE, UnsupportedModel or CheckpointError; all of them before anything is
+        loaded. The experts implementation "greenroom" must be registered with transformers.
+        """
+        checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+        config = _config(checkpoint)
+        kind = _class(config)
+        main = _dtype(dtype, checkpoint, config)
+        model = _construct(kind, config, main)
+        dtypes = TargetDtypes(model._get_dtype_plan(main))
+        layers = streamed_parameters(model, dtypes)
+        routes, unused = find_routes(model, checkpoint.tensors)
+        catalog = make_catalog(model, checkpoint, routes, layers)
+        streamed = {s.full_name for layer in layers for s in layer}
+        names = list(model.state_dict())
+        detach_experts(model, layers)
+        dense = {k: r for k, r in routes.items() if not streamed.intersection(r.targets)}
+        draft = cls(checkpoint, catalog, model, main, dense, names)
+        draft._check_dense()
+        _report_unused(model, unused)
+        return draft
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all parameters and buffers that stay in memory; tied ones count once."""
+        dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
+        tied = set(self.model.all_tied_weights_keys)
+        total = sum(buffer.nbytes for buffer in self.model.buffers())
+        for name, parameter in self.model.named_parameters():
+            if name not in tied:
+                total += parameter.numel() * dtypes(name, parameter.dtype).itemsize
+        return total
+
+    def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
+        """Load the dense parts to `device`, tensor by tensor; call it once.
+
+        The model equals `from_pretrained`'s in every dense parameter and buffer, is in evaluation
+        mode, and its experts' parameters are None. Raises CheckpointError.
+        """
+        model, device = self.model, torch.device(device)
+        options = LoadStateDictConfig(
+            pretrained_model_name_or_path=str(self.checkpoint.folder),
+            device_map=None if device.type == "cpu" else {"": device},
+            dtype=self.dtype,
+            dtype_plan=model._get_dtype_plan(self.dtype),
+            weight_mapping=get_model_conversion_mapping(model),
+            use_safetensors=True,
+        )
+        tensors = {
+            name: _OnDisk(self.checkpoint, name)
+            for route in self._routes.values()
+            for names in route.sources.values()
+            for name in names
+        }
+        info, _ = type(model)._load_pretrained_model(
+            model, tensors, None, options, expected_keys=self._names
+        )
+        self._check_loaded(info)
+        type(model)._finalize_model_loading(model, options, info)
+        model.eval()
+        model.set_use_kernels(False, None)
+        _load_generation_config(model, self.checkpoint.folder)
+        return model
+
+    def _check_dense(self) -> None:
+        """Every dense parameter must be in the checkpoint, plain ones in their shape."""
+        model, folder = self.model, self.checkpoint.folder
+        wanted = model.state_dict()
+        have = {target for route in self._routes.values() for target in route.targets}
+        tied: dict[str, set[str]] = {}
+        for target, source in model.all_tied_weights_keys.items():
+            tied.setdefault(source, {source}).add(target)
+        for group in tied.values():
+            if group & have:
+                have |= group
+        optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["(?!)"]))
+        missing = [name for name in wanted if name not in have and not optional.search(name)]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(f"{folder}: {missing[0]} is missing{more}")
+        for target, route in self._routes.items():
+            if route.converter is None:
+                name = next(iter(route.sources))
+                stored = self.checkpoint.tensors[name]
+                if stored.shape != tuple(wanted[target].shape):
+                    raise CheckpointError(
+                        f"{self.checkpoint.files[stored.file]}: {name} has shape"
+                        f" {list(stored.shape)}, but the config says {list(wanted[target].shape)}"
+                    )
+
+    def _check_loaded(self, info: Any) -> None:
+        """What only the conversion itself can find out."""
+        folder = self.checkpoint.folder
+        if info.conversion_errors:
+            name = next(iter(info.conversion_errors))
+            raise CheckpointError(f"{folder}: the tensors for {name} do not go together")
+        if info.mismatched_keys:
+            name, got, wanted = sorted(info.mismatched_keys)[0]
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(got)}, but the config says {list(wanted)}"
+            )
+
+
+def build(
+    source: str | os.PathLike[str] | Checkpoint,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+) -> tuple[PreTrainedModel, Catalog]:
+    """The model with its dense parts loaded, and the catalog of its experts; see Draft."""
+    draft = Draft.of(source, dtype)
+    return draft.load(device), draft.catalog
+
+
+def dense_bytes(source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> int:
+    """Bytes that the dense parts of a model will take; nothing is loaded."""
+    return Draft.of(source, dtype).dense_bytes
+
+
+class _OnDisk:
+    """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        return self._checkpoint.read(self._name)
+
+
+def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    raw, path = checkpoint.config, checkpoint.folder / "config.json"
+    kind = raw["model_type"]
+    if kind not in CONFIG_MAPPING:
+        if "auto_map" in raw:
+            raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
+        raise UnsupportedModel(f"{path}: this transformers does not know the model type {kind}")
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        if quantised := part.get("quantization_config"):
+            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else ""
+            raise UnsupportedModel(
+                f"{path}: the checkpoint is quantised ({method}), which is not served yet"
+            )
+    try:
+        return AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # each config class validates in its own way
+        raise CheckpointError(f"{path}: not a valid {kind} config: {_one_line(error)}") from error
+
+
+def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return _get_model_class(config, mapping)
+    name = (config.architectures or [config.model_type])[0]
+    raise UnsupportedModel(f"{name}: transformers has no class that generates text with it")
+
+
+def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype to build in, also written into the config, as `from_pretrained` does."""
+    if dtype != "auto" and dtype not in ITEMSIZE:
+        raise UnknownName("dtype", dtype, ["auto", *ITEMSIZE])
+    _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
+    if str(main)[6:] not in ITEMSIZE:
+        raise UnsupportedModel(
+            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(ITEMSIZE)}"
+        )
+    return main
+
+
+def _construct(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model on the meta device, with no memory for any parameter."""
+    from contextlib import ExitStack
+
+    config._experts_implementation = IMPLEMENTATION
+    with ExitStack() as stack:
+        for context in kind.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        try:
+            model = kind(config)
+        except ModelError:
+            raise
+        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+            raise UnsupportedModel(f"{kind.__name__}: {_one_line(error)}") from error
+        patch_output_recorders(model)
+    return model
+
+
+def _load_generation_config(model: nn.Module, folder: Path) -> None:
+    """The folder's generation_config.json, or one made from the config, as transformers does."""
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+        model.adjust_generation_fn(
+            None,
+            False,
+            None,
+            str(folder),
+            force_download=False,
+            local_files_only=True,
+            subfolder="",
+            trust_remote_code=False,
+            **hub,
+        )
+
+
+def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
+    """One line where tensors are ignored, unless the model says that they are to be."""
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or []), "inv_freq"]))
+    if odd := [name for name in unused if not ignored.search(name)]:
+        log.warning(
+            "%s has no place for %d tensors of the checkpoint, such as %s",
+            type(model).__name__,
+            len(odd),
+            odd[0],
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

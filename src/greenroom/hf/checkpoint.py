@@ -1,0 +1,164 @@
+"""A checkpoint folder: the files of its weights and where each tensor lies in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
+from greenroom.hf.header import Stored, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config and safetensors files; only headers have been read.
+
+    `files` are absolute paths; `tensors[name].file` is a position in them.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    files: tuple[str, ...]
+    tensors: Mapping[str, Stored]
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Read the config and all headers.
+
+        Raises NotAModel, UnsupportedModel or CheckpointError.
+        """
+        folder = Path(folder).absolute()
+        config = read_config(folder)
+        names, wanted = _shards(folder)
+        files = tuple(str(folder / name) for name in names)
+        tensors: dict[str, Stored] = {}
+        for number, name in enumerate(names):
+            found = read_header(folder / name, number)
+            # A name that two files have belongs to the one that the index says.
+            tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
+            if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
+                raise CheckpointError(f"{folder / name}: lacks {lost}, which {INDEX} says it has")
+        return cls(folder, config, files, tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as stored, in ordinary memory: read, not mapped; its page cache is dropped."""
+        stored = self.tensors[name]
+        path = self.files[stored.file]
+        raw = torch.empty(stored.nbytes, dtype=torch.uint8)
+        view, done = memoryview(raw.numpy()), 0
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                stream.seek(stored.offset)
+                while done < stored.nbytes and (n := stream.readinto(view[done:])):
+                    done += n
+                if hasattr(os, "posix_fadvise"):  # the dense parts are in memory once, not twice
+                    os.posix_fadvise(
+                        stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
+                    )
+        except OSError as error:
+            raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
+        if done < stored.nbytes:
+            raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
+        dtype = getattr(torch, stored.dtype, None)
+        if dtype is None:
+            raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
+        return raw.view(dtype).reshape(stored.shape)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; NotAModel where there is none, or it is no model's."""
+    path = folder / "config.json"
+    if not path.is_file():
+        if next(folder.glob("*.gguf"), None):
+            raise UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
+        raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotAModel(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise NotAModel(f"{path}: names no model_type, so this is not a model's config")
+    return config
+
+
+def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(file names, tensor -> file as the index says; empty without an index)."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE], {}
+    index = folder / INDEX
+    if not index.is_file():
+        raise _no_weights(folder)
+    try:
+        wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(wanted.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: damaged, it has no usable weight_map") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{index}: damaged, it has no usable weight_map")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")
+        if not name.endswith(".safetensors"):
+            raise UnsupportedModel(f"{index}: names {name!r}, but only safetensors are read")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: missing, though {INDEX} names it")
+    return names, wanted
+
+
+def _no_weights(folder: Path) -> Exception:
+    """The error for a folder without model.safetensors and without an index."""
+    if next(folder.glob("model-*.safetensors"), None):
+        return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
+    if next(folder.glob("*.gguf"), None):
+        return UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
+    if pickle := next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None):
+        return UnsupportedModel(
+            f"{folder}: its weights are pickles ({pickle.name}): only safetensors are read"
+        )
+    return NotAModel(f"{folder}: no {SINGLE} and no {INDEX}")
+
+
+def resolve(model: str | os.PathLike[str]) -> Path:
+    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id.
+
+    A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
+    Raises NotAModel or UnsupportedModel with one line that says what to do.
+    """
+    text = os.fspath(model)
+    if text == "demo":
+        return demo_folder()
+    path = Path(text).expanduser()
+    if path.suffix == ".gguf":
+        raise UnsupportedModel(f"{text}: GGUF files are not served yet, only safetensors")
+    if path.is_dir():
+        read_config(path)
+        return path
+    if path.is_file():
+        raise NotAModel(f"{text}: is a file; give the folder that holds config.json")
+    if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
+        raise NotAModel(f"{text}: there is no such folder")
+    from greenroom.hf.hub import download
+
+    return download(text)
+
+
+def demo_folder() -> Path:
+    """Where the shipped model lies: in the installed package, or in the repository it runs from."""
+    import greenroom
+
+    package = Path(greenroom.__file__).parent
+    for folder in (package / "models" / "demo", package.parents[1] / "models" / "demo"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise NotAModel(f"the demo model is not installed with this greenroom ({sys.prefix})")

@@ -1,0 +1,117 @@
+"""The header of a safetensors file: which tensor lies at which bytes.
+
+Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
+maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
+first byte. Only the header is read, so a file of any size costs two small reads and no mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from greenroom.errors import CheckpointError
+
+LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
+
+# safetensors' name -> (torch's name, bits of one element)
+DTYPES = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "I16": ("int16", 16),
+    "U16": ("uint16", 16),
+    "I32": ("int32", 32),
+    "U32": ("uint32", 32),
+    "I64": ("int64", 64),
+    "U64": ("uint64", 64),
+    "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16),
+    "F32": ("float32", 32),
+    "F64": ("float64", 64),
+    "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F4": ("float4_e2m1fn", 4),
+    "F6_E2M3": ("float6_e2m3", 6),
+    "F6_E3M2": ("float6_e3m2", 6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`."""
+
+    file: int
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path, file: int) -> dict[str, Stored]:
+    """All tensors of one safetensors file, in the order of its header.
+
+    Raises CheckpointError, naming the file, where the header or the file's length cannot be right.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > LONGEST or 8 + length > size:
+                raise CheckpointError(f"{path}: not a safetensors file, or cut off in its header")
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: its header is not a table of tensors")
+    entries.pop("__metadata__", None)
+    data = 8 + length
+    tensors = {name: _tensor(path, file, name, entry, data) for name, entry in entries.items()}
+    _check_ranges(path, tensors, size)
+    return tensors
+
+
+def _tensor(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: the header's entry for {name} is damaged") from error
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise CheckpointError(f"{path}: the header's entry for {name} is damaged")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has an unknown dtype {dtype!r}")
+    torch_name, bits = DTYPES[dtype]
+    expected = -(-prod(shape) * bits // 8)
+    if end - begin != expected:
+        raise CheckpointError(
+            f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs {expected}"
+        )
+    return Stored(file, torch_name, shape, data + begin, expected)
+
+
+def _check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
+    """No tensor may reach past the file's end or into another one."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes == 0:
+            continue
+        if tensor.offset < end:
+            raise CheckpointError(f"{path}: the bytes of {before} and {name} overlap")
+        end, before = tensor.offset + tensor.nbytes, name
+    if end > size:
+        raise CheckpointError(
+            f"{path}: truncated: {before} ends at byte {end}, but the file has {size}"
+        )

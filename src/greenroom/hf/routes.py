@@ -1,0 +1,86 @@
+"""Which checkpoint tensor becomes which parameter, by transformers' own rules.
+
+No table per architecture: the renamings and conversions are those that `from_pretrained` applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+@dataclass
+class Route:
+    """The tensors that make one parameter, or several where a tensor is split.
+
+    `sources` maps a converter's source pattern to its tensors' names in natural order: for experts
+    stored one by one that is the order of the experts. Without a converter there is one tensor.
+    """
+
+    targets: tuple[str, ...]
+    converter: WeightConverter | None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+
+def find_routes(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, Route], list[str]]:
+    """(routes by their first parameter, tensors that the model has no parameter for).
+
+    The model may be on the meta device, but must still have all of its parameters.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+    routes: dict[str, Route] = {}
+    unused: list[str] = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
+        if target not in known:
+            unused.append(name)
+            continue
+        if target not in routes:
+            converter = by_pattern[pattern] if pattern is not None else None
+            routes[target] = Route(_targets(target, converter), converter)
+        routes[target].sources.setdefault(pattern or name, []).append(name)
+    return routes, unused
+
+
+def _targets(first: str, converter: WeightConverter | None) -> tuple[str, ...]:
+    if converter is None:
+        return (first,)
+    patterns = converter.target_patterns
+    return tuple(first.replace(patterns[0], pattern) for pattern in patterns)
+
+
+class TargetDtypes:
+    """The dtype in which each parameter will be, as transformers decides it on loading.
+
+    A parameter keeps the dtype that it was constructed in, except those of a `dtype_plan`
+    (`_keep_in_fp32_modules`).
+    """
+
+    def __init__(self, plan: Mapping[str, torch.dtype]) -> None:
+        self._plan = plan
+        if plan:
+            self._pattern, self._groups, _ = build_glob_alternation(list(plan))
+
+    def __call__(self, name: str, constructed: torch.dtype) -> torch.dtype:
+        match = self._pattern.search(name) if self._plan else None
+        if match is None or match.lastgroup is None:
+            return constructed
+        return self._plan[self._groups[match.lastgroup]]
