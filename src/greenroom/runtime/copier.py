@@ -39,7 +39,7 @@ Deliver = Callable[[StartChunk, int, StoreError | None], None]
 
 
 class Copier:
-    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from the lane's thread."""
+    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads."""
 
     def __init__(self, store: Store, slots: Slots, lanes: int, deliver: Deliver) -> None:
         self._store, self._slots, self._deliver = store, slots, deliver

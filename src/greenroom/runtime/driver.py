@@ -97,6 +97,8 @@ class Driver:
         for action in self.scheduler.on(event):
             match action:
                 case StartChunk():
+                    if action.chunk == 0:
+                        self.slots.clear(action.slot)
                     self._copier.start(action)
                 case Compute() | Finish():
                     self._orders.append(action)

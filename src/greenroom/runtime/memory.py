@@ -12,7 +12,7 @@ import psutil
 
 def available_bytes() -> int:
     """What this process could take now: the machine's free memory or its cgroup's, if less."""
-    return min([psutil.virtual_memory().available, *_cgroup_rooms()])
+    return min([int(psutil.virtual_memory().available), *_cgroup_rooms()])
 
 
 def _cgroup_rooms() -> list[int]:

@@ -64,6 +64,9 @@ class HostSlots:
             else:
                 _transform(data, target, copy)
 
+    def clear(self, slot: int) -> None:
+        """A new piece is about to come into this slot."""
+
     def move(self, source: int, target: int) -> None:
         """Copy one slot to another."""
         self.bytes(target)[:] = self.bytes(source)

@@ -63,7 +63,7 @@ class DiskStore:
     def __init__(
         self, catalog: Catalog, *, chunk_bytes: int = CHUNK_BYTES, direct: str = "auto"
     ) -> None:
-        """`direct`: "auto" falls back to buffered reads where the file system refuses, "on" fails."""
+        """`direct`: "auto" turns to buffered reads where the file system refuses; "on" fails."""
         self.catalog, self.chunk_bytes = catalog, chunk_bytes
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
         self._files: list[int] = []
@@ -117,7 +117,7 @@ class DiskStore:
         return chunks
 
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
-        """A chunk's bytes, as a view of the staging buffer: [length] uint8, valid until its next use.
+        """A chunk's bytes: [length] uint8, a view of the staging buffer, valid until its next use.
 
         StoreError where the disk fails, or the file has become shorter.
         """
@@ -125,7 +125,7 @@ class DiskStore:
         end = begin + chunk.length
         first = begin // BLOCK * BLOCK if self.direct else begin
         last = -(-end // BLOCK) * BLOCK if self.direct else end
-        buffer, fd, done = staging.take(-(-(last - first) // BLOCK) * BLOCK), None, 0
+        buffer, done = staging.take(-(-(last - first) // BLOCK) * BLOCK), 0
         path = self.catalog.files[chunk.extent.file]
         try:
             fd = self._files[chunk.extent.file]

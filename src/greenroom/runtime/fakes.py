@@ -1,0 +1,76 @@
+"""Fakes that ship: a device that poisons what is stale, and a store that is slow or fails.
+
+`device="fake"` uses both, to show that nothing depends on when and in which order bytes arrive.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from greenroom.errors import StoreError
+from greenroom.runtime.copier import Store
+from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.store import Chunk, Staging
+
+POISON = 0xFF  # every floating-point type reads NaN
+
+
+class FakeSlots(HostSlots):
+    """Host slots that hold NaN until the bytes of a piece have arrived."""
+
+    def clear(self, slot: int) -> None:
+        self.bytes(slot)[:] = POISON
+
+    def move(self, source: int, target: int) -> None:
+        super().move(source, target)
+        self.clear(source)
+
+
+class FakeStore:
+    """Another store, seen through a slow and unreliable line.
+
+    A read takes `latency` seconds, up to `jitter` more by chance, and nbytes / `bandwidth`.
+    `fails(n)` is asked before the n-th read, counted from 1; True raises StoreError.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        bandwidth: float = float("inf"),
+        latency: float = 0.0,
+        jitter: float = 0.0,
+        seed: int = 0,
+        fails: Callable[[int], bool] = lambda read: False,
+    ) -> None:
+        self._store, self._fails = store, fails
+        self._bandwidth, self._latency, self._jitter = bandwidth, latency, jitter
+        self._random, self._lock, self._line = (
+            random.Random(seed),
+            threading.Lock(),
+            threading.Lock(),
+        )
+        self.reads = 0
+
+    def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
+        return self._store.chunks(expert_id)
+
+    def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
+        with self._lock:
+            self.reads += 1
+            number, wait = self.reads, self._latency + self._jitter * self._random.random()
+        time.sleep(wait)
+        if self._fails(number):
+            raise StoreError(f"read {number} failed: Input/output error (fake)")
+        if self._bandwidth != float("inf"):
+            with self._line:  # one transfer at a time, as a saturated link does
+                time.sleep(chunk.length / self._bandwidth)
+        return self._store.read(chunk, staging)
+
+    def close(self) -> None:
+        self._store.close()
