@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,15 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "num_experts_per_tok": 2,
-    "pad_token_id": None,
+    "pad_token_id": 2,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-EIGHT = {"num_experts": 8, "moe_intermediate_size": 16}
+EIGHT = {"num_experts": 8, "moe_intermediate_size": 24}
 LOCAL = {"num_local_experts": 8}
 DEEPSEEK = {
     "n_routed_experts": 8,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 24,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "n_group": 2,
@@ -54,38 +54,71 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+LINEAR_ATTENTION = {
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 # What each architecture needs beside COMMON; None takes a key of COMMON away.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "afmoe": {**EIGHT, "head_dim": 8, "num_dense_layers": 1, "layer_types": None},
+    "aria_text": {"moe_num_experts": 8},
+    "axk1": DEEPSEEK,
+    "bailing_hybrid": {**EIGHT, "n_group": 2, "topk_group": 1},
+    "cohere2_moe": {**EIGHT, "head_dim": 8},
     "deepseek_v2": {**DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK,
+    "deepseek_v4": DEEPSEEK,
     "dots1": {**DEEPSEEK, "head_dim": 8},
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 16, "moe_k": 2},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 24, "moe_k": 2},
+    "exaone_moe": {**EIGHT, "head_dim": 8},
     "flex_olmo": {"num_experts": 8},
+    "flint": {**EIGHT, "head_dim": 8},
+    "gemma4_text": {
+        **EIGHT,
+        "enable_moe_block": True,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "top_k_experts": 2,
+    },
     "glm4_moe": {**DEEPSEEK, "head_dim": 8},
+    "glm4_moe_lite": DEEPSEEK,
+    "glm_moe_dsa": DEEPSEEK,
     "gpt_oss": {**LOCAL, "head_dim": 8, "layer_types": None, "sliding_window": 16},
     "granitemoe": LOCAL,
+    "granitemoe_swa": LOCAL,
+    "granitemoehybrid": {**LOCAL, "mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoeshared": {**LOCAL, "shared_intermediate_size": 16},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
+    "hy_v3": {**EIGHT, "head_dim": 8},
+    "hy_v4": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
+    "inkling_text": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
     "jamba": {"num_experts": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**DEEPSEEK, **LOCAL},
+    "kolibri1": EIGHT,
+    "laguna": {**EIGHT, "head_dim": 8},
     "lfm2_moe": {**EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    "mellum": {**EIGHT, "head_dim": 8},
+    "mimo_v2_flash": {**DEEPSEEK, "head_dim": 8, "num_attention_heads": 8},
     "minimax": {**LOCAL, "head_dim": 8},
     "minimax_m2": {**LOCAL, "head_dim": 8},
+    "minimax_m3_vl_text": {**LOCAL, "head_dim": 8},
     "mixtral": LOCAL,
-    "nemotron_h": {"n_routed_experts": 8, "moe_intermediate_size": 16},
+    "nemotron_h": {"n_routed_experts": 8, "moe_intermediate_size": 24},
     "olmoe": {"num_experts": 8},
     "phimoe": LOCAL,
     "qwen2_moe": {**EIGHT, "shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8},
     "qwen3_moe": {**EIGHT, "head_dim": 8, "mlp_only_layers": [1]},
-    "qwen3_next": {
-        **EIGHT,
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_next": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8},
+    "solar_open": {**DEEPSEEK, "head_dim": 8},
+    "zaya": {**EIGHT, "head_dim": 8, "num_experts_per_tok": 1},
 }
 
 
@@ -138,7 +171,7 @@ def tiny(
 _KEEP: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cached(name: str, arguments: str) -> Path:
     _KEEP.append(tempfile.TemporaryDirectory(prefix=f"tiny-{name}-"))
     return tiny(name, Path(_KEEP[-1].name), **json.loads(arguments))
@@ -203,7 +236,9 @@ def _strided(
     """The block of a byte buffer as a view; strides in bytes, data need not be aligned."""
     kind = getattr(torch, dtype)
     size = kind.itemsize
-    shift = start % size  # safetensors align to 8 bytes, so elements of a file's tensor do not cross
+    shift = (
+        start % size
+    )  # safetensors align to 8 bytes, so elements of a file's tensor do not cross
     whole = raw[shift : shift + (len(raw) - shift) // size * size].view(kind)
     assert all(stride % size == 0 for stride in strides)
     return whole.as_strided(shape, (strides[0] // size, strides[1] // size), start // size)
