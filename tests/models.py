@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -242,3 +242,9 @@ def _strided(
     whole = raw[shift : shift + (len(raw) - shift) // size * size].view(kind)
     assert all(stride % size == 0 for stride in strides)
     return whole.as_strided(shape, (strides[0] // size, strides[1] // size), start // size)
+
+
+@cache
+def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
+    """The model as transformers loads it, computed eagerly; shared by tests: do not change it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.monkey_patching import patch_output_recorders
 
 from greenroom.core.layout import ITEMSIZE, Catalog
-from greenroom.errors import CheckpointError, ModelError, UnknownName, UnsupportedModel
+from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import detach_experts, streamed_parameters
 from greenroom.hf.index import make_catalog
@@ -81,10 +82,11 @@ class Draft:
         """Bytes of all parameters and buffers that stay in memory; tied ones count once."""
         dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
         tied = set(self.model.all_tied_weights_keys)
-        total = sum(buffer.nbytes for buffer in self.model.buffers())
-        for name, parameter in self.model.named_parameters():
+        loaded = self.model.state_dict()
+        total = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
+        for name, tensor in loaded.items():
             if name not in tied:
-                total += parameter.numel() * dtypes(name, parameter.dtype).itemsize
+                total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
         return total
 
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
@@ -227,18 +229,15 @@ def _construct(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     """The model on the meta device, with no memory for any parameter."""
-    from contextlib import ExitStack
-
     config._experts_implementation = IMPLEMENTATION
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
         try:
             model = kind(config)
-        except ModelError:
-            raise
-        except (ImportError, ValueError, TypeError, RuntimeError) as error:
-            raise UnsupportedModel(f"{kind.__name__}: {_one_line(error)}") from error
+        except Exception as error:  # each model class refuses in its own way
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            raise UnsupportedModel(f"{kind.__name__} cannot be constructed: {reason}") from error
         patch_output_recorders(model)
     return model
 

@@ -1,0 +1,61 @@
+"""What the tests of the transformers side share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from greenroom.hf.build import IMPLEMENTATION
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _implementation() -> None:
+    """Models are built for an experts implementation that must exist; here it is never run."""
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, lambda experts, hidden, index, weights: None)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers."""
+    transformers_logging.disable_progress_bar()
+    yield
+    transformers_logging.enable_progress_bar()
+
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], dtype: str = "") -> None:
+    """A safetensors file with the tensors in the given order (the library's writer sorts them)."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": dtype or NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    write_raw(path, json.dumps(header).encode(), data)
+
+
+def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """The message of an error, which must be one line."""
+    text = str(error.value)
+    assert text
+    assert "\n" not in text
+    return text
