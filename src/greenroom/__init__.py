@@ -1,1 +1,35 @@
-"""Greenroom."""
+"""Greenroom: run Mixture-of-Experts language models that are larger than memory.
+
+    model, tokenizer = greenroom.load("demo", cache="25%")
+
+Names are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from greenroom.hf.load import load as load
+    from greenroom.hf.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "load": "greenroom.hf.load",
+    "verify": "greenroom.hf.verify",
+    "simulate": "greenroom.sim.simulate",
+    "GreenroomError": "greenroom.errors",
+}
+__all__ = ["GreenroomError", "load", "simulate", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

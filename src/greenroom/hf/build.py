@@ -61,7 +61,7 @@ class Draft:
         """
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
         config = _config(checkpoint)
-        kind = _class(config)
+        kind, config = _class(config)
         main = _dtype(dtype, checkpoint, config)
         model = _construct(kind, config, main)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
@@ -104,9 +104,11 @@ class Draft:
             weight_mapping=get_model_conversion_mapping(model),
             use_safetensors=True,
         )
+        dtypes = TargetDtypes(options.dtype_plan)
+        constructed = model.state_dict()
         tensors = {
-            name: _OnDisk(self.checkpoint, name)
-            for route in self._routes.values()
+            name: _OnDisk(self.checkpoint, name, dtypes(target, constructed[target].dtype))
+            for target, route in self._routes.items()
             for names in route.sources.values()
             for name in names
         }
@@ -177,11 +179,11 @@ def dense_bytes(source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto"
 class _OnDisk:
     """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
+    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
+        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
 
     def __getitem__(self, whole: object) -> torch.Tensor:
-        return self._checkpoint.read(self._name)
+        return self._checkpoint.read(self._name, self._dtype)
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -205,10 +207,17 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
         raise CheckpointError(f"{path}: not a valid {kind} config: {_one_line(error)}") from error
 
 
-def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def _class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class that generates text, and its config: the text part's, where the class is for text.
+
+    A model that only comes together with its vision tower is built with it.
+    """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
-            return _get_model_class(config, mapping)
+            kind = _get_model_class(config, mapping)
+            if kind.config_class == config.sub_configs.get("text_config"):
+                config = config.get_text_config()
+            return kind, config
     name = (config.architectures or [config.model_type])[0]
     raise UnsupportedModel(f"{name}: transformers has no class that generates text with it")
 

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from greenroom.hf.header import Stored, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PIECE = 16 << 20  # bytes read at a time where a tensor is cast
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -51,29 +54,46 @@ class Checkpoint:
                 raise CheckpointError(f"{folder / name}: lacks {lost}, which {INDEX} says it has")
         return cls(folder, config, files, tensors)
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor as stored, in ordinary memory: read, not mapped; its page cache is dropped."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor in ordinary memory: read, not mapped, and its page cache is dropped.
+
+        `dtype` casts on the way, piece by piece, so that memory never holds the tensor twice.
+        """
         stored = self.tensors[name]
         path = self.files[stored.file]
-        raw = torch.empty(stored.nbytes, dtype=torch.uint8)
-        view, done = memoryview(raw.numpy()), 0
+        kind = getattr(torch, stored.dtype, None)
+        if kind is None:
+            raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
+        tensor = torch.empty(prod(stored.shape), dtype=dtype or kind)
+        cast = tensor.dtype != kind
+        step = PIECE // kind.itemsize if cast else max(1, len(tensor))
         try:
             with open(path, "rb", buffering=0) as stream:
                 stream.seek(stored.offset)
-                while done < stored.nbytes and (n := stream.readinto(view[done:])):
-                    done += n
+                for at in range(0, len(tensor), step):
+                    into = tensor[at : at + step]
+                    piece = torch.empty(len(into), dtype=kind) if cast else into
+                    if not _fill(stream, piece):
+                        raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
+                    if cast:
+                        into.copy_(piece)
                 if hasattr(os, "posix_fadvise"):  # the dense parts are in memory once, not twice
                     os.posix_fadvise(
                         stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
                     )
         except OSError as error:
             raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
-        if done < stored.nbytes:
-            raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
-        dtype = getattr(torch, stored.dtype, None)
-        if dtype is None:
-            raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
-        return raw.view(dtype).reshape(stored.shape)
+        return tensor.reshape(stored.shape)
+
+
+def _fill(stream: FileIO, tensor: torch.Tensor) -> bool:
+    """Read into a flat tensor; False where the file ends before it is full."""
+    view, done = memoryview(tensor.view(torch.uint8).numpy()), 0
+    while done < len(view):
+        if not (n := stream.readinto(view[done:])):
+            return False
+        done += n
+    return True
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+# Two commands set everything up: `make demo` and `make check`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo check format lint types imports test soak bench clean
+
+help:
+	@echo "make demo    run the shipped model with a quarter of its experts in memory, and prove it"
+	@echo "make check   formatting, lint, types, import rules, tests"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make soak    the long tests"
+	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
+
+setup: $(READY)
+
+# torch first, in the version that the constraints name: what depends on it then takes that one.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/greenroom run demo "Once upon a time" --cache 25% --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
+	$(BIN)/greenroom verify demo --cache 25%
+
+check: $(READY) lint types imports test
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+	$(BIN)/python benchmarks/all.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,39 @@
+"""Options from config dataclasses: names, defaults and help are written there once."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from greenroom.config import LoadConfig, SamplingConfig
+
+Config = TypeVar("Config", LoadConfig, SamplingConfig)
+
+
+def add_options(parser: argparse.ArgumentParser, config: type[Config], title: str) -> None:
+    """One option a field, in a group of its own."""
+    group = parser.add_argument_group(title)
+    types = typing.get_type_hints(config)
+    for option in fields(config):
+        kinds = {int, float, str} & set(
+            typing.get_args(types[option.name]) or (types[option.name],)
+        )
+        kind: Any = str if str in kinds else kinds.pop()
+        text = option.metadata["help"]
+        if option.default is not None and "default" not in text:
+            text += " (default: %(default)s)"
+        choices = option.metadata["choices"]
+        group.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=kind,
+            default=option.default,
+            metavar="|".join(choices) if choices else option.metadata["metavar"],
+            help=text,
+        )
+
+
+def take(args: argparse.Namespace, config: type[Config]) -> Config:
+    """The config that the arguments say, checked."""
+    return config(**{option.name: getattr(args, option.name) for option in fields(config)})

@@ -1,0 +1,72 @@
+"""`greenroom verify MODEL`: prove that nothing changes when experts stay on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from greenroom.errors import VerifyError
+
+HELP = "prove that the output is the full model's, bit for bit"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("verify", help=HELP, description=HELP)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or `demo`")
+    parser.add_argument(
+        "--cache", default="10%", metavar="SIZE", help="the expert cache (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=24, metavar="N",
+        help="greedy tokens to compare (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--prompt", metavar="TEXT", help="what to begin with")
+    parser.add_argument("--dtype", default="auto", help="as in `greenroom run`")
+    parser.add_argument(
+        "--layers", action="store_true", help="compare layer by layer even if the model would fit"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    from greenroom.hf.verify import PROMPT, verify
+
+    verdict = verify(
+        args.model,
+        args.cache,
+        tokens=args.max_new_tokens,
+        prompt=PROMPT if args.prompt is None else args.prompt,
+        dtype=args.dtype,
+        layers=True if args.layers else None,
+        say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
+    )
+    failed = [what for what, passed in verdict.checks if not passed]
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "identical": verdict.identical,
+                    "max_logit_difference": verdict.max_logit_difference,
+                    "grouped_mm_difference": verdict.grouped_mm_difference,
+                    "tokens_compared": verdict.tokens_compared,
+                    "compared": "logits" if verdict.whole else "layers",
+                    "kernels": verdict.kernels,
+                    "failed": failed,
+                }
+            )
+        )
+    else:
+        what = "logits" if verdict.whole else "layer outputs"
+        print(
+            f"{verdict.kernels} kernels, largest difference of {what} to transformers' eager:"
+            f" {verdict.max_logit_difference:.3g} (its own grouped_mm:"
+            f" {verdict.grouped_mm_difference:.3g})"
+        )
+    if failed:
+        raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")
+    if not verdict.near:
+        raise VerifyError("the default kernels are further from eager than twice grouped_mm")
+    if not args.json:
+        print(f"identical: {verdict.tokens_compared} tokens compared")

@@ -1,0 +1,137 @@
+"""The memory budget: what must be in memory besides the experts, before and after loading.
+
+`--memory M` is the whole process: Python and its libraries, dense parts, KV cache, workspace,
+staging; what is left becomes slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from greenroom.config import Amount, show_bytes
+from greenroom.core.layout import Catalog
+from greenroom.errors import BudgetError
+from greenroom.runtime.memory import available_bytes, rss_bytes
+from greenroom.runtime.store import CHUNK_BYTES
+
+PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of it, whatever the memory
+AUTO_SHARE = 0.8  # of what is available: the rest is the user's
+LIBRARIES = 192 << 20  # what compiling kernels and the first passes add to the process
+SLACK = 48 << 20  # what allocators keep and nobody can count
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes beside the slots. `process` is measured, the others are computed."""
+
+    process: int
+    dense: int
+    kv_cache: int
+    workspace: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.process + self.dense + self.kv_cache + self.workspace + self.staging
+
+    def __str__(self) -> str:
+        return (
+            f"process {show_bytes(self.process)}, dense parts {show_bytes(self.dense)},"
+            f" KV cache {show_bytes(self.kv_cache)},"
+            f" workspace {show_bytes(self.workspace + self.staging)}"
+        )
+
+
+def budget_bytes(memory: str | int | None) -> int:
+    """`--memory` in bytes; a share (or `auto`) is of what this process has and could have now."""
+    available = available_bytes() + rss_bytes()
+    if memory in (None, "auto"):
+        return int(available * AUTO_SHARE)
+    return Amount.parse(memory, "--memory").of(available)  # type: ignore[arg-type]
+
+
+def needs(
+    model: PreTrainedModel, catalog: Catalog, context: int, readers: int, dense: int
+) -> Needs:
+    """Before anything is loaded: the model is on the meta device, `dense` its parts' bytes."""
+    return Needs(
+        process=rss_bytes() + LIBRARIES,
+        dense=dense,
+        kv_cache=kv_cache_bytes(model, context),
+        workspace=workspace_bytes(model, catalog, context) + SLACK,
+        staging=readers * (CHUNK_BYTES + (1 << 20)),
+    )
+
+
+def capacity_for(budget: int, need: Needs, catalog: Catalog, at_least: int = 1) -> int:
+    """Slots that a budget leaves. BudgetError says how much would do."""
+    slots = (budget - need.total) // catalog.slot_bytes
+    if slots < at_least:
+        enough = need.total + at_least * catalog.slot_bytes
+        raise BudgetError(
+            f"a budget of {show_bytes(budget)} is too small: {need} and {at_least}"
+            f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
+        )
+    return int(min(slots, catalog.experts))
+
+
+def experts_per_token(model: PreTrainedModel) -> int:
+    """What one token asks of a layer at once, as far as the config says."""
+    config = model.config.get_text_config()
+    return int(getattr(config, "num_experts_per_tok", None) or 1)
+
+
+def kv_cache_bytes(model: PreTrainedModel, context: int) -> int:
+    """Bytes of the cache for `context` tokens, and of the largest layer once more.
+
+    A layer's keys and values are copied as they grow. Measured on the meta device: two passes of
+    different length tell what one token adds.
+    """
+    try:
+        short, long = _cache_of(model, 16), _cache_of(model, 48)
+    except Exception:  # a model whose forward cannot run without data
+        return _kv_by_config(model, context)
+    totals = [sum(short), sum(long)]
+    per_token = max(totals[1] - totals[0], 0) / 32
+    largest = max((b - a for a, b in zip(short, long, strict=True)), default=0) / 32
+    return int(totals[0] + (per_token + largest) * context)
+
+
+def _cache_of(model: PreTrainedModel, tokens: int) -> list[int]:
+    """Bytes of each layer's cache after one pass, on the meta device."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        cache: Any = model(input_ids=ids, use_cache=True).past_key_values
+    sizes = []
+    for layer in cache.layers:
+        tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        sizes.append(sum(t.numel() * t.element_size() for t in tensors))
+    return sizes
+
+
+def _kv_by_config(model: PreTrainedModel, context: int) -> int:
+    """Full attention in every layer: 2 x layers x heads x width x tokens."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = config.num_hidden_layers
+    return int(2 * (layers + 1) * heads * width * context * model.dtype.itemsize)
+
+
+def workspace_bytes(model: PreTrainedModel, catalog: Catalog, context: int) -> int:
+    """Activations of one block of a prompt: experts' inputs and outputs, attention, logits."""
+    config = model.config.get_text_config()
+    tokens = min(context, PREFILL_BLOCK)
+    rows = tokens * experts_per_token(model)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    inner = max(max(spec.shape) for layout in catalog.layouts for spec in layout.tensors)
+    experts = rows * hidden * 8 + tokens * (hidden + inner) * 16
+    widened = max(spec.nbytes for layout in catalog.layouts for spec in layout.tensors) * 2
+    dense = tokens * max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
+    scores = heads * tokens * context * 8 if config._attn_implementation == "eager" else 0
+    logits = 4 * config.vocab_size * 4
+    return int(experts + widened + dense + scores + logits)

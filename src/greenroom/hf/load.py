@@ -1,0 +1,113 @@
+"""Load a model under a memory budget: the public `greenroom.load`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from greenroom.config import LoadConfig
+from greenroom.errors import CheckpointError, UnknownName
+from greenroom.hf.attach import Greenroom, Parts, slots_for
+from greenroom.hf.budget import (
+    LIBRARIES,
+    PREFILL_BLOCK,
+    budget_bytes,
+    capacity_for,
+    experts_per_token,
+    needs,
+)
+from greenroom.hf.build import Draft
+from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.policies import policy as named_policy
+from greenroom.runtime.kernels import KERNELS
+from greenroom.runtime.memory import give_back, rss_bytes
+
+log = logging.getLogger(__name__)
+
+
+def load(
+    model: str,
+    memory: str | int | None = None,
+    cache: str | int | None = None,
+    policy: str = "auto",
+    kernels: str = "auto",
+    device: str = "auto",
+    **options: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Mixture-of-Experts model whose experts stay on disk.
+
+    `model` is a Hugging Face folder, a hub id, or `demo`. `memory` ("8GiB", "60%", "auto") is the
+    budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache alone; they exclude
+    each other, and neither means memory="auto". `options` are the further fields of
+    `greenroom.config.LoadConfig`: scope, context, readers, direct, dtype, threads.
+
+    Returns (model, tokenizer): an ordinary transformers model, whose `generate` works and gives
+    the tokens of the full model, with `model.greenroom` for `stats()`, `resize()` and `detach()`.
+    Raises a GreenroomError (see greenroom.errors) in one clear line.
+    """
+    return load_with(
+        model,
+        LoadConfig(
+            memory=memory, cache=cache, policy=policy, kernels=kernels, device=device, **options
+        ),
+    )
+
+
+def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load` from a checked config."""
+    named_policy(config.policy)
+    if config.kernels != "auto" and config.kernels not in KERNELS:
+        raise UnknownName("kernel", config.kernels, ["auto", *KERNELS])
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    checkpoint = Checkpoint.open(resolve(source))
+    draft = Draft.of(checkpoint, config.dtype)
+    catalog, context = draft.catalog, context_of(draft.model, config.context)
+    parts = Parts(
+        catalog,
+        capacity=1,
+        policy=config.policy,
+        scope=config.scope,
+        kernels=config.kernels,
+        fake=config.device == "fake",
+        readers=config.readers,
+        direct=config.direct,
+    )
+    tokenizer = _tokenizer(checkpoint)
+    if config.cache is not None:
+        parts = replace(parts, capacity=slots_for(config.cache, catalog))
+        model = draft.load()
+    else:
+        budget = budget_bytes(config.memory)
+        need = needs(draft.model, catalog, context, config.readers, draft.dense_bytes)
+        least = min(experts_per_token(draft.model), catalog.experts)
+        capacity_for(budget, need, catalog, least)  # before anything is loaded
+        model = draft.load()
+        give_back()
+        need = replace(need, process=rss_bytes() + LIBRARIES, dense=0)
+        slots = capacity_for(budget, need, catalog, least)
+        parts = replace(parts, capacity=slots, budget_bytes=budget)
+    model.generation_config.prefill_chunk_size = PREFILL_BLOCK
+    model.greenroom = Greenroom(model, parts)
+    give_back()
+    return model, tokenizer
+
+
+def context_of(model: PreTrainedModel, context: int) -> int:
+    """Tokens to make room for: as asked, but no more than the model can take."""
+    config = model.config.get_text_config()
+    return min(context, getattr(config, "max_position_embeddings", None) or context)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each tokenizer class fails in its own way
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: {reason}") from error

@@ -1,0 +1,116 @@
+"""Compare one layer at a time with transformers, for a model that does not fit as a whole.
+
+The inputs of every experts module are recorded in a real run from disk; then, layer by layer, the
+full parameters are loaded by transformers' own loading code and its eager forward is called on the
+same inputs. Equal outputs in every layer make equal logits: all other parts are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from greenroom.hf.build import IMPLEMENTATION, Draft
+from greenroom.hf.checkpoint import Checkpoint, resolve
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and weights [T, K]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCheck:
+    """`expected` is what transformers' eager gives for each of `inputs`."""
+
+    name: str
+    equal: bool
+    grouped_mm: float
+    inputs: list[Inputs]
+    expected: list[Tensor]
+
+    def distance(self, model: PreTrainedModel) -> float:
+        """How far an attached model's layer is from eager on the same inputs."""
+        module = model.get_submodule(self.name)
+        return max(_gap(module(*i), e) for i, e in zip(self.inputs, self.expected, strict=True))
+
+
+@torch.inference_mode()
+def compare_layers(
+    source: str, dtype: str, model: PreTrainedModel, passes: list[Tensor]
+) -> Iterator[LayerCheck]:
+    """Run `passes` (token ids [1, T] each) on an attached model, then check layer after layer."""
+    names = model.greenroom.parts.catalog.layers
+    inputs, outputs = _record(model, names, passes)
+    checkpoint = Checkpoint.open(resolve(source))
+    for layer, name in enumerate(names):
+        module = model.get_submodule(name)
+        with _filled(module, _load_layer(checkpoint, dtype, layer)):
+            expected = _forward(model, module, "eager", inputs[name])
+            grouped = _forward(model, module, "grouped_mm", inputs[name])
+        yield LayerCheck(
+            name,
+            all(map(torch.equal, expected, outputs[name])),
+            max(map(_gap, grouped, expected)),
+            inputs[name],
+            expected,
+        )
+
+
+def _record(
+    model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
+) -> tuple[dict[str, list[Inputs]], dict[str, list[Tensor]]]:
+    inputs: dict[str, list[Inputs]] = {name: [] for name in names}
+    outputs: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def note(name: str):  # type: ignore[no-untyped-def]
+        def hook(module: nn.Module, args: Inputs, output: Tensor) -> None:
+            inputs[name].append(tuple(a.clone() for a in args))  # type: ignore[arg-type]
+            outputs[name].append(output.clone())
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
+    try:
+        cache = None
+        for ids in passes:
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs, outputs
+
+
+def _load_layer(checkpoint: Checkpoint, dtype: str, layer: int) -> dict[str, Tensor]:
+    """One layer's whole parameters, read and converted by transformers' own code."""
+    draft = Draft.of(checkpoint, dtype)
+    return draft.load_experts(layer)
+
+
+@contextmanager
+def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """The module with its parameters in memory, for a while."""
+    for name, tensor in parameters.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    try:
+        yield
+    finally:
+        for name in parameters:
+            module.register_parameter(name, None)
+
+
+def _forward(
+    model: PreTrainedModel, module: nn.Module, implementation: str, inputs: list[Inputs]
+) -> list[Tensor]:
+    model.set_experts_implementation(implementation)
+    try:
+        return [module(*each) for each in inputs]
+    finally:
+        model.set_experts_implementation(IMPLEMENTATION)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().max())

@@ -1,0 +1,34 @@
+"""The start-up line: what was placed where, and the flags that reproduce it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig, show_bytes
+from greenroom.hf.budget import kv_cache_bytes
+from greenroom.hf.load import context_of
+
+
+def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
+    """One line for people, ending in the flags that give the same placement again."""
+    greenroom = model.greenroom
+    stats, catalog = greenroom.stats(), greenroom.parts.catalog
+    context = context_of(model, config.context)
+    dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    slots = stats.capacity * stats.slot_bytes
+    budget = f" of {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
+    reads = "direct" if greenroom.direct else "buffered"
+    flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
+    flags += [f"--context {context}"]
+    for option in ("scope", "device", "readers", "direct", "dtype", "threads"):
+        value = getattr(config, option)
+        if value != LoadConfig.__dataclass_fields__[option].default:
+            flags.append(f"--{option} {value}")
+    return (
+        f"{name}: {len(catalog.layers)} MoE layers, dense parts {show_bytes(dense)} in memory,"
+        f" {stats.capacity} of {stats.experts} experts in slots ({show_bytes(slots)}{budget}),"
+        f" the rest on disk ({show_bytes(catalog.expert_bytes)} in all, {reads} reads,"
+        f" {config.readers} threads), KV cache {show_bytes(kv_cache_bytes(model, context))}"
+        f" for {context} tokens, kernels {stats.kernels}, policy {stats.policy}"
+        f" [{' '.join(flags)}]"
+    )

@@ -1,0 +1,229 @@
+"""Prove that a model computes the same with its experts on disk as with all of them in memory.
+
+Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
+transformers' own `experts_implementation="eager"`. With the default kernels: the bits do not
+depend on the cache's size, nor on the order in which experts arrive, and their distance to eager
+is at most twice that of transformers' `grouped_mm`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig
+from greenroom.errors import UsageError
+from greenroom.hf.attach import slots_for
+from greenroom.hf.build import Draft
+from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.load import load_with
+from greenroom.hf.one_layer import LayerCheck, compare_layers
+from greenroom.runtime.memory import available_bytes, give_back
+
+PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
+ROOM = 1.3  # a whole model needs its bytes and some for activations
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found. Differences are of logits, or of layers' outputs where `whole` is False."""
+
+    whole: bool
+    tokens_compared: int = 0
+    max_logit_difference: float = 0.0
+    grouped_mm_difference: float = 0.0
+    kernels: str = ""
+    checks: list[tuple[str, bool]] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """All that must be the same is the same, bit for bit."""
+        return all(passed for _, passed in self.checks)
+
+    @property
+    def near(self) -> bool:
+        """The default kernels are as close to eager as they promise."""
+        return self.max_logit_difference <= 2 * self.grouped_mm_difference
+
+
+def verify(
+    source: str,
+    cache: str | int = "10%",
+    *,
+    tokens: int = 24,
+    prompt: str = PROMPT,
+    dtype: str = "auto",
+    layers: bool | None = None,
+    say: Say = lambda line: None,
+) -> Verdict:
+    """Check a model with this cache; see the module. `say` is told each finding as it is made.
+
+    `layers` compares layer by layer although the whole model would fit (None: as memory allows).
+    """
+    if tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
+
+    checkpoint = Checkpoint.open(resolve(source))
+    draft = Draft.of(checkpoint, dtype)
+    slots_for(cache, draft.catalog)  # a mistake shows before the work begins
+    size = draft.dense_bytes + draft.catalog.expert_bytes
+    whole = size * ROOM < available_bytes() if layers is None else not layers
+    verdict = Verdict(whole)
+    trial = _Trial(source, cache, dtype, prompt, tokens, say, verdict)
+    if whole:
+        trial.against_the_whole(type(draft.model), checkpoint, draft.dtype)
+    else:
+        say("the whole model does not fit beside the cache: comparing layer by layer")
+        trial.by_layer()
+    trial.default_kernels(draft)
+    return verdict
+
+
+@dataclass
+class _Trial:
+    source: str
+    cache: str | int
+    dtype: str
+    prompt: str
+    tokens: int
+    say: Say
+    verdict: Verdict
+    reference: Run | None = None  # transformers' eager, where the whole model fits
+    layers: list[LayerCheck] = field(default_factory=list)  # where it does not
+
+    def check(self, what: str, passed: bool) -> None:
+        self.verdict.checks.append((what, passed))
+        self.say(f"{'ok  ' if passed else 'FAIL'} {what}")
+
+    @contextmanager
+    def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
+        config = LoadConfig(cache=cache, dtype=self.dtype, **options)
+        model, tokenizer = load_with(self.source, config)
+        try:
+            yield model, tokenizer
+        finally:
+            model.greenroom.detach()
+            del model
+            gc.collect()
+            give_back()
+
+    def against_the_whole(
+        self, kind: type[PreTrainedModel], checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> None:
+        """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
+        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            ours = greedy(model, ids, self.tokens)
+        model = kind.from_pretrained(
+            checkpoint.folder, dtype=dtype, experts_implementation="eager", local_files_only=True
+        ).eval()
+        self.reference = greedy(model, ids, self.tokens)
+        model.set_experts_implementation("grouped_mm")
+        grouped = forced(model, ids, self.reference.tokens)
+        del model
+        gc.collect()
+        give_back()
+        self.verdict.tokens_compared = ids.shape[1] + self.tokens
+        self.verdict.grouped_mm_difference = distance(grouped, self.reference.logits)
+        self.check(
+            f"eager kernels, cache {self.cache}: {self.tokens} greedy tokens equal transformers'",
+            ours.tokens == self.reference.tokens,
+        )
+        self.check(
+            f"eager kernels, cache {self.cache}: logits equal transformers', bit for bit",
+            torch.equal(ours.logits, self.reference.logits),
+        )
+
+    def by_layer(self) -> None:
+        """Each layer's output against transformers' eager, from the same inputs."""
+        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            follow = greedy(model, ids, min(self.tokens, 4)).tokens
+            passes = [ids, *(torch.tensor([[token]]) for token in follow)]
+            for layer in compare_layers(self.source, self.dtype, model, passes):
+                self.check(f"{layer.name}: equal to transformers', bit for bit", layer.equal)
+                self.layers.append(layer)
+        self.verdict.tokens_compared = ids.shape[1] + len(follow)
+        self.verdict.grouped_mm_difference = max(layer.grouped_mm for layer in self.layers)
+
+    def default_kernels(self, draft: Draft) -> None:
+        """The same bits whatever the cache holds and whenever bytes arrive."""
+        sizes = {self.cache, draft.catalog.slot_bytes, "50%"}
+        cases: list[tuple[str | int, str, int]] = [(size, "cpu", 2) for size in sizes]
+        cases += [(self.cache, "fake", 1), (self.cache, "fake", 4)]
+        first: torch.Tensor | None = None
+        for cache, device, readers in sorted(cases, key=lambda case: case[0] != self.cache):
+            with self.loaded(cache, device=device, readers=readers) as (model, tokenizer):
+                ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+                name = self.verdict.kernels = model.greenroom.stats().kernels
+                slots = model.greenroom.capacity
+                follow = self.reference.tokens if self.reference else None
+                run = (
+                    forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
+                )
+                if first is None:
+                    first = run
+                    self.verdict.max_logit_difference = self._distance(model, run)
+                    continue
+            arrival = "arriving in random order" if device == "fake" else "from disk"
+            self.check(
+                f"{name} kernels: the same bits with {slots} slots, {arrival}",
+                torch.equal(run, first),
+            )
+
+    def _distance(self, model: PreTrainedModel, logits: torch.Tensor) -> float:
+        """How far the default kernels are from transformers' eager."""
+        if self.reference is not None:
+            return distance(logits, self.reference.logits)
+        return max(layer.distance(model) for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Greedy tokens, and the logits [prompt + tokens - 1, V] that they came from."""
+
+    tokens: list[int]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
+    """The likeliest token, `tokens` times, each in a pass of its own."""
+    chosen: list[int] = []
+    logits, cache = _pass(model, ids, None)
+    rows = [logits]
+    while True:
+        chosen.append(int(rows[-1][-1].argmax()))
+        if len(chosen) == tokens:
+            return Run(chosen, torch.cat(rows))
+        logits, cache = _pass(model, torch.tensor([chosen[-1:]]), cache)
+        rows.append(logits)
+
+
+@torch.inference_mode()
+def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """The logits along a given continuation, in the same passes as `greedy`."""
+    logits, cache = _pass(model, ids, None)
+    rows = [logits]
+    for token in tokens[:-1]:
+        logits, cache = _pass(model, torch.tensor([[token]]), cache)
+        rows.append(logits)
+    return torch.cat(rows)
+
+
+def _pass(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return out.logits[0], out.past_key_values
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference."""
+    return float((a.float() - b.float()).abs().max())
