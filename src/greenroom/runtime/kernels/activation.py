@@ -1,0 +1,94 @@
+"""Which activation a module applies, found by trying it on numbers, never by its name.
+
+The formulas that the compiled kernel knows are written here as tensor operations. If one of them
+gives the bits of the module's own activation on random and extreme input, the kernel computes it
+in place; otherwise the module's function is called between the two projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels.compiled import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A formula of `compiled.activate` and its numbers; RAW means: call the module."""
+
+    code: int = RAW
+    limit: float = inf
+    alpha: float = 1.0
+
+
+def _silu(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate.clamp(max=a.limit)) * up.clamp(-a.limit, a.limit)
+
+
+def _silu_float(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return (silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _clamped(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=a.limit), up.clamp(-a.limit, a.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * a.alpha))
+
+
+def _relu2(a: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.square(torch.relu(up))
+
+
+FORMULAS: dict[int, Callable[[Activation, Tensor, Tensor], Tensor]] = {
+    SILU: _silu,
+    SILU_FLOAT: _silu_float,
+    CLAMPED: _clamped,
+    RELU2: _relu2,
+}
+
+
+def _candidates(layer: LayerExperts) -> Iterator[Activation]:
+    """Formulas with the numbers that the module carries as plain attributes."""
+    if not layer.has_gate:
+        yield Activation(RELU2)
+        return
+    attributes = vars(layer.module).values()
+    numbers = sorted({float(v) for v in attributes if type(v) in (int, float) and 0 < v < inf})
+    yield Activation(SILU)
+    yield Activation(SILU_FLOAT)
+    for limit in numbers:
+        yield Activation(SILU, limit)
+    for limit in [inf, *numbers]:
+        for alpha in [1.0, *numbers]:
+            yield Activation(CLAMPED, limit, alpha)
+
+
+def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(gate, up, both as the module's first projection lays them out), each [48, 64 or 128]."""
+    random = torch.Generator().manual_seed(0)
+    scale = torch.tensor([0.01, 0.5, 1.0, 4.0, 30.0, 1000.0]).repeat_interleave(8)[:, None]
+    gate, up = ((torch.randn(48, 64, generator=random) * scale).to(dtype) for _ in range(2))
+    up = up.flip(0)
+    if not layer.has_gate:
+        return gate, up, up
+    if layer.interleaved:
+        return gate, up, torch.stack((gate, up), -1).flatten(1)
+    return gate, up, torch.cat((gate, up), -1)
+
+
+@torch.no_grad()
+def find_activation(layer: LayerExperts) -> Activation:
+    """The formula that gives the module's bits on the samples, or `Activation()`."""
+    dtype = layer.recipe.compute or layer.dtype
+    gate, up, both = _samples(layer, dtype)
+    wanted = layer.gate(both)
+    for candidate in _candidates(layer):
+        if torch.equal(FORMULAS[candidate.code](candidate, gate, up), wanted):
+            return candidate
+    return Activation()

@@ -1,0 +1,124 @@
+"""What the expert kernels know of one layer: its module, its layout in a slot, its arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from greenroom.core.layout import SlotLayout, TensorSpec
+from greenroom.runtime.kernels.routing import Routing
+
+
+class Slots(Protocol):
+    """Equal slots in one reservation of memory; slot s starts at `base + s * stride`."""
+
+    base: int
+    stride: int
+
+    def tensor(self, slot: int, spec: TensorSpec) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where an experts class departs from the common arithmetic, which is all in one type.
+
+    compute:    the type of the matrix products and of all between them; None: the model's
+    accumulate: the type of the sum over a token's experts; None: the model's; "weights": that
+                of the routing weights
+    """
+
+    compute: torch.dtype | None = None
+    accumulate: torch.dtype | str | None = None
+
+    def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
+        """The type of the sum for these inputs."""
+        if self.accumulate == "weights":
+            return weights.dtype
+        return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
+
+
+# In the order tried; see recipes.py.
+RECIPES = (
+    Recipe(),
+    Recipe(accumulate="weights"),
+    Recipe(accumulate=torch.float32),
+    Recipe(compute=torch.float32, accumulate=torch.float32),
+)
+
+
+class LayerExperts:
+    """One layer's experts, whose weights lie in slots. Built once, when a model is attached.
+
+    module: a transformers experts module, or anything with its flags and resident parameters
+    layout: how the expert's matrices lie in a slot
+    slots:  where the slots are
+    first:  where the layout is that of a piece: the first of its intermediate channels
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: SlotLayout,
+        slots: Slots,
+        recipe: Recipe | None = None,
+        first: int = 0,
+    ) -> None:
+        self.module, self.layout, self.slots = module, layout, slots
+        self.num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        self.has_gate = bool(module.has_gate)
+        self.transposed = bool(module.is_transposed)
+        self.interleaved = self.has_gate and not module.is_concatenated
+        self.up = layout["gate_up_proj" if self.has_gate else "up_proj"]
+        self.down = layout["down_proj"]
+        self.dtype: torch.dtype = getattr(torch, self.up.dtype)
+        rows, columns = self.down.shape
+        self.inner, self.hidden = (rows, columns) if self.transposed else (columns, rows)
+        self.width = self.up.shape[1 if self.transposed else 0]
+        self.norm = module.post_expert_norm if module.has_post_expert_norm else None
+        if recipe is None:
+            from greenroom.runtime.kernels.recipes import recipe_of
+
+            recipe = recipe_of(module, self.dtype)
+        self.recipe = recipe
+        self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
+        self.down_bias: Tensor | None = module.down_proj_bias if module.has_bias else None  # [E, H]
+        self.plan: object = None  # what a kernel keeps for this layer
+
+    def _bias(self, first: int) -> Tensor:
+        """Biases of the first projection, those of the layout's channels where it is a piece."""
+        bias: Tensor = getattr(self.module, f"{self.up.name}_bias").detach()
+        if bias.shape[1] == self.width:
+            return bias
+        runs = 2 if self.has_gate and not self.interleaved else 1
+        wide = self.width // runs
+        start = first * wide // self.inner
+        return bias.unflatten(1, (runs, -1))[:, :, start : start + wide].flatten(1).contiguous()
+
+    def gate(self, h: Tensor) -> Tensor:
+        """The module's own activation: [n, 2I] -> [n, I], or [n, I] -> [n, I] without a gate."""
+        return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)  # type: ignore[operator]
+
+
+class Kernel(Protocol):
+    """How a step is computed: `begin`, then any waves that cover its experts, then `combine`.
+
+    The result has the same bits however the experts are split into waves, in which order they
+    come and in which slots they lie.
+    """
+
+    name: str
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> object:
+        """Start a step: x [T, H], weights [T, K] -> its state."""
+        ...
+
+    def wave(self, step: object, experts: list[int], slots: list[int]) -> None:
+        """Compute experts (local ids) of the step from the slots that hold them."""
+        ...
+
+    def combine(self, step: object) -> Tensor:
+        """The step's result [T, H], in x's type."""
+        ...

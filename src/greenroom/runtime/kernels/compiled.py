@@ -1,0 +1,355 @@
+"""The experts' kernels: `wave` computes experts of a step from their slots, `combine` sums them.
+
+Both are bodies of a parallel region: every thread enters with the address of one array of int64
+words (named below), claims units of work with an atomic counter and leaves when
+none is left. So a thread that the machine takes away for a while delays one unit, not the step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from greenroom.runtime.kernels.ir import (
+    COLUMNS,
+    LANES,
+    ROWS,
+    await_,
+    axpy_1x1,
+    axpy_1x8,
+    axpy_many,
+    bits_of,
+    claim,
+    dot_1x1,
+    dot_1x4,
+    dot_many,
+    float_of,
+    get,
+    put,
+    rounded,
+    size_of,
+    word,
+)
+
+BLOCK = 64  # elements of the intermediate dimension that are summed on their own
+MANY = 8  # rows from which an expert's weights are widened once and for all
+GROUP = 16  # weight rows widened together
+F = np.float32(0)
+
+# Activations that are computed here; the others are called on the module.
+RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
+
+# The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
+WAVE_WORDS = 31
+(
+    CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
+    MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
+    WIDTH, TRANSPOSED, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS,
+) = range(WAVE_WORDS)  # fmt: skip
+
+# The words of `combine`.
+(
+    TOKENS_COUNT, HIDDEN_SIZE, C_ROUTED, C_EXPERTS, C_STARTS, C_TOKENS, C_ROWS, C_OUT, C_WEIGHTS,
+    SUMS, RESULT, C_BIAS, C_ROUNDS, ROUND_PRODUCT, ROUND_SUM,
+) = range(1, 16)  # fmt: skip
+
+
+@njit(error_model="numpy")
+def row(base, index, i, stride):
+    """Address of row `i` of a float32 matrix, or of row `index[i]` where there is an index."""
+    if index != 0:
+        i = word(index, i)
+    return base + i * stride * 4
+
+
+@njit(error_model="numpy")
+def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
+    """out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart."""
+    out += 4 * column
+    for j in range(j0, j1, ROWS):
+        many = j1 - j >= ROWS
+        whole = N - N % COLUMNS
+        if many:
+            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
+            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
+            if ROWS == 4:
+                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
+                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
+                for n in range(0, whole, COLUMNS):
+                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
+                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1, x2, x3), ends)
+            else:
+                for n in range(0, whole, COLUMNS):
+                    ends = (o0 + 4 * n, o1 + 4 * n)
+                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1), ends)
+        for i in range(j, min(j + ROWS, j1)):
+            xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
+            if not many:
+                for n in range(0, whole, COLUMNS):
+                    dot_1x4(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
+            for n in range(whole, N):
+                dot_1x1(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
+
+
+@njit(error_model="numpy")
+def axpys(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
+    """out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used."""
+    size = size_of(kind)
+    out += 4 * column
+    for j in range(j0, j1, ROWS):
+        many = j1 - j >= ROWS
+        step = (2 if many else 8) * LANES
+        whole = N - N % step
+        if many:
+            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
+            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
+            if ROWS == 4:
+                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
+                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
+                for n in range(0, whole, step):
+                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
+                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1, x2, x3), ends)
+            else:
+                for n in range(0, whole, step):
+                    ends = (o0 + 4 * n, o1 + 4 * n)
+                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1), ends)
+        for i in range(j, min(j + ROWS, j1)):
+            xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
+            if not many:
+                for n in range(0, whole, step):
+                    ends = (oa + 4 * n,)
+                    axpy_1x8(kind, w + n * size, ld, K, block, carry, 0, (xa,), ends)
+            for n in range(whole, N, LANES):
+                axpy_1x1(kind, w + n * size, ld, K, block, carry, N - n, (xa,), (oa + 4 * n,))
+
+
+@njit(error_model="numpy")
+def project(
+    kind, transposed, w, K, width, first, N, block, carry, x, xs, xi, out, outs, oi, j0, j1, scratch
+):
+    """Columns first..first + N of the product of rows j0..j1 of x with one expert's matrix w.
+
+    w is [width, K], or [K, width] where transposed; x and out are float32, `xs` and `outs`
+    elements wide, their rows found through the indices `xi` and `oi` (0: none).
+    """
+    size = size_of(kind)
+    if transposed:
+        w += first * size
+        axpys(kind, w, width * size, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1)
+        return
+    ld = K * size
+    w += first * ld
+    if j1 - j0 < MANY or size == 4:
+        dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1)
+        return
+    for n in range(0, N, GROUP):
+        count = min(GROUP, N - n)
+        for i in range(count * K):
+            put(F, scratch, i, get(kind, w + n * ld, i))
+        dots(F, scratch, K * 4, K, count, block, carry, x, xs, xi, out, outs, oi, first + n, j0, j1)
+
+
+@njit(error_model="numpy")
+def exp(x):
+    """exp in float32 within about one unit in the last place; above 88.7 infinity (Cephes)."""
+    y = np.float32(-87.0) if x < np.float32(-87.0) else x
+    y = np.float32(88.72) if y > np.float32(88.72) else y
+    shifted = y * np.float32(1.44269504088896341) + np.float32(12582912.0)
+    n = shifted - np.float32(12582912.0)
+    r = y - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    # 2^n in two factors: n may be 128. The integer n sits in the low bits of `shifted`.
+    scale = float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F000000))
+    p = p * scale * np.float32(2.0)
+    return np.float32(np.inf) if x > np.float32(88.7228) else p
+
+
+@njit(error_model="numpy")
+def finish(kind, gu, bias, n, rounds):
+    """Round n float32 sums to the model's type in place, and add the bias as eager does."""
+    if rounds:
+        for i in range(n):
+            put(F, gu, i, rounded(kind, get(F, gu, i)))
+    if bias != 0:
+        for i in range(n):
+            v = get(F, gu, i) + get(kind, bias, i)
+            put(F, gu, i, rounded(kind, v) if rounds else v)
+
+
+@njit(error_model="numpy")
+def activate(kind, code, gate, up, step, out, n, limit, alpha):
+    """out[:n] from the gate's and the up projection's values, `step` elements apart, rounded.
+
+    Every operation is rounded to the model's type, as eager's separate tensor operations are.
+    """
+    one = np.float32(1.0)
+    if code == SILU:
+        for i in range(n):
+            g, u = get(F, gate, i * step), get(F, up, i * step)
+            g = limit if g > limit else g
+            u = limit if u > limit else (-limit if u < -limit else u)
+            put(F, out, i, rounded(kind, rounded(kind, g / (one + exp(-g))) * u))
+    elif code == SILU_FLOAT:
+        for i in range(n):
+            g, u = get(F, gate, i * step), get(F, up, i * step)
+            put(F, out, i, rounded(kind, g / (one + exp(-g)) * u))
+    elif code == CLAMPED:
+        for i in range(n):
+            g, u = get(F, gate, i * step), get(F, up, i * step)
+            g = limit if g > limit else g
+            u = limit if u > limit else (-limit if u < -limit else u)
+            s = rounded(kind, one / (one + exp(-rounded(kind, g * alpha))))
+            put(F, out, i, rounded(kind, rounded(kind, u + one) * rounded(kind, g * s)))
+    elif code == RELU2:
+        for i in range(n):
+            u = get(F, up, i * step)
+            u = F if u < F else u
+            put(F, out, i, rounded(kind, u * u))
+
+
+@njit(error_model="numpy")
+def entries(p, experts, starts, count, expert):
+    """Which rows an expert computes: bisection of the step's ascending ids."""
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if word(experts, middle) < expert:
+            low = middle + 1
+        else:
+            high = middle
+    return word(starts, low), word(starts, low + 1)
+
+
+@njit(error_model="numpy")
+def up_unit(kind, p, slot, expert, c0, c1, j0, j1, scratch):
+    """Columns c0..c1 of the intermediate dimension: gate and up projection, activation."""
+    K, inner, width = word(p, HIDDEN), word(p, INNER), word(p, WIDTH)
+    transposed, mid = word(p, TRANSPOSED), word(p, MID)
+    w, x, xi, rounds = slot + word(p, UP_OFFSET), word(p, X), word(p, TOKENS), word(p, ROUNDS)
+    bias = word(p, BIAS)
+    if bias != 0:
+        bias += expert * width * size_of(kind)
+    code = word(p, ACTIVATION)
+    pairs = width // inner  # 2: gate and up; 1: no gate
+    runs = pairs if word(p, INTERLEAVED) == 0 else 1
+    n = (c1 - c0) * (pairs // runs)
+    block = BLOCK if transposed else K
+    for run in range(runs):
+        first = run * inner + c0 * (pairs // runs)
+        project(
+            kind, transposed, w, K, width, first, n, block, 0, x, K, xi, mid, width, 0, j0, j1,
+            scratch,
+        )  # fmt: skip
+        for j in range(j0, j1):
+            finish(
+                kind, mid + 4 * (j * width + first),
+                bias + first * size_of(kind) if bias != 0 else 0, n, rounds,
+            )  # fmt: skip
+    if code == RAW:
+        return
+    limit = float_of(np.int32(word(p, LIMIT)))
+    alpha = float_of(np.int32(word(p, ALPHA)))
+    for j in range(j0, j1):
+        gate, step = mid + 4 * (j * width + c0), 1
+        up = gate + 4 * inner * (pairs - 1)
+        if word(p, INTERLEAVED) != 0:
+            gate, step = mid + 4 * (j * width + 2 * c0), 2
+            up = gate + 4
+        out = word(p, ACT) + 4 * (j * inner + c0)
+        if rounds:
+            activate(kind, code, gate, up, step, out, c1 - c0, limit, alpha)
+        else:
+            activate(F, code, gate, up, step, out, c1 - c0, limit, alpha)
+
+
+@njit(error_model="numpy")
+def wave(kind, p):
+    """A wave: for each expert the up projection's units, then the down projection's."""
+    ticket = claim(p, TICKET, 1)
+    scratch = word(p, SCRATCH) + ticket * word(p, SCRATCH_STRIDE)
+    count, inner, hidden = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN)
+    transposed = word(p, TRANSPOSED)
+    slots = p + 8 * WAVE_WORDS
+    experts = slots + 8 * count
+    done = experts + 8 * count
+    step = 128 if transposed else 32
+    down_step = 128 if transposed else 64
+    ups, downs = (inner + step - 1) // step, (hidden + down_step - 1) // down_step
+    up_total = count * ups * word(p, UP)
+    total = up_total + count * downs * word(p, DOWN)
+    while True:
+        unit = claim(p, CURSOR, 1)
+        if unit >= total:
+            return
+        up = unit < up_total
+        if up:
+            e, part = unit // ups, unit % ups
+        else:
+            e, part = (unit - up_total) // downs, (unit - up_total) % downs
+        expert = word(experts, e)
+        slot = word(p, BASE) + word(slots, e) * word(p, STRIDE)
+        starts, routed = word(p, STARTS), word(p, ROUTED_EXPERTS)
+        j0, j1 = entries(p, routed, starts, word(p, ROUTED), expert)
+        if up:
+            c0 = part * step
+            up_unit(kind, p, slot, expert, c0, min(c0 + step, inner), j0, j1, scratch)
+            claim(done, e, 1)
+        else:
+            if up_total != 0:
+                await_(done, e, ups)
+            c0 = part * down_step
+            project(
+                kind, transposed, slot + word(p, DOWN_OFFSET), inner, hidden, c0,
+                min(down_step, hidden - c0), BLOCK, word(p, CARRY), word(p, ACT), inner, 0,
+                word(p, OUT), hidden, word(p, ROWINDEX), j0, j1, scratch,
+            )  # fmt: skip
+
+
+@njit(error_model="numpy")
+def combine(kind, p):
+    """Round the experts' sums, add their biases, weight them and add them up, by ascending id."""
+    tokens, hidden = word(p, TOKENS_COUNT), word(p, HIDDEN_SIZE)
+    routed, experts, starts = word(p, C_ROUTED), word(p, C_EXPERTS), word(p, C_STARTS)
+    token_of, row_of = word(p, C_TOKENS), word(p, C_ROWS)
+    out, weights, sums, result = word(p, C_OUT), word(p, C_WEIGHTS), word(p, SUMS), word(p, RESULT)
+    bias, rounds = word(p, C_BIAS), word(p, C_ROUNDS)
+    round_product, round_sum = word(p, ROUND_PRODUCT), word(p, ROUND_SUM)
+    size = size_of(kind)
+    while True:
+        c0 = claim(p, 0, 1) * 256
+        if c0 >= hidden:
+            return
+        n = min(256, hidden - c0)
+        for t in range(tokens):
+            for c in range(n):
+                put(F, sums + 4 * (t * hidden + c0), c, F)
+        for i in range(routed):
+            expert = word(experts, i)
+            for j in range(word(starts, i), word(starts, i + 1)):
+                y = out + 4 * (word(row_of, j) * hidden + c0)
+                b = bias + size * (expert * hidden + c0) if bias != 0 else 0
+                finish(kind, y, b, n, rounds)
+                total = sums + 4 * (word(token_of, j) * hidden + c0)
+                weight = get(F, weights, word(row_of, j))
+                if round_product and round_sum:
+                    for c in range(n):
+                        v = rounded(kind, get(F, y, c) * weight)
+                        put(F, total, c, rounded(kind, get(F, total, c) + v))
+                elif round_product:
+                    for c in range(n):
+                        v = rounded(kind, get(F, y, c) * weight)
+                        put(F, total, c, get(F, total, c) + v)
+                else:
+                    for c in range(n):
+                        v = get(F, y, c) * weight
+                        put(F, total, c, get(F, total, c) + v)
+        for t in range(tokens):
+            for c in range(n):
+                v = get(F, sums + 4 * (t * hidden + c0), c)
+                put(kind, result + size * (t * hidden + c0), c, v)

@@ -1,0 +1,78 @@
+"""The reference kernel: the operations of transformers' eager experts forward, one by one.
+
+Bit for bit what `experts_implementation="eager"` computes, in any order of waves: each expert's
+weighted outputs are kept, and summed by ascending id at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way: its inputs, and per expert the tokens and their weighted outputs."""
+
+    layer: LayerExperts
+    x: Tensor
+    routing: Routing
+    weights: Tensor
+    outputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class Eager:
+    """`kernels="eager"`."""
+
+    name = "eager"
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+        """Start a step: x [T, H], weights [T, K]."""
+        return Step(layer, x, routing, weights)
+
+    def wave(self, step: Step, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts of the step from their slots."""
+        layer, at = step.layer, step.layer.slots
+        for expert, slot in zip(experts, slots, strict=True):
+            rows = step.routing.entries(expert)
+            tokens = torch.from_numpy(step.routing.tokens[rows])
+            ranks = torch.from_numpy(step.routing.ranks[rows])
+            up, down = at.tensor(slot, layer.up), at.tensor(slot, layer.down)
+            out = forward(layer, expert, step.x[tokens], up, down)
+            step.outputs[expert] = tokens, out * cast(layer, step.weights[tokens, ranks, None])
+
+    def combine(self, step: Step) -> Tensor:
+        """The sum over each token's experts [T, H], by ascending id."""
+        dtype = step.layer.recipe.sum_dtype(step.x, step.weights)
+        total = torch.zeros_like(step.x, dtype=dtype)
+        for expert in sorted(step.outputs):
+            tokens, out = step.outputs[expert]
+            total.index_add_(0, tokens, out.to(dtype))
+        return total.to(step.x.dtype)
+
+
+def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:
+    """A tensor in the type that the layer computes in."""
+    compute = layer.recipe.compute
+    return tensor if compute is None else tensor.to(compute)
+
+
+def forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One expert's output for its rows x [n, H], before the routing weights."""
+    h = cast(layer, layer.gate(project(layer, x, up, layer.up_bias, expert)))
+    h = project(layer, h, down, layer.down_bias, expert)
+    return h if layer.norm is None else layer.norm(h)
+
+
+def project(layer: LayerExperts, x: Tensor, w: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    """x @ w (+ bias), rounded after the product and after the sum."""
+    x, w = cast(layer, x), cast(layer, w)
+    h = x @ w if layer.transposed else linear(x, w)
+    return h if bias is None else h + cast(layer, bias[expert])

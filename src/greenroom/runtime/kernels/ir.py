@@ -1,0 +1,356 @@
+"""Vector code for the kernels: what Numba's own front end cannot say.
+
+Everything here becomes LLVM vectors of `LANES` floats, so that sums have one fixed order on a
+given machine: a dot product is summed lane by lane, the lanes by halving, and the blocks of
+`block` elements one after another. An element of the result depends on its own row and column
+only, never on the tile that it was computed in, on its neighbours or on the threads.
+
+A weight type is chosen by a witness value: `np.uint16(0)` bfloat16, `np.int16(0)` float16,
+`np.float32(0)` float32. Addresses are plain int64.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_FEATURES = llvm.get_host_cpu_features()
+WIDE = bool(_FEATURES.get("avx512f"))
+LANES = 16 if WIDE else 8
+ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
+COLUMNS = 4  # of the result in the widest tile
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F32, F16 = ir.FloatType(), ir.HalfType()
+_ELEMENT = {types.uint16: I16, types.int16: I16, types.float32: F32}
+_SIZE = {types.uint16: 2, types.int16: 2, types.float32: 4}
+
+
+def _vector(element, lanes=None):
+    return ir.VectorType(element, lanes or LANES)
+
+
+def _splat(value, like):
+    return ir.Constant(like, [value] * like.count)
+
+
+def _call(b, name, result, args):
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
+
+
+def _widen(b, kind, raw):
+    """Weights as loaded -> float32 values, exactly; scalar or vector."""
+    if kind == types.float32:
+        return raw
+    many = isinstance(raw.type, ir.VectorType)
+    shape = (lambda t: _vector(t, raw.type.count)) if many else (lambda t: t)
+    if kind == types.int16:
+        return b.fpext(b.bitcast(raw, shape(F16)), shape(F32))
+    wide = b.zext(raw, shape(I32))
+    sixteen = _splat(16, wide.type) if many else I32(16)
+    return b.bitcast(b.shl(wide, sixteen), shape(F32))
+
+
+def _load(b, kind, address, mask=None):
+    """LANES weights at an address, widened; lanes beyond the mask are 0 and are not touched."""
+    vector = _vector(_ELEMENT[kind])
+    pointer = b.inttoptr(address, vector.as_pointer())
+    if mask is None:
+        raw = b.load(pointer, align=_SIZE[kind])
+    else:
+        letter = {I16: "i16", F32: "f32"}[_ELEMENT[kind]]
+        name = f"llvm.masked.load.v{LANES}{letter}.p0"
+        args = [pointer, I32(_SIZE[kind]), mask, ir.Constant(vector, None)]
+        raw = _call(b, name, vector, args)
+    return _widen(b, kind, raw)
+
+
+def _store(b, value, address, mask=None):
+    """Store float32 lanes at an address."""
+    pointer = b.inttoptr(address, value.type.as_pointer())
+    if mask is None:
+        b.store(value, pointer, align=4)
+    else:
+        name = f"llvm.masked.store.v{LANES}f32.p0"
+        _call(b, name, ir.VoidType(), [value, pointer, I32(4), mask])
+
+
+def _mask(b, count):
+    """The first `count` (int64) of LANES lanes."""
+    lanes = ir.Constant(_vector(I64), list(range(LANES)))
+    wide = b.insert_element(ir.Constant(_vector(I64), ir.Undefined), count, I32(0))
+    wide = b.shuffle_vector(wide, wide, _splat(0, _vector(I32)))
+    return b.icmp_signed("<", lanes, wide)
+
+
+def _fma(b, x, y, z):
+    return _call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
+
+
+def _broadcast(b, scalar):
+    wide = b.insert_element(ir.Constant(_vector(F32), ir.Undefined), scalar, I32(0))
+    return b.shuffle_vector(wide, wide, _splat(0, _vector(I32)))
+
+
+def _halve(b, first, second, groups, width):
+    """Fold `groups` groups of `width` lanes in each of two vectors: upper half onto lower half."""
+    half, shift = width // 2, first.type.count
+    both = (first,) if second is None else (first, second)
+    low = [
+        v * shift + g * width + i
+        for v in range(len(both))
+        for g in range(groups)
+        for i in range(half)
+    ]
+    high = [i + half for i in low]
+    other = first if second is None else second
+    picks = [ir.Constant(_vector(I32, len(p)), p) for p in (low, high)]
+    return b.fadd(*(b.shuffle_vector(first, other, p) for p in picks))
+
+
+def _sums(b, vectors):
+    """The sum of each vector's lanes, as one vector; the order of additions is the same for all."""
+    groups, width = 1, LANES
+    while width > 1:
+        if len(vectors) > 1:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [_halve(b, first, second, groups, width) for first, second in pairs]
+            groups *= 2
+        else:
+            vectors = [_halve(b, vectors[0], None, groups, width)]
+        width //= 2
+    return vectors[0]
+
+
+def _ends(rows):
+    return [types.UniTuple(types.int64, rows)] * 2
+
+
+def _dot(rows, columns):
+    """`dot(kind, xkind, w, ld, K, block, carry, x, out)`: a tile of x @ w.T.
+
+    `w` is the address of the first of `columns` weight rows of K elements, `ld` bytes apart;
+    each of the `rows` addresses x is a row of K elements of xkind; each of the addresses in out
+    takes `columns` floats, which are added to where `carry` is set.
+    """
+
+    @intrinsic
+    def dot(typingctx, kind, xkind, w, ld, K, block, carry, x, out):
+        def emit(context, b, sig, args):
+            _, _, w, ld, K, block, carry, *ends = args
+            xs, outs = (cgutils.unpack_tuple(b, end) for end in ends)
+            zero = ir.Constant(_vector(F32), [0.0] * LANES)
+            sums = cgutils.alloca_once(b, _vector(F32, rows * columns))
+            cells = [cgutils.alloca_once(b, _vector(F32)) for _ in range(rows * columns)]
+            b.store(ir.Constant(_vector(F32, rows * columns), [0.0] * (rows * columns)), sums)
+            parts = [list(range(m * columns, (m + 1) * columns)) for m in range(rows)]
+            with b.if_then(b.icmp_signed("!=", carry, carry.type(0))):
+                value = b.load(sums)
+                for m in range(rows):
+                    for n in range(columns):
+                        place = b.add(outs[m], I64(4 * n))
+                        old = b.load(b.inttoptr(place, F32.as_pointer()), align=4)
+                        value = b.insert_element(value, old, I32(m * columns + n))
+                b.store(value, sums)
+
+            def step(at, mask=None):
+                """Multiply LANES elements from element `at`."""
+                xat = b.mul(at, I64(_SIZE[xkind]))
+                wat = b.add(w, b.mul(at, I64(_SIZE[kind])))
+                xv = [_load(b, xkind, b.add(x, xat), mask) for x in xs]
+                for n in range(columns):
+                    wv = _load(b, kind, b.add(wat, b.mul(ld, I64(n))), mask)
+                    for m in range(rows):
+                        cell = cells[m * columns + n]
+                        b.store(_fma(b, xv[m], wv, b.load(cell)), cell)
+
+            with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
+                for cell in cells:
+                    b.store(zero, cell)
+                stop = b.add(start, block)
+                stop = b.select(b.icmp_signed("<", stop, K), stop, K)
+                left = b.and_(b.sub(stop, start), I64(LANES - 1))
+                with cgutils.for_range_slice(b, start, b.sub(stop, left), I64(LANES), I64) as (
+                    at,
+                    _,
+                ):
+                    step(at)
+                with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
+                    step(b.sub(stop, left), _mask(b, left))
+                total = _sums(b, [b.load(cell) for cell in cells])
+                b.store(b.fadd(b.load(sums), total), sums)
+            final = b.load(sums)
+            for m in range(rows):
+                picks = ir.Constant(_vector(I32, columns), parts[m])
+                _store(b, b.shuffle_vector(final, final, picks), outs[m])
+            return context.get_dummy_value()
+
+        return types.void(kind, xkind, *[types.int64] * 5, *_ends(rows)), emit
+
+    return dot
+
+
+def _axpy(rows, vectors):
+    """`axpy(kind, w, ld, K, block, carry, count, x, out)`: a tile of x @ w, w transposed.
+
+    `w` is the address of K weight rows, `ld` bytes apart, of which `vectors * LANES` columns are
+    used, or `count` where there is one vector. x and out as in `dot`, with x in float32.
+    """
+
+    @intrinsic
+    def axpy(typingctx, kind, w, ld, K, block, carry, count, x, out):
+        def emit(context, b, sig, args):
+            _, w, ld, K, block, carry, count, *ends = args
+            xs, outs = (cgutils.unpack_tuple(b, end) for end in ends)
+            mask = _mask(b, count) if vectors == 1 else None
+            zero = ir.Constant(_vector(F32), [0.0] * LANES)
+            tile = [(m, n) for m in range(rows) for n in range(vectors)]
+            sums = [cgutils.alloca_once(b, _vector(F32)) for _ in tile]
+            cells = [cgutils.alloca_once(b, _vector(F32)) for _ in tile]
+            for total in sums:
+                b.store(zero, total)
+            with b.if_then(b.icmp_signed("!=", carry, carry.type(0))):
+                for (m, n), total in zip(tile, sums, strict=True):
+                    b.store(
+                        _load(b, types.float32, b.add(outs[m], I64(4 * LANES * n)), mask), total
+                    )
+            with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
+                for cell in cells:
+                    b.store(zero, cell)
+                stop = b.add(start, block)
+                stop = b.select(b.icmp_signed("<", stop, K), stop, K)
+                with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (at, _):
+                    wat = b.add(w, b.mul(at, ld))
+                    size = _SIZE[kind] * LANES
+                    wv = [_load(b, kind, b.add(wat, I64(size * n)), mask) for n in range(vectors)]
+                    for m in range(rows):
+                        place = b.add(xs[m], b.mul(at, I64(4)))
+                        xv = _broadcast(b, b.load(b.inttoptr(place, F32.as_pointer()), align=4))
+                        for n in range(vectors):
+                            cell = cells[m * vectors + n]
+                            b.store(_fma(b, xv, wv[n], b.load(cell)), cell)
+                for cell, total in zip(cells, sums, strict=True):
+                    b.store(b.fadd(b.load(total), b.load(cell)), total)
+            for (m, n), total in zip(tile, sums, strict=True):
+                _store(b, b.load(total), b.add(outs[m], I64(4 * LANES * n)), mask)
+            return context.get_dummy_value()
+
+        return types.void(kind, *[types.int64] * 6, *_ends(rows)), emit
+
+    return axpy
+
+
+dot_1x1, dot_1x4, dot_many = _dot(1, 1), _dot(1, COLUMNS), _dot(ROWS, COLUMNS)
+axpy_1x1, axpy_1x8, axpy_many = _axpy(1, 1), _axpy(1, 8), _axpy(ROWS, 2)
+
+
+@intrinsic
+def get(typingctx, kind, address, index):
+    """Element `index` of a row of `kind` at an address, widened to float32."""
+
+    def emit(context, b, sig, args):
+        _, address, index = args
+        pointer = b.inttoptr(address, _ELEMENT[kind].as_pointer())
+        return _widen(b, kind, b.load(b.gep(pointer, [index]), align=_SIZE[kind]))
+
+    return types.float32(kind, types.int64, types.int64), emit
+
+
+@intrinsic
+def put(typingctx, kind, address, index, value):
+    """Round a float32 value to `kind` and store it as element `index` of a row at an address."""
+
+    def emit(context, b, sig, args):
+        _, address, index, value = args
+        pointer = b.inttoptr(address, _ELEMENT[kind].as_pointer())
+        b.store(_narrow(b, kind, value), b.gep(pointer, [index]), align=_SIZE[kind])
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, types.float32), emit
+
+
+def _narrow(b, kind, value):
+    """float32 -> the nearest `kind`, ties to even, as torch rounds; every NaN becomes the same."""
+    if kind == types.float32:
+        return value
+    if kind == types.int16:
+        return b.bitcast(b.fptrunc(value, F16), I16)
+    bits = b.bitcast(value, I32)
+    odd = b.and_(b.lshr(bits, I32(16)), I32(1))
+    near = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
+    near = b.select(b.fcmp_unordered("uno", value, value), I32(0x7FC0), near)
+    return b.trunc(near, I16)
+
+
+@intrinsic
+def rounded(typingctx, kind, value):
+    """A float32 value rounded to `kind`, as float32."""
+
+    def emit(context, b, sig, args):
+        return _widen(b, kind, _narrow(b, kind, args[1]))
+
+    return types.float32(kind, types.float32), emit
+
+
+@intrinsic
+def bits_of(typingctx, value):
+    return types.int32(types.float32), lambda context, b, sig, args: b.bitcast(args[0], I32)
+
+
+@intrinsic
+def float_of(typingctx, bits):
+    return types.float32(types.int32), lambda context, b, sig, args: b.bitcast(args[0], F32)
+
+
+@intrinsic
+def word(typingctx, address, index):
+    """int64 number `index` at an address."""
+
+    def emit(context, b, sig, args):
+        pointer = b.inttoptr(args[0], I64.as_pointer())
+        return b.load(b.gep(pointer, [args[1]]), align=8)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def claim(typingctx, address, index, amount):
+    """Add to int64 number `index` at an address, atomically; returns what it was."""
+
+    def emit(context, b, sig, args):
+        pointer = b.gep(b.inttoptr(args[0], I64.as_pointer()), [args[1]])
+        return b.atomic_rmw("add", pointer, args[2], "seq_cst")
+
+    return types.int64(*[types.int64] * 3), emit
+
+
+@intrinsic
+def await_(typingctx, address, index, amount):
+    """Spin until int64 number `index` at an address has reached an amount."""
+
+    def emit(context, b, sig, args):
+        pointer = b.gep(b.inttoptr(args[0], I64.as_pointer()), [args[1]])
+        loop, done = b.append_basic_block("wait"), b.append_basic_block("arrived")
+        b.branch(loop)
+        b.position_at_end(loop)
+        value = b.load_atomic(pointer, "acquire", 8)
+        b.cbranch(b.icmp_signed(">=", value, args[2]), done, loop)
+        b.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), emit
+
+
+@intrinsic
+def address_of(typingctx, pointer):
+    return types.int64(pointer), lambda context, b, sig, args: b.ptrtoint(args[0], I64)
+
+
+@intrinsic
+def size_of(typingctx, kind):
+    """Bytes of a weight of `kind`."""
+    return types.int64(kind), lambda context, b, sig, args: I64(_SIZE[kind])

@@ -1,0 +1,95 @@
+"""Which arithmetic an experts class uses, found by trying: its own eager forward is the judge.
+
+A few classes sum over experts in float32, or compute in float32 throughout. No flag says so, and
+a table of names would miss the next one, so the class's forward runs once on a toy of two
+experts, and the first recipe that gives the same bits is taken.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from greenroom.core.layout import SlotLayout, TensorSpec
+from greenroom.errors import UnsupportedModel
+from greenroom.runtime.kernels.base import RECIPES, LayerExperts, Recipe
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.routing import Routing
+
+_EXPERTS, _TOKENS, _TOP_K, _INNER = 5, 7, 3, 16
+
+
+class _Toy:
+    """An experts module with small weights of its own and everything else of the real one."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self.__dict__.update(tensors, num_experts=_EXPERTS, _module=module)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["_module"], name)
+
+
+def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Tensor]:
+    """Random parameters [E, ...] as the module's flags say."""
+    random = torch.Generator().manual_seed(0)
+    pairs = 2 if module.has_gate else 1
+    up = (pairs * _INNER, hidden)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    shapes = {name: up, "down_proj": (hidden, _INNER)}
+    if module.is_transposed:
+        shapes = {key: shape[::-1] for key, shape in shapes.items()}
+    if module.has_bias:
+        shapes |= {f"{name}_bias": up[:1], "down_proj_bias": (hidden,)}
+    return {
+        key: torch.randn(_EXPERTS, *shape, generator=random).div(3).to(dtype)
+        for key, shape in shapes.items()
+    }
+
+
+def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
+    """The recipe that reproduces the class's own eager forward; the common one if it has none."""
+    eager = getattr(type(module).forward, "__wrapped__", None)
+    if eager is None:
+        return Recipe()
+    hidden = _INNER
+    if module.has_post_expert_norm:
+        hidden = next(module.post_expert_norm.parameters()).shape[-1]  # type: ignore[union-attr]
+    tensors = _tensors(module, dtype, hidden)
+    toy = _Toy(module, tensors)
+    layout = SlotLayout.pack(
+        [(k, tuple(t.shape[1:]), str(dtype)[6:]) for k, t in tensors.items() if t.dim() == 3]
+    )
+
+    def tensor(slot: int, spec: TensorSpec) -> Tensor:
+        return tensors[spec.name][slot]
+
+    slots = SimpleNamespace(base=0, stride=0, tensor=tensor)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(_TOKENS, hidden, generator=random).to(dtype)
+    scores = torch.rand(_TOKENS, _EXPERTS, generator=random)
+    index = scores.topk(_TOP_K).indices
+    weights = scores.gather(1, index)
+    cases = [weights, weights.to(dtype)]
+    with torch.no_grad():
+        wanted = [eager(toy, x, index, w) for w in cases]
+        for recipe in RECIPES:
+            layer = LayerExperts(toy, layout, slots, recipe)  # type: ignore[arg-type]
+            if all(
+                torch.equal(_run(layer, x, index, w), want)
+                for w, want in zip(cases, wanted, strict=True)
+            ):
+                return recipe
+    raise UnsupportedModel(
+        f"{type(module).__name__} computes its experts in a way that Greenroom does not reproduce"
+    )
+
+
+def _run(layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    kernel, routing = Eager(), Routing.of(np.asarray(index), _EXPERTS)
+    step = kernel.begin(layer, x, routing, weights)
+    experts = routing.experts.tolist()
+    kernel.wave(step, experts, experts)
+    return kernel.combine(step)

@@ -1,0 +1,188 @@
+"""The expert kernels against transformers' own eager forward, and against their promises."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.errors import UnknownName
+from greenroom.runtime.kernels import KERNELS, Routing, kernel
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.fused import Fused, plan_of
+from tests.runtime.kernels.toys import CLASSES, DTYPES, EXPERTS, compute, experts, inputs, layer_of
+
+TOKENS = (1, 2, 3, 5, 33)
+HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("weights_dtype", [None, torch.float32], ids=["same", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", CLASSES)
+def test_eager_has_the_bits_of_transformers(family, dtype, weights_dtype):
+    module = experts(family, dtype)
+    layer, places = layer_of(module)
+    for tokens in TOKENS:
+        case = inputs(dtype, tokens, weights_dtype=weights_dtype, seed=tokens)
+        assert torch.equal(compute(Eager(), layer, places, *case), module(*case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("family", CLASSES)
+def test_numba_is_as_near_to_eager_as_grouped_mm(family, dtype):
+    module = experts(family, dtype)
+    layer, places = layer_of(module)
+    ours = theirs = 0.0
+    for tokens in TOKENS:
+        case = inputs(dtype, tokens, seed=tokens)
+        want = module(*case)
+        module.config._experts_implementation = "grouped_mm"
+        theirs = max(theirs, distance(module(*case), want))
+        module.config._experts_implementation = "eager"
+        ours = max(ours, distance(compute(Fused(), layer, places, *case), want))
+    unit = torch.finfo(dtype).eps
+    # Some classes sum in float32, as grouped_mm does: it has eager's bits there, and no distance
+    # to compare with. A tenth of a rounding unit is what a few other last bits come to.
+    assert ours <= max(2 * theirs, unit / 10)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_float32_default_is_eager_and_numba_is_near(family):
+    module = experts(family, torch.float32)
+    layer, places = layer_of(module)
+    for tokens in TOKENS:
+        case = inputs(torch.float32, tokens, seed=tokens)
+        want = module(*case)
+        assert torch.equal(compute(Fused(), layer, places, *case), want)
+        exact = experts(family, torch.float64)(
+            *(t.double() if t.is_floating_point() else t for t in case)
+        )
+        got = compute(Fused(float32=True), layer, places, *case)
+        assert distance(got, exact) < 4e-7
+
+
+def test_activations_are_recognised():
+    names = {}
+    for family in CLASSES:
+        layer, _ = layer_of(experts(family, torch.bfloat16))
+        names[family] = plan_of(layer).activation
+    assert {family for family, a in names.items() if a.code == 0} == {"gemma4", "inkling2"}
+    assert (names["hy_v4"].limit, names["gpt_oss"].alpha) == (3.0, 1.702)
+
+
+def waves_of(data: st.DataObject, count: int) -> list[list[int]]:
+    order = data.draw(st.permutations(range(count)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "gemma4"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_waves_order_and_slots_do_not_change_a_bit(family, name, data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    module = experts(family, dtype)
+    make = (lambda: Fused(float32=True)) if name == "numba" else Eager
+    case = inputs(dtype, data.draw(st.sampled_from(TOKENS)), seed=data.draw(st.integers(0, 99)))
+    layer, places = layer_of(module)
+    want = compute(make(), layer, places, *case)
+    layer, places = layer_of(module, seed=data.draw(st.integers(1, 99)))
+    waves = waves_of(data, len(case[1].unique()))
+    assert torch.equal(compute(make(), layer, places, *case, waves=waves), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "aria", "nemotron_h", "gemma4"])
+def test_an_expert_can_be_cut_at_any_block(family, dtype):
+    """Pieces that hold 64 or 128 of 192 intermediate channels, one after another: same bits."""
+    inner = 192
+    module = experts(family, dtype, inner=inner)
+    whole, places = layer_of(module)
+    up_name = whole.up.name
+    up, down = (getattr(module, name).data for name in (up_name, "down_proj"))
+    pairs = 2 if whole.has_gate else 1
+    for tokens in (1, 33):
+        case = inputs(dtype, tokens)
+        fused = Fused(float32=True)
+        want = compute(fused, whole, places, *case)
+        for cuts in ([0, 64, 192], [0, 128, 192], [0, 64, 128, 192]):
+            routing = Routing.of(case[1].numpy(), EXPERTS)
+            step = fused.begin(whole, case[0], routing, case[2])
+            for a, b in pairwise(cuts):
+                axis = 2 if whole.transposed else 1
+                shape = list(up.shape)
+                if whole.interleaved or pairs == 1:
+                    piece = up.narrow(axis, a * pairs, (b - a) * pairs)
+                else:
+                    shape[axis : axis + 1] = [2, inner]
+                    piece = up.view(shape).narrow(axis + 1, a, b - a)
+                    piece = piece.flatten(axis, axis + 1)
+                rest = down.narrow(1 if whole.transposed else 2, a, b - a)
+                tensors = {up_name: piece.contiguous(), "down_proj": rest.contiguous()}
+                part, slots = layer_of(module, tensors, seed=7, first=a)
+                fused.wave(
+                    step,
+                    routing.experts.tolist(),
+                    [slots[e] for e in routing.experts],
+                    part=part,
+                    carry=a > 0,
+                )
+            assert torch.equal(fused.combine(step), want), (tokens, cuts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(family):
+    layer, places = layer_of(experts(family, torch.bfloat16))
+    x, index, weights = inputs(torch.bfloat16, 33)
+    threads = torch.get_num_threads()
+    want = compute(Fused(), layer, places, x, index, weights)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(compute(Fused(), layer, places, x, index, weights), want)
+    finally:
+        torch.set_num_threads(threads)
+    alone = [
+        compute(Fused(), layer, places, x[t:][:1], index[t:][:1], weights[t:][:1])
+        for t in range(33)
+    ]
+    assert torch.equal(torch.cat(alone), want)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_foreign_experts_are_skipped(name):
+    module = experts("qwen3_moe", torch.bfloat16)
+    layer, places = layer_of(module)
+    x, index, weights = inputs(torch.bfloat16, 5)
+    index[0, 1] = index[3] = EXPERTS
+    got = compute(kernel(name), layer, places, x, index, weights)
+    assert torch.equal(got, module(x, index, weights))
+    assert torch.equal(got[3], torch.zeros_like(got[3]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "aria"])
+def test_nan_and_infinity_propagate_as_in_eager(family, dtype, bad):
+    module = experts(family, dtype)
+    x, index, weights = inputs(dtype, 3)
+    x[1, 0] = bad
+    layer, places = layer_of(module)
+    want = module(x, index, weights)
+    got = compute(Fused(float32=True), layer, places, x, index, weights)
+    assert not want[1].isfinite().all()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.isinf(), want.isinf())
+
+
+def test_an_unknown_kernel_lists_the_known_ones():
+    with pytest.raises(UnknownName, match="eager, numba"):
+        kernel("cuda")
