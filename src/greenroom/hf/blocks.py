@@ -36,13 +36,13 @@ def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
     most once); source tensors are numbered one after another and have `sizes` elements.
     """
     bases = [0, *np.cumsum(np.asarray(sizes, dtype=np.int64)).tolist()]
-    by_target = _rows(_runs(origin), bases, split_value=True)
+    by_target = _stacks(_runs(origin), bases, split_value=True)
     if by_target is not None and len(by_target) <= 2 * len(sizes):
         return [_block(row, bases, by_target=True) for row in by_target]
     # Interleaving looks scattered in the target's order but regular in the source's, or vice versa.
     inverse = np.full(bases[-1], -1, dtype=origin.dtype)
     inverse[origin] = np.arange(len(origin), dtype=origin.dtype)
-    by_source = _rows(_used_runs(inverse), bases, split_value=False)
+    by_source = _stacks(_used_runs(inverse), bases, split_value=False)
     best = min((rows for rows in (by_target, by_source) if rows is not None), key=len, default=None)
     if best is None:
         return None
@@ -86,12 +86,27 @@ def _used_runs(inverse: np.ndarray) -> list[Run] | None:
     return runs
 
 
-def _rows(runs: list[Run] | None, bases: list[int], *, split_value: bool) -> list[list[int]] | None:
-    """Stack equal runs with equal distances: [position, value, rows, columns, dp, dv, step]."""
+def _stacks(
+    runs: list[Run] | None, bases: list[int], *, split_value: bool
+) -> list[list[int]] | None:
+    """Stack runs to rows; where a row consists of two runs (gate and up), each kind by itself."""
     if runs is None:
         return None
+    runs = _split(runs, bases, split_value)
+    plain = _rows(runs, bases, split_value)
+    if plain is not None and len(plain) <= 2 * len(bases):
+        return plain
+    even, odd = (_rows(runs[half::2], bases, split_value) for half in (0, 1))
+    if even is None or odd is None:
+        return plain
+    both = even + odd
+    return both if plain is None or len(both) < len(plain) else plain
+
+
+def _rows(runs: list[Run], bases: list[int], split_value: bool) -> list[list[int]] | None:
+    """Stack equal runs with equal distances: [position, value, rows, columns, dp, dv, step]."""
     rows: list[list[int]] = []
-    for at, value, n, step in _split(runs, bases, split_value):
+    for at, value, n, step in runs:
         if rows and rows[-1][3] == n and (n == 1 or rows[-1][6] == step):
             row = rows[-1]
             dp = at - (row[0] + (row[2] - 1) * row[4])

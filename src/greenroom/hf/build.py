@@ -62,6 +62,7 @@ class Draft:
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
         config = _config(checkpoint)
         kind, config = _class(config)
+        config.name_or_path = str(checkpoint.folder)  # a text part's own has none
         main = _dtype(dtype, checkpoint, config)
         model = _construct(kind, config, main)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
@@ -83,7 +84,7 @@ class Draft:
         dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
         tied = set(self.model.all_tied_weights_keys)
         loaded = self.model.state_dict()
-        total = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
+        total: int = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
         for name, tensor in loaded.items():
             if name not in tied:
                 total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
@@ -95,32 +96,63 @@ class Draft:
         The model equals `from_pretrained`'s in every dense parameter and buffer, is in evaluation
         mode, and its experts' parameters are None. Raises CheckpointError.
         """
-        model, device = self.model, torch.device(device)
-        options = LoadStateDictConfig(
-            pretrained_model_name_or_path=str(self.checkpoint.folder),
-            device_map=None if device.type == "cpu" else {"": device},
-            dtype=self.dtype,
-            dtype_plan=model._get_dtype_plan(self.dtype),
-            weight_mapping=get_model_conversion_mapping(model),
-            use_safetensors=True,
-        )
-        dtypes = TargetDtypes(options.dtype_plan)
-        constructed = model.state_dict()
-        tensors = {
-            name: _OnDisk(self.checkpoint, name, dtypes(target, constructed[target].dtype))
-            for target, route in self._routes.items()
-            for names in route.sources.values()
-            for name in names
-        }
-        info, _ = type(model)._load_pretrained_model(
-            model, tensors, None, options, expected_keys=self._names
-        )
-        self._check_loaded(info)
+        model, options = self.model, self._options(torch.device(device))
+        info = self._load(self._routes, self._names, options)
         type(model)._finalize_model_loading(model, options, info)
         model.eval()
         model.set_use_kernels(False, None)
         _load_generation_config(model, self.checkpoint.folder)
         return model
+
+    def load_experts(self, layer: int) -> dict[str, torch.Tensor]:
+        """One layer's whole expert parameters [experts, ...] by name, read and converted by
+        transformers' own loading code and not by the catalog: the reference for what is streamed.
+
+        Takes the layer's whole size in memory; the draft is not to be loaded after this.
+        """
+        name, layout = self.catalog.layers[layer], self.catalog.layouts[layer]
+        experts = self.catalog.offsets[layer + 1] - self.catalog.offsets[layer]
+        module = self.model.get_submodule(name)
+        for spec in layout.tensors:
+            empty = torch.empty(
+                experts, *spec.shape, dtype=getattr(torch, spec.dtype), device="meta"
+            )
+            module.register_parameter(spec.name, nn.Parameter(empty, requires_grad=False))
+        wanted = [f"{name}.{spec.name}" for spec in layout.tensors]
+        routes, _ = find_routes(self.model, self.checkpoint.tensors)
+        ours = {key: r for key, r in routes.items() if set(wanted).intersection(r.targets)}
+        self._load(ours, wanted, self._options(torch.device("cpu")))
+        loaded = {spec.name: getattr(module, spec.name).data for spec in layout.tensors}
+        for spec in layout.tensors:
+            module.register_parameter(spec.name, None)
+        return loaded
+
+    def _options(self, device: torch.device) -> LoadStateDictConfig:
+        return LoadStateDictConfig(
+            pretrained_model_name_or_path=str(self.checkpoint.folder),
+            device_map=None if device.type == "cpu" else {"": device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=get_model_conversion_mapping(self.model),
+            use_safetensors=True,
+        )
+
+    def _load(
+        self, routes: dict[str, Route], expected: list[str], options: LoadStateDictConfig
+    ) -> Any:
+        """Have transformers load what these routes lead to."""
+        dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
+        tensors = {
+            name: _OnDisk(self.checkpoint, name, dtypes(target, constructed[target].dtype))
+            for target, route in routes.items()
+            for names in route.sources.values()
+            for name in names
+        }
+        info, _ = type(self.model)._load_pretrained_model(
+            self.model, tensors, None, options, expected_keys=expected
+        )
+        self._check_loaded(info)
+        return info
 
     def _check_dense(self) -> None:
         """Every dense parameter must be in the checkpoint, plain ones in their shape."""
@@ -226,6 +258,7 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     """The dtype to build in, also written into the config, as `from_pretrained` does."""
     if dtype != "auto" and dtype not in ITEMSIZE:
         raise UnknownName("dtype", dtype, ["auto", *ITEMSIZE])
+    main: torch.dtype
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
     if str(main)[6:] not in ITEMSIZE:
         raise UnsupportedModel(
@@ -251,7 +284,7 @@ def _construct(
     return model
 
 
-def _load_generation_config(model: nn.Module, folder: Path) -> None:
+def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """The folder's generation_config.json, or one made from the config, as transformers does."""
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
         hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))

@@ -19,7 +19,7 @@ from greenroom.hf.header import Stored, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PIECE = 16 << 20  # bytes read at a time where a tensor is cast
+PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -67,12 +67,13 @@ class Checkpoint:
         tensor = torch.empty(prod(stored.shape), dtype=dtype or kind)
         cast = tensor.dtype != kind
         step = PIECE // kind.itemsize if cast else max(1, len(tensor))
+        buffer = torch.empty(min(step, len(tensor)), dtype=kind) if cast else tensor
         try:
             with open(path, "rb", buffering=0) as stream:
                 stream.seek(stored.offset)
                 for at in range(0, len(tensor), step):
                     into = tensor[at : at + step]
-                    piece = torch.empty(len(into), dtype=kind) if cast else into
+                    piece = buffer[: len(into)] if cast else into
                     if not _fill(stream, piece):
                         raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
                     if cast:
@@ -88,7 +89,7 @@ class Checkpoint:
 
 def _fill(stream: FileIO, tensor: torch.Tensor) -> bool:
     """Read into a flat tensor; False where the file ends before it is full."""
-    view, done = memoryview(tensor.view(torch.uint8).numpy()), 0
+    view, done = tensor.view(torch.uint8).numpy().data, 0
     while done < len(view):
         if not (n := stream.readinto(view[done:])):
             return False

@@ -280,7 +280,7 @@ class _OneExpert:
         self._model, self._targets = model, targets
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        parameter = self._model.get_parameter(name)
+        parameter: torch.Tensor = self._model.get_parameter(name)
         return parameter[:1] if name in self._targets else parameter
 
 
@@ -290,11 +290,11 @@ def _convert(
     """Run the route's conversion on the numbers of one expert's elements; [1, ...] a target."""
     dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
     starts = accumulate(sizes, initial=0)
+    if route.converter is None:
+        return {route.targets[0]: torch.arange(sizes[0], dtype=dtype).reshape(1, *own[0].shape)}
     converter = deepcopy(route.converter)
     for part, start, size in zip(own, starts, sizes, strict=False):
         numbers = torch.arange(start, start + size, dtype=dtype).reshape(part.shape)
-        if converter is None:
-            return {route.targets[0]: numbers[None]}
         if "*" not in part.pattern:
             numbers = numbers[None]
         converter.add_tensor(route.targets[0], part.name, part.pattern, numbers)

@@ -47,7 +47,7 @@ def compare_layers(
     checkpoint = Checkpoint.open(resolve(source))
     for layer, name in enumerate(names):
         module = model.get_submodule(name)
-        with _filled(module, _load_layer(checkpoint, dtype, layer)):
+        with _filled(module, Draft.of(checkpoint, dtype).load_experts(layer)):
             expected = _forward(model, module, "eager", inputs[name])
             grouped = _forward(model, module, "grouped_mm", inputs[name])
         yield LayerCheck(
@@ -82,12 +82,6 @@ def _record(
         for hook in hooks:
             hook.remove()
     return inputs, outputs
-
-
-def _load_layer(checkpoint: Checkpoint, dtype: str, layer: int) -> dict[str, Tensor]:
-    """One layer's whole parameters, read and converted by transformers' own code."""
-    draft = Draft.of(checkpoint, dtype)
-    return draft.load_experts(layer)
 
 
 @contextmanager
