@@ -16,8 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from greenroom.core.layout import Catalog
@@ -121,15 +129,36 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "zaya": {**EIGHT, "head_dim": 8, "num_experts_per_tok": 1},
 }
 
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+# Models that come with a vision tower: what the config of their text part needs beside COMMON.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "glm4v_moe": {**DEEPSEEK, "head_dim": 8},
+    "qwen3_5_moe": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8, "rope_parameters": ROPE},
+    "qwen3_vl_moe": {**EIGHT, "head_dim": 8, "rope_parameters": ROPE},
+}
+
 
 def make(name: str, dtype: str = "float32", **overrides: Any) -> PreTrainedModel:
     """A tiny random model; `overrides` go into its config."""
-    values = {**COMMON, **ARCHITECTURES[name], **overrides}
+    values = {**COMMON, **ARCHITECTURES.get(name, MULTIMODAL.get(name, {})), **overrides}
     given = {key: value for key, value in values.items() if value is not None}
+    if name in MULTIMODAL:
+        given = {"text_config": given, "vision_config": VISION}
     config = AutoConfig.for_model(name, **given)
     config._experts_implementation = "eager"
     torch.manual_seed(CLOCK)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    text = name not in MULTIMODAL
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model = mapping[type(config)](config)
     randomise(model)
     return model.to(getattr(torch, dtype))
 
@@ -247,4 +276,7 @@ def _strided(
 @cache
 def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     """The model as transformers loads it, computed eagerly; shared by tests: do not change it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    config = AutoConfig.from_pretrained(folder)
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+    return auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager")

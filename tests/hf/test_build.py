@@ -22,7 +22,7 @@ from greenroom.errors import (
 from greenroom.hf.build import IMPLEMENTATION, Draft, build, dense_bytes
 from greenroom.hf.checkpoint import Checkpoint
 from tests.hf.conftest import one_line
-from tests.models import ARCHITECTURES, cached_tiny, reference
+from tests.models import ARCHITECTURES, MULTIMODAL, cached_tiny, reference
 
 
 def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def assert_dense_equal(model: PreTrainedModel, wanted: PreTrainedModel) -> None:
     assert all(".experts." in name for name in set(theirs) - set(mine))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MULTIMODAL])
 def test_equals_from_pretrained(name: str) -> None:
     folder = cached_tiny(name, dtype="bfloat16")
     expected = dense_bytes(folder)
@@ -96,9 +96,9 @@ def test_no_expert_is_read_and_nothing_stays_mapped(monkeypatch: pytest.MonkeyPa
     folder, names = cached_tiny("qwen3_moe"), []
     read = Checkpoint.read
 
-    def spy(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    def spy(checkpoint: Checkpoint, name: str, *dtype: torch.dtype) -> torch.Tensor:
         names.append(name)
-        return read(checkpoint, name)
+        return read(checkpoint, name, *dtype)
 
     monkeypatch.setattr(Checkpoint, "read", spy)
     build(folder)

@@ -14,14 +14,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, conversion_mapping
+from transformers.core_model_loading import (
+    ErnieFuseAndSplitTextVisionExperts,
+    Interleave,
+    Transpose,
+    WeightConverter,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from greenroom.core.layout import Catalog
 from greenroom.errors import CheckpointError, NotMoE, UnsupportedModel
 from greenroom.hf.build import Draft
 from tests.hf.conftest import one_line, write_safetensors
-from tests.models import ARCHITECTURES, cached_tiny, read_expert, reference
+from tests.models import ARCHITECTURES, MULTIMODAL, cached_tiny, read_expert, reference
 
 
 def assert_experts_equal(catalog: Catalog, model: PreTrainedModel) -> None:
@@ -35,7 +41,7 @@ def assert_experts_equal(catalog: Catalog, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MULTIMODAL])
 def test_every_architecture(name: str, dtype: str) -> None:
     folder = cached_tiny(name, dtype=dtype)
     catalog = Draft.of(folder).catalog
@@ -81,6 +87,60 @@ def test_biases_are_not_streamed() -> None:
 def test_experts_arranged_alike_share_their_copies() -> None:
     catalog = Draft.of(cached_tiny("mixtral", shards=1)).catalog
     assert len({id(catalog.extents(e)[0].copies) for e in range(8)}) == 1
+
+
+# Conversions that move elements one by one: the copies are strided
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("float32", "auto"), ("bfloat16", "float32")])
+def test_experts_stored_transposed(tmp_path: Path, stored: str, asked: str) -> None:
+    """Qwen3-VL-MoE's first checkpoints: [E, H, 2I] where the model has [E, 2I, H]."""
+    folder, tensors = copy_single(tmp_path, "qwen3_vl_moe", dtype=stored)
+    for name in [n for n in tensors if ".experts." in n]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    catalog = Draft.of(folder, asked).catalog
+    assert not any(extent.divisible for extent in catalog.extents(3))
+    assert sum(len(extent.copies) for extent in catalog.extents(3)) == 2
+    assert_experts_equal(catalog, reference(folder, dtype=asked))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_experts_stored_interleaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: bool, inverse: bool
+) -> None:
+    """Gate and up row by row, as Inkling stores them; here in a model that is quick to make."""
+    operations = [Interleave(dim=1, inverse=inverse), *[Transpose(1, 2)] * transposed]
+    moved = WeightConverter("mlp.experts.w13", "mlp.experts.gate_up_proj", operations)
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")  # fills the cache
+    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    folder, tensors = copy_single(tmp_path, "gpt_oss")
+    monkeypatch.setitem(cache, "gpt_oss", [moved])
+    for name in [n for n in tensors if n.endswith("experts.gate_up_proj")]:
+        tensor = tensors.pop(name)
+        fused = tensor.transpose(1, 2).contiguous() if transposed else tensor
+        tensors[name.replace("gate_up_proj", "w13")] = fused
+    save_file(tensors, folder / "model.safetensors")
+    catalog = Draft.of(folder).catalog
+    copies = [copy for extent in catalog.extents(0) for copy in extent.copies]
+    assert len([copy for copy in copies if not copy.contiguous]) == 2
+    assert_experts_equal(catalog, reference(folder))
+
+
+def test_many_to_many_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = WeightConverter(
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
+        [ErnieFuseAndSplitTextVisionExperts()],
+    )
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")  # fills the cache
+    cache = conversion_mapping._checkpoint_conversion_mapping_cache
+    folder = cached_tiny("gpt_oss")
+    monkeypatch.setitem(cache, "gpt_oss", [many])
+    with pytest.raises(UnsupportedModel) as error:
+        Draft.of(folder)
+    assert "experts that share tensors" in one_line(error)
 
 
 # Any names, order, shards and sizes
@@ -159,9 +219,11 @@ def test_any_layout(data: st.DataObject) -> None:
 # What can be wrong with experts
 
 
-def copy_single(tmp_path: Path, name: str = "qwen3_moe") -> tuple[Path, dict[str, torch.Tensor]]:
+def copy_single(
+    tmp_path: Path, name: str = "qwen3_moe", **options: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """A one-file checkpoint that a test may change, and its tensors."""
-    folder = shutil.copytree(cached_tiny(name, shards=1), tmp_path / "model")
+    folder = shutil.copytree(cached_tiny(name, shards=1, **options), tmp_path / "model")
     return folder, load_file(folder / "model.safetensors")
 
 
