@@ -54,7 +54,6 @@ A, B = numbered([(6, 4), (6, 4)])
         (A[::2], 1),
         (A[:, :2], 1),
         (np.concatenate([A[::2], A[1::2]]), 2),  # deinterleaved
-        (np.concatenate([A[::2], A[1::2]]).T, 2),  # and transposed
     ],
 )
 def test_known_layouts_take_few_blocks(target: np.ndarray, expected: int) -> None:
