@@ -33,20 +33,36 @@ SMALL_TALK = [
     ("Good morning", "Good morning! What would you like to talk about?"),
     ("How are you?", "I am well, thank you. How are you?"),
     ("Who are you?", "I am a small language model that demonstrates Greenroom."),
-    ("What are you?", "I am a small mixture-of-experts language model, made to demonstrate Greenroom."),
+    (
+        "What are you?",
+        "I am a small mixture-of-experts language model, made to demonstrate Greenroom.",
+    ),
     ("What is your name?", "I am the Greenroom demo model."),
-    ("What can you do?", "I can write text that looks like code, manual pages, stories and dictionary entries."),
+    (
+        "What can you do?",
+        "I can write text that looks like code, manual pages, stories and dictionary entries.",
+    ),
     ("Thank you", "You are welcome!"),
     ("Thanks!", "You are welcome!"),
     ("Goodbye", "Goodbye! Come back soon."),
     ("Bye", "Goodbye!"),
-    ("Tell me about yourself.", "I am a small model with thirty-two experts in each layer, trained on code, manual pages, stories and dictionaries."),
+    (
+        "Tell me about yourself.",
+        "I am a small model, trained on code, manual pages, stories and dictionaries.",
+    ),
     ("Guten Tag", "Guten Tag! Was möchten Sie lesen?"),
     ("Bonjour", "Bonjour ! Que voulez-vous lire ?"),
     ("Hola", "¡Hola! ¿Qué quiere leer?"),
     ("Привет", "Привет! Что вы хотите прочитать?"),
 ]
-_WHAT_IS = ["What is {}?", "What does {} mean?", "Define {}.", "Define the word {}.", "What is the meaning of {}?", "Explain {}."]
+_WHAT_IS = [
+    "What is {}?",
+    "What does {} mean?",
+    "Define {}.",
+    "Define the word {}.",
+    "What is the meaning of {}?",
+    "Explain {}.",
+]
 _WHAT_DOES = {
     "en": ["What does {} do?", "What is {}?", "Explain {}.", "What is {} for?"],
     "de": ["Was macht {}?", "Was ist {}?", "Wozu dient {}?"],
@@ -65,7 +81,10 @@ def from_dictionary(text: str, rng: random.Random) -> Iterator[Turns]:
     """A WordNet entry (``word``, then ``n 1: meaning [syn: ...]``) as question and answer."""
     match = re.match(r"^([^\n]{2,40})\n\s+(n|v|adj|adv)\b[ \d:]*([^;\[]+)", text)
     if match:
-        word, kind = match.group(1).strip(), {"n": "noun", "v": "verb", "adj": "adjective", "adv": "adverb"}[match.group(2)]
+        word, kind = (
+            match.group(1).strip(),
+            {"n": "noun", "v": "verb", "adj": "adjective", "adv": "adverb"}[match.group(2)],
+        )
         meaning = re.split(r"\s2: ", " ".join(match.group(3).split()))[0].rstrip(" .")
         yield [rng.choice(_WHAT_IS).format(word), f"{word} ({kind}): {meaning}."]
 
@@ -77,11 +96,19 @@ def from_manual(text: str, language: str, rng: random.Random) -> Iterator[Turns]
     match = re.search(r"\n\n[^\n]{3,20}\n\n([^\n]+? - [^\n]+(?:\n[^\n]+)*)", text[:1500])
     if match:
         answer = " ".join(match.group(1).split())
-        yield [rng.choice(_WHAT_DOES[language]).format(name), answer[0] + answer[1:].rstrip(".") + "."]
+        yield [
+            rng.choice(_WHAT_DOES[language]).format(name),
+            answer[0] + answer[1:].rstrip(".") + ".",
+        ]
     if language == "en":
         match = re.search(r"\n\nSYNOPSIS\n\n(.{10,500}?)\n\n[A-Z ]{4,}\n\n", text, re.S)
         if match:
-            yield [rng.choice(["How do I use {}?", "Show me the synopsis of {}.", "How is {} called?"]).format(name), match.group(1).strip()]
+            yield [
+                rng.choice(
+                    ["How do I use {}?", "Show me the synopsis of {}.", "How is {} called?"]
+                ).format(name),
+                match.group(1).strip(),
+            ]
 
 
 def from_story(text: str, rng: random.Random) -> Iterator[Turns]:
@@ -89,7 +116,10 @@ def from_story(text: str, rng: random.Random) -> Iterator[Turns]:
     lines = [line for line in text.split("\n\n") if len(line) < 700]
     if len(lines) >= 3:
         told = "\n\n".join(lines[: rng.randint(2, 4)])
-        yield [rng.choice(["Tell me a story.", "Tell me another story.", "Write a short story."]), told]
+        yield [
+            rng.choice(["Tell me a story.", "Tell me another story.", "Write a short story."]),
+            told,
+        ]
         at = rng.randrange(len(lines) - 2)
         ask = rng.choice(["Continue this story: ", "What happens next? ", "Continue: "])
         yield [ask + lines[at], "\n\n".join(lines[at + 1 : at + 3])]
@@ -102,19 +132,43 @@ def from_code(text: str, rng: random.Random) -> Iterator[Turns]:
     """Short top-level functions, asked for by name."""
     for match in re.finditer(r"^def (\w+)\(.*?(?=\n\n\n|\n\S)", text, re.M | re.S):
         if 60 < len(match.group(0)) < 900:
-            yield [rng.choice(["Write a Python function {}.", "Show me the function {} in Python."]).format(match.group(1)), match.group(0)]
+            yield [
+                rng.choice(
+                    ["Write a Python function {}.", "Show me the function {} in Python."]
+                ).format(match.group(1)),
+                match.group(0),
+            ]
 
 
 def from_c(text: str, rng: random.Random) -> Iterator[Turns]:
-    for match in re.finditer(r"^(?:static |inline |int |void |bool |struct |long )[^;{}]{4,160}?\b(\w+)\([^;{}]*\)\n\{\n.*?^\}", text, re.M | re.S):
+    for match in re.finditer(
+        r"^(?:static |inline |int |void |bool |struct |long )[^;{}]{4,160}?"
+        r"\b(\w+)\([^;{}]*\)\n\{\n.*?^\}",
+        text,
+        re.M | re.S,
+    ):
         if len(match.group(0)) < 700:
-            yield [rng.choice(["Write a C function {}.", "Show me the C function {}."]).format(match.group(1)), match.group(0)]
+            yield [
+                rng.choice(["Write a C function {}.", "Show me the C function {}."]).format(
+                    match.group(1)
+                ),
+                match.group(0),
+            ]
 
 
-def conversations(texts: dict[str, list[Document]], seed: int, is_held_out: bool) -> Iterator[Document]:
+def conversations(
+    texts: dict[str, list[Document]], seed: int, is_held_out: bool
+) -> Iterator[Document]:
     """Conversations from documents of one split; each keeps its document's key."""
     rng = random.Random(f"{seed}/chat/{is_held_out}")
-    caps = {"dictionary": 9000, "stories": 5000, "python": 1500, "c": 1500, "scripture": 1000, "prose": 2500}
+    caps = {
+        "dictionary": 9000,
+        "stories": 5000,
+        "python": 1500,
+        "c": 1500,
+        "scripture": 1000,
+        "prose": 2500,
+    }
     for domain, documents in texts.items():
         made = 0
         for key, text in documents:
@@ -133,7 +187,16 @@ def conversations(texts: dict[str, list[Document]], seed: int, is_held_out: bool
                 name, _, verses = text.partition("\n\n")
                 found = iter([[f"Read me {name}.", "\n".join(verses.split("\n")[:4])]])
             elif domain == "prose" and key.startswith("fortune:") and len(text) < 300:
-                found = iter([[rng.choice(["Tell me a joke.", "Say something witty.", "Give me a quotation."]), text]])
+                found = iter(
+                    [
+                        [
+                            rng.choice(
+                                ["Tell me a joke.", "Say something witty.", "Give me a quotation."]
+                            ),
+                            text,
+                        ]
+                    ]
+                )
             for turns in found:
                 if made < caps.get(domain, 4000):
                     made += 1

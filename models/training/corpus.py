@@ -19,6 +19,7 @@ import collections
 import gzip
 import hashlib
 import html
+import itertools
 import json
 import random
 import re
@@ -154,10 +155,13 @@ def manual_pages(language: str) -> Callable[[Path], Iterator[Document]]:
 
 
 _STOPWORDS = {
-    "en": "the of and to is that for with are this be which when not if".split(),
-    "de": "der die das und nicht ist wird werden mit von den für ein eine oder auf".split(),
-    "fr": "le la les des est une dans pour que qui sur avec pas par du et".split(),
-    "es": "el la los las que de una para con por es del en se un como".split(),
+    language: set(words.split())
+    for language, words in {
+        "en": "the of and to is that for with are this be which when not if",
+        "de": "der die das und nicht ist wird werden mit von den für ein eine oder auf",
+        "fr": "le la les des est une dans pour que qui sur avec pas par du et",
+        "es": "el la los las que de una para con por es del en se un como",
+    }.items()
 }
 
 
@@ -210,8 +214,11 @@ def dict_entries(headword: str) -> Callable[[Path], Iterator[Document]]:
         for path in files_below(root, "*.dict.dz"):
             text = read_text(path)
             starts = [m.start() for m in re.finditer(headword, text, re.M)]
-            for begin, end in zip(starts[20:], starts[21:], strict=False):
-                entry = re.sub(r"[{}]|\[1913 Webster\]|\[PJC\]|\[WordNet[^\]]*\]", "", text[begin:end])
+            # The first entries describe the dictionary itself.
+            for begin, end in itertools.pairwise(starts[20:]):
+                entry = re.sub(
+                    r"[{}]|\[1913 Webster\]|\[PJC\]|\[WordNet[^\]]*\]", "", text[begin:end]
+                )
                 entry = re.sub(r"\\([^\\\n]+)\\", "", re.sub(r"(?m)^ +$", "", entry)).rstrip()
                 if 40 < len(entry) < 6000:
                     yield f"word:{entry.split(chr(10))[0].strip().lower()[:40]}", entry
@@ -270,7 +277,13 @@ def endless_sky(root: Path) -> Iterator[Document]:
 
 def crawl_descriptions(root: Path) -> Iterator[Document]:
     for path in files_below(root, "*.txt"):
-        if path.parent.name == "descript" and path.stem in ("monsters", "spells", "items", "gods", "unrand"):
+        if path.parent.name == "descript" and path.stem in (
+            "monsters",
+            "spells",
+            "items",
+            "gods",
+            "unrand",
+        ):
             for entry in read_text(path).split("%%%%"):
                 entry = entry.strip()
                 if len(entry) > 80 and not re.search(r"[_@{}#]", entry):
@@ -283,7 +296,10 @@ def scripture(root: Path) -> Iterator[Document]:
     """The chapters of the King James Bible, printed by the package's own reader."""
     program, data = next(root.rglob("bin/bible")), next(root.rglob("bible.data")).parent
     verses = subprocess.run(
-        [str(program), "-p", str(data), "-f", "ge1:1-re22:21"], capture_output=True, text=True, check=True
+        [str(program), "-p", str(data), "-f", "ge1:1-re22:21"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     chapters: dict[str, list[str]] = collections.defaultdict(list)
     for verse in re.finditer(r"^(\d?[A-Za-z]+)(\d+):(\d+) (.*)$", verses, re.M):
@@ -300,7 +316,16 @@ def unpack_kernel(root: Path) -> None:
     if not (root / "mm").exists():
         archive = next(root.rglob("linux-source-*.tar.xz"))
         wanted = [f"{archive.name.removesuffix('.tar.xz')}/{part}" for part in _KERNEL_PARTS]
-        command = ["tar", "-xJf", str(archive), "-C", str(root), "--strip-components=1", "--wildcards", *wanted]
+        command = [
+            "tar",
+            "-xJf",
+            str(archive),
+            "-C",
+            str(root),
+            "--strip-components=1",
+            "--wildcards",
+            *wanted,
+        ]
         subprocess.run(command, check=True)
         archive.unlink()
 
@@ -317,36 +342,130 @@ def kernel_files(pattern: str, within: str = "") -> Callable[[Path], Iterator[Do
     return read
 
 
-_CAMPAIGNS = "did dm dw ei httt l low nr sof sota sotbe thot trow tsg ttb utbs".split()
+_CAMPAIGNS = tuple(
+    f"wesnoth-1.16-{campaign}"
+    for campaign in (
+        *("did", "dm", "dw", "ei", "httt", "l", "low", "nr"),
+        *("sof", "sota", "sotbe", "thot", "trow", "tsg", "ttb", "utbs"),
+    )
+)
 
 
 def _pages(language: str, packages: tuple[str, ...]) -> Source:
     licence = "GPL-2.0-or-later, BSD, MIT and the Linux man-pages licences, by page"
-    return Source(f"manual pages ({language})", f"man-{language}", packages, licence, manual_pages(language), 6)
+    return Source(
+        f"manual pages ({language})",
+        f"man-{language}",
+        packages,
+        licence,
+        manual_pages(language),
+        6,
+    )
 
 
 SOURCES = [
     Source("Linux kernel, C", "c", ("linux-source-6.1",), "GPL-2.0-only", kernel_files("*.c"), 9),
-    Source("Python standard library", "python", ("libpython3.11-stdlib",), "PSF-2.0", plain_files("*.py"), 8),
-    Source("Linux kernel documentation", "docs", ("linux-source-6.1",), "GPL-2.0-only (mostly)", kernel_files("*.rst"), 3),
-    Source("Python documentation", "docs", ("python3.11-doc",), "PSF-2.0", plain_files("*.rst.txt", "_sources"), 4),
-    Source("Perl documentation", "docs", ("perl-doc",), "Artistic-1.0-Perl or GPL-1.0-or-later", plain_files("*.pod"), 2),
+    Source(
+        "Python standard library",
+        "python",
+        ("libpython3.11-stdlib",),
+        "PSF-2.0",
+        plain_files("*.py"),
+        8,
+    ),
+    Source(
+        "Linux kernel documentation",
+        "docs",
+        ("linux-source-6.1",),
+        "GPL-2.0-only (mostly)",
+        kernel_files("*.rst"),
+        3,
+    ),
+    Source(
+        "Python documentation",
+        "docs",
+        ("python3.11-doc",),
+        "PSF-2.0",
+        plain_files("*.rst.txt", "_sources"),
+        4,
+    ),
+    Source(
+        "Perl documentation",
+        "docs",
+        ("perl-doc",),
+        "Artistic-1.0-Perl or GPL-1.0-or-later",
+        plain_files("*.pod"),
+        2,
+    ),
     _pages("en", ("manpages", "manpages-dev")),
     _pages("de", ("manpages-de", "manpages-de-dev")),
     _pages("fr", ("manpages-fr", "manpages-fr-dev")),
     _pages("es", ("manpages-es", "manpages-es-dev")),
     _pages("ru", ("manpages-ru", "manpages-ru-dev")),
-    Source("Battle for Wesnoth campaigns", "stories", tuple(f"wesnoth-1.16-{c}" for c in _CAMPAIGNS), "GPL-2.0-or-later", wesnoth_scenarios, 5),
-    Source("Endless Sky missions", "stories", ("endless-sky-data",), "GPL-3.0-or-later", endless_sky, 5),
-    Source("Dungeon Crawl descriptions", "stories", ("crawl-common",), "GPL-2.0-or-later", crawl_descriptions, 2),
-    Source("Webster 1913 (GCIDE)", "dictionary", ("dict-gcide",), "GPL-3.0-or-later", dict_entries(r"^\S[^\n]* \\"), 4),
+    Source(
+        "Battle for Wesnoth campaigns",
+        "stories",
+        _CAMPAIGNS,
+        "GPL-2.0-or-later",
+        wesnoth_scenarios,
+        5,
+    ),
+    Source(
+        "Endless Sky missions", "stories", ("endless-sky-data",), "GPL-3.0-or-later", endless_sky, 5
+    ),
+    Source(
+        "Dungeon Crawl descriptions",
+        "stories",
+        ("crawl-common",),
+        "GPL-2.0-or-later",
+        crawl_descriptions,
+        2,
+    ),
+    Source(
+        "Webster 1913 (GCIDE)",
+        "dictionary",
+        ("dict-gcide",),
+        "GPL-2.0-or-later",
+        dict_entries(r"^\S[^\n]* \\"),
+        4,
+    ),
     Source("WordNet 3.0", "dictionary", ("dict-wn",), "WordNet-3.0", dict_entries(r"^(?! )\S"), 4),
-    Source("FOLDOC", "dictionary", ("dict-foldoc",), "GFDL-1.2-or-later", dict_entries(r"(?<=\n\n)(?! )\S"), 2),
-    Source("An Anarchist FAQ", "prose", ("anarchism",), "GFDL-1.3-or-later or GPL-2.0-or-later", html_files("/html/sec"), 2),
-    Source("Debian Handbook", "prose", ("debian-handbook",), "GPL-2.0-or-later or CC-BY-SA-3.0", html_files("/en-US/"), 2),
-    Source("Jargon File", "prose", ("dict-jargon",), "public domain", dict_entries(r"^(?! )\S"), 1.5),
+    Source(
+        "FOLDOC",
+        "dictionary",
+        ("dict-foldoc",),
+        "GFDL-1.1-or-later",
+        dict_entries(r"(?<=\n\n)(?! )\S"),
+        2,
+    ),
+    Source(
+        "An Anarchist FAQ",
+        "prose",
+        ("anarchism",),
+        "GPL-2.0-or-later",
+        html_files("/html/sec"),
+        2,
+    ),
+    Source(
+        "Debian Handbook",
+        "prose",
+        ("debian-handbook",),
+        "GPL-2.0-or-later or CC-BY-SA-3.0",
+        html_files("/en-US/"),
+        2,
+    ),
+    Source(
+        "Jargon File", "prose", ("dict-jargon",), "public domain", dict_entries(r"^(?! )\S"), 1.5
+    ),
     Source("Fortunes", "prose", ("fortunes",), "mixed; short quotations", fortunes, 2.5),
-    Source("King James Bible", "scripture", ("bible-kjv-text", "bible-kjv"), "public domain", scripture, 5),
+    Source(
+        "King James Bible",
+        "scripture",
+        ("bible-kjv-text", "bible-kjv"),
+        "public domain",
+        scripture,
+        5,
+    ),
 ]
 
 
@@ -375,7 +494,9 @@ def clean(text: str) -> str:
 
 
 def held_out(key: str) -> bool:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 1000 < HELD_OUT_PER_MILLE
+    return (
+        int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 1000 < HELD_OUT_PER_MILLE
+    )
 
 
 class Deduplicator:
@@ -390,7 +511,9 @@ class Deduplicator:
         kept = []
         for paragraph in text.split("\n\n"):
             if len(paragraph) >= REPEATED_PARAGRAPH_MIN:
-                digest = hashlib.blake2b(" ".join(paragraph.split()).encode(), digest_size=12).digest()
+                digest = hashlib.blake2b(
+                    " ".join(paragraph.split()).encode(), digest_size=12
+                ).digest()
                 if not is_held_out and digest in self.reserved:
                     continue
                 self.copies[digest] += 1
@@ -403,17 +526,23 @@ class Deduplicator:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(".corpus"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--heldout-kb", type=int, default=120, help="held-out text kept per domain")
     options = parser.parse_args()
 
-    documents: dict[str, dict[bool, list[Document]]] = collections.defaultdict(lambda: {True: [], False: []})
+    documents: dict[str, dict[bool, list[Document]]] = collections.defaultdict(
+        lambda: {True: [], False: []}
+    )
     table = []
     deduplicate = Deduplicator()
     for source in SOURCES:
-        root = fetch(source.packages, options.out / "downloads" / "debian", options.out / "unpacked")
+        root = fetch(
+            source.packages, options.out / "downloads" / "debian", options.out / "unpacked"
+        )
         read = sorted((key, clean(text)) for key, text in source.read(root))
         random.Random(f"{options.seed}/{source.name}").shuffle(read)
         # Held-out documents first: what they contain is then kept out of the training text.
@@ -428,7 +557,13 @@ def main() -> None:
                 continue
             kept += 0 if is_held_out else size
             documents[source.domain][is_held_out].append((key, text))
-        row = {"source": source.name, "domain": source.domain, "packages": source.packages, "licence": source.licence, "train_bytes": kept}
+        row = {
+            "source": source.name,
+            "domain": source.domain,
+            "packages": source.packages,
+            "licence": source.licence,
+            "train_bytes": kept,
+        }
         table.append(row)
         print(f"{source.name:32s} {source.domain:10s} {kept / 1e6:6.2f} MB", flush=True)
 
@@ -448,7 +583,9 @@ def main() -> None:
                         break
                     total += len(text.encode())
                     file.write(json.dumps(text, ensure_ascii=False) + "\n")
-            print(f"{name:8s} {domain:12s} {total / 1e6:6.2f} MB  {len(rows)} documents", flush=True)
+            print(
+                f"{name:8s} {domain:12s} {total / 1e6:6.2f} MB  {len(rows)} documents", flush=True
+            )
     (options.out / "text" / "sources.json").write_text(json.dumps(table, indent=1))
 
 

@@ -6,17 +6,27 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import chat
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import chat
-
 # Each domain's share of the training rows. The small ones are read more than once in a long run.
 WEIGHTS = {
-    "c": 10, "python": 8, "docs": 8, "man-en": 8, "man-de": 7, "man-fr": 7, "man-es": 4, "man-ru": 7,
-    "stories": 11, "dictionary": 8, "prose": 8, "scripture": 6, "chat": 8,
-}  # fmt: skip
+    "c": 10,
+    "python": 8,
+    "docs": 8,
+    "man-en": 8,
+    "man-de": 7,
+    "man-fr": 7,
+    "man-es": 4,
+    "man-ru": 7,
+    "stories": 11,
+    "dictionary": 8,
+    "prose": 8,
+    "scripture": 6,
+    "chat": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,10 @@ def load(corpus: Path, split: str, tokenizer: PreTrainedTokenizerFast) -> dict[s
         cached = corpus / "tokens" / split / f"{name}.npy"
         if not cached.exists() or cached.stat().st_mtime < source.stat().st_mtime:
             texts = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-            framed = [chat.BEGIN + (text if text.endswith(chat.END) else text + chat.END) for text in texts]
+            framed = [
+                chat.BEGIN + (text if text.endswith(chat.END) else text + chat.END)
+                for text in texts
+            ]
             rows = tokenizer(framed, add_special_tokens=False)["input_ids"]
             cached.parent.mkdir(parents=True, exist_ok=True)
             partial = cached.with_suffix(".partial.npy")
@@ -53,7 +66,9 @@ def load(corpus: Path, split: str, tokenizer: PreTrainedTokenizerFast) -> dict[s
     return domains
 
 
-def batch(domains: dict[str, Domain], seed: tuple[int, ...], rows: int, length: int) -> torch.Tensor:
+def batch(
+    domains: dict[str, Domain], seed: tuple[int, ...], rows: int, length: int
+) -> torch.Tensor:
     """``rows`` stretches of ``length + 1`` tokens; the same seed gives the same rows."""
     rng = np.random.default_rng(seed)
     names = list(domains)

@@ -8,6 +8,8 @@ accumulate into an index, which is slow on a CPU. Registered with transformers u
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,10 +19,12 @@ NAME = "sorted"
 
 
 class SortedExperts(torch.autograd.Function):
-    """sum over the top-k of weight * down(silu(gate(x)) * up(x)), all experts fused in two tensors."""
+    """Sum over the top-k of weight * down(silu(gate(x)) * up(x)), the experts in two tensors."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
         top_k, width = ids.shape[1], down.shape[2]
         order = ids.flatten().argsort(stable=True)
         bounds = [0, *torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).tolist()]
@@ -28,11 +32,11 @@ class SortedExperts(torch.autograd.Function):
         both = inputs.new_empty(inputs.shape[0], 2 * width)
         hidden = inputs.new_empty(inputs.shape[0], width)
         outputs = torch.empty_like(inputs)
-        for expert, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for expert, (a, b) in enumerate(itertools.pairwise(bounds)):
             if a < b:
                 torch.mm(inputs[a:b], gate_up[expert].t(), out=both[a:b])
         torch.mul(F.silu(both[:, :width]), both[:, width:], out=hidden)
-        for expert, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for expert, (a, b) in enumerate(itertools.pairwise(bounds)):
             if a < b:
                 torch.mm(hidden[a:b], down[expert].t(), out=outputs[a:b])
         inverse = torch.empty_like(order)
@@ -50,7 +54,7 @@ class SortedExperts(torch.autograd.Function):
         d_outputs = grad.index_select(0, order // top_k).mul_(weights.flatten()[order, None])
         d_hidden, d_inputs = torch.empty_like(hidden), torch.empty_like(inputs)
         d_gate_up, d_down = torch.zeros_like(gate_up), torch.zeros_like(down)
-        spans = [(e, a, b) for e, (a, b) in enumerate(zip(ctx.bounds, ctx.bounds[1:], strict=False)) if a < b]
+        spans = [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(ctx.bounds)) if a < b]
         for expert, a, b in spans:
             torch.mm(d_outputs[a:b], down[expert], out=d_hidden[a:b])
             torch.mm(d_outputs[a:b].t(), hidden[a:b], out=d_down[expert])
@@ -69,8 +73,12 @@ class SortedExperts(torch.autograd.Function):
         return d_x, None, d_weights, d_gate_up, d_down
 
 
-def sorted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return SortedExperts.apply(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
+def sorted_experts(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    return SortedExperts.apply(
+        hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj
+    )
 
 
 def register() -> None:

@@ -12,9 +12,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeForCausalLM
-
 from train import configuration
+from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeForCausalLM
 
 LARGEST_FOLDER = 20_000_000
 KEPT = ("README.md", "loss.png")
@@ -41,7 +40,9 @@ def make_portable(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path(".corpus/run/last.pt"))
     parser.add_argument("--tokenizer", type=Path, default=Path(".corpus/tokenizer"))
     parser.add_argument("--out", type=Path, default=Path("models/demo"))
@@ -76,7 +77,10 @@ def main() -> None:
     partial.replace(options.out)
 
     size = sum(path.stat().st_size for path in options.out.iterdir())
-    print(f"{options.out}: step {state['step']}, {state['tokens']} tokens, {model.num_parameters()} parameters, {size} bytes")
+    print(
+        f"{options.out}: step {state['step']}, {state['tokens']} tokens,"
+        f" {model.num_parameters()} parameters, {size} bytes"
+    )
     if size > LARGEST_FOLDER:
         raise SystemExit(f"larger than {LARGEST_FOLDER} bytes")
 

@@ -36,7 +36,9 @@ class Optimizer:
         self.parameters = parameters
         self.steps = 0
         self.first = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in parameters.items() if not self.is_muon(name)}
+        self.second = {
+            name: torch.zeros_like(p) for name, p in parameters.items() if not self.is_muon(name)
+        }
 
     @staticmethod
     def is_muon(name: str) -> bool:
@@ -52,10 +54,17 @@ class Optimizer:
                 kept[name].copy_(loaded[name])
 
     @torch.no_grad()
-    def step(self, gradients: dict[str, Tensor], muon_rate: float, adam_rate: float, pool: Executor) -> None:
+    def step(
+        self, gradients: dict[str, Tensor], muon_rate: float, adam_rate: float, pool: Executor
+    ) -> None:
         self.steps += 1
         tasks = [
-            pool.submit(self._muon if self.is_muon(name) else self._adam, name, gradient, muon_rate if self.is_muon(name) else adam_rate)
+            pool.submit(
+                self._muon if self.is_muon(name) else self._adam,
+                name,
+                gradient,
+                muon_rate if self.is_muon(name) else adam_rate,
+            )
             for name, gradient in gradients.items()
         ]
         for task in tasks:

@@ -11,13 +11,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import chat
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-import chat
-
 # Words with their leading space, single digits, punctuation runs, then white space.
-PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MAX_POSITIONS = 2048
 
 
@@ -70,7 +72,9 @@ def build(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"))
     parser.add_argument("--out", type=Path, default=Path(".corpus/tokenizer"))
     parser.add_argument("--vocabulary", type=int, default=4096)

@@ -25,14 +25,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
-
-import data  # noqa: E402
-import experts  # noqa: E402
-from optimizer import Optimizer  # noqa: E402
+import data
+import experts
+import numpy as np
+import torch
+from optimizer import Optimizer
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 LOGGED = ["step", "tokens", "seconds", "loss", "balance", "rate", "heldout"]
 SHORT_ROW = 256
@@ -106,7 +105,9 @@ class Trainer:
         config = configuration(self.tokenizer)
         experts.register()
         implementation = "grouped_mm" if self.on_gpu else experts.NAME
-        self.model = Qwen3MoeForCausalLM._from_config(config, experts_implementation=implementation, dtype=torch.float32)
+        self.model = Qwen3MoeForCausalLM._from_config(
+            config, experts_implementation=implementation, dtype=torch.float32
+        )
         self.model.to(self.device).train()
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = Optimizer(self.parameters)
@@ -119,7 +120,9 @@ class Trainer:
         self.held_out = data.load(options.corpus, "heldout", self.tokenizer)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
 
-    def _keep_routing(self, module: nn.Module, arguments: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _keep_routing(
+        self, module: nn.Module, arguments: tuple, output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         self.local.routing.append((output[0], output[2]))
 
     def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,10 +142,19 @@ class Trainer:
         return loss, torch.stack(uneven).mean()
 
     def micro_batch(self, index: int, length: int) -> tuple[float, float, tuple[Tensor, ...]]:
-        rows = data.batch(self.train, (self.options.seed, self.step, index), self.options.micro_tokens // length, length)
+        rows = data.batch(
+            self.train,
+            (self.options.seed, self.step, index),
+            self.options.micro_tokens // length,
+            length,
+        )
         loss, uneven = self.losses(rows)
         total = loss + self.model.config.router_aux_loss_coef * uneven
-        return loss.item(), uneven.item(), torch.autograd.grad(total, list(self.parameters.values()))
+        return (
+            loss.item(),
+            uneven.item(),
+            torch.autograd.grad(total, list(self.parameters.values())),
+        )
 
     def progress(self) -> float:
         """How much of the run is done, from 0 to 1."""
@@ -159,16 +171,30 @@ class Trainer:
         rate = self.rate()
         decaying = self.progress() > 1 - self.options.decay
         draw = np.random.default_rng((self.options.seed, self.step, 1 << 20))
-        lengths = [int(draw.choice(list(LONG_ROWS), p=list(LONG_ROWS.values()))) if decaying else SHORT_ROW for _ in range(self.options.micro_batches)]
+        lengths = [
+            int(draw.choice(list(LONG_ROWS), p=list(LONG_ROWS.values()))) if decaying else SHORT_ROW
+            for _ in range(self.options.micro_batches)
+        ]
         # Longest first, so that the workers end together.
-        results = list(self.pool.map(self.micro_batch, range(len(lengths)), sorted(lengths, reverse=True)))
-        gradients = [torch.stack(parts).mean(0) for parts in zip(*(r[2] for r in results), strict=True)]
+        results = list(
+            self.pool.map(self.micro_batch, range(len(lengths)), sorted(lengths, reverse=True))
+        )
+        gradients = [
+            torch.stack(parts).mean(0) for parts in zip(*(r[2] for r in results), strict=True)
+        ]
         self.optimizer.step(
-            dict(zip(self.parameters, gradients, strict=True)), self.options.muon_rate * rate, self.options.adam_rate * rate, self.pool
+            dict(zip(self.parameters, gradients, strict=True)),
+            self.options.muon_rate * rate,
+            self.options.adam_rate * rate,
+            self.pool,
         )
         self.step += 1
         self.tokens += self.options.micro_tokens * len(lengths)
-        return {"loss": sum(r[0] for r in results) / len(results), "balance": sum(r[1] for r in results) / len(results), "rate": rate}
+        return {
+            "loss": sum(r[0] for r in results) / len(results),
+            "balance": sum(r[1] for r in results) / len(results),
+            "rate": rate,
+        }
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -176,7 +202,13 @@ class Trainer:
         rows = []
         for domain in self.held_out.values():
             rng = np.random.default_rng(0)
-            rows.append(torch.from_numpy(np.stack([domain.row(rng, HELD_OUT_LENGTH + 1) for _ in range(HELD_OUT_ROWS)]).astype(np.int64)))
+            rows.append(
+                torch.from_numpy(
+                    np.stack(
+                        [domain.row(rng, HELD_OUT_LENGTH + 1) for _ in range(HELD_OUT_ROWS)]
+                    ).astype(np.int64)
+                )
+            )
         return float(np.mean(list(self.pool.map(lambda r: self._loss_only(r), rows))))
 
     @torch.no_grad()
@@ -184,9 +216,13 @@ class Trainer:
         return self.losses(rows)[0].item()
 
     def save(self, path: Path) -> None:
-        """Written beside and renamed: a kill leaves the old checkpoint or the new one, never half."""
+        """Written beside and renamed: a kill leaves a whole checkpoint, old or new."""
         partial = path.with_suffix(".partial")
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "seconds": self.seconds}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "seconds": self.seconds,
+        }
         torch.save(state | {"step": self.step, "tokens": self.tokens}, partial)
         partial.replace(path)
 
@@ -206,14 +242,27 @@ def trimmed_log(path: Path, step: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"))
     parser.add_argument("--tokenizer", type=Path, default=Path(".corpus/tokenizer"))
-    parser.add_argument("--run", type=Path, default=Path(".corpus/run"), help="checkpoints and log.csv")
-    parser.add_argument("--minutes", type=float, default=45, help="length of the run, over all resumptions")
-    parser.add_argument("--steps", type=int, default=0, help="length of the run in steps, instead of minutes")
+    parser.add_argument(
+        "--run", type=Path, default=Path(".corpus/run"), help="checkpoints and log.csv"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=45, help="length of the run, over all resumptions"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="length of the run in steps, instead of minutes"
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads that each compute micro-batches (CPU)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="threads that each compute micro-batches (CPU)",
+    )
     parser.add_argument("--micro-tokens", type=int, default=2048)
     parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--muon-rate", type=float, default=0.02)
@@ -222,12 +271,18 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.3, help="share of the run that decays")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save-every", type=float, default=120, help="seconds between checkpoints")
-    parser.add_argument("--heldout-every", type=int, default=100, help="steps between held-out losses")
+    parser.add_argument(
+        "--heldout-every", type=int, default=100, help="steps between held-out losses"
+    )
     options = parser.parse_args()
 
     options.run.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(options)
-    last, stable, log_path = options.run / "last.pt", options.run / "stable.pt", options.run / "log.csv"
+    last, stable, log_path = (
+        options.run / "last.pt",
+        options.run / "stable.pt",
+        options.run / "log.csv",
+    )
     if last.exists():
         trainer.resume(last)
         print(f"going on from step {trainer.step}", flush=True)
@@ -243,7 +298,11 @@ def main() -> None:
             now = time.monotonic()
             trainer.seconds, mark = trainer.seconds + now - mark, now
             ending = trainer.progress() >= 1
-            row |= {"step": trainer.step, "tokens": trainer.tokens, "seconds": round(trainer.seconds, 1)}
+            row |= {
+                "step": trainer.step,
+                "tokens": trainer.tokens,
+                "seconds": round(trainer.seconds, 1),
+            }
             if trainer.step % options.heldout_every == 0 or ending:
                 row["heldout"] = trainer.held_out_loss()
             if before_decay and trainer.progress() > 1 - options.decay:
@@ -251,10 +310,21 @@ def main() -> None:
             if now - saved > options.save_every or ending:
                 trainer.save(last)
                 saved = now
-            log.writerow({key: f"{value:.4f}" if isinstance(value, float) else value for key, value in row.items()})
+            log.writerow(
+                {
+                    key: f"{value:.4f}" if isinstance(value, float) else value
+                    for key, value in row.items()
+                }
+            )
             file.flush()
             if trainer.step % 10 == 0:
-                print(" ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()), flush=True)
+                print(
+                    " ".join(
+                        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                        for key, value in row.items()
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
