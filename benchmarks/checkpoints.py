@@ -1,0 +1,238 @@
+"""Make the benchmark checkpoints: random-weight Qwen3-MoE models of 3.44 GB in bf16.
+
+    python benchmarks/checkpoints.py bench-data [--gguf]
+
+Hidden size 1024, 16 layers of 64 experts, top-8, expert size 512: one expert is 3.15 MB, and one
+token uses 403 MB of experts and 152 MB of dense weights. Four folders differ only in the router:
+
+    uniform    every expert is as likely as any other: the worst case for a cache
+    zipf0.7, zipf1.0, zipf1.5
+               the router adds -s * log(rank) to an expert's logit, with another random ranking
+               in each layer, so that a softmax gives popularity rank ** -s. Real models lie
+               around 0.7 to 1.0
+
+The bias rides on channel 0 of the residual stream: the embedding holds a constant there that is
+large enough to stay nearly constant through the norm, and the router's column 0 is the bias over
+it. The layers (3.3 GB) are hard links to the same files, so four folders take 3.8 GB of disk.
+
+Weights depend on the seed and the layer alone. What exists with the right size is kept, so the
+script can be run again after an interruption. `--gguf` writes the same weights as BF16 GGUF files
+for llama.cpp (3.4 GB each; needs the package gguf).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+HIDDEN, LAYERS, EXPERTS, TOP_K, EXPERT_SIZE, VOCAB = 1024, 16, 64, 8, 512, 32_000
+HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
+VARIANTS = {"uniform": 0.0, "zipf0.7": 0.7, "zipf1.0": 1.0, "zipf1.5": 1.5}
+CONSTANT = 6.0  # channel 0 of every embedding in the skewed variants
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": EXPERT_SIZE,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": VOCAB,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SENTENCES = (
+    "The experts wait in the green room until the router calls them.",
+    "A cache keeps what was asked for lately, because it will be asked for again.",
+    "def route(token): return sorted(experts, key=score)[:8]",
+    "0123456789 () [] {} <> += -= == != # TODO: measure, then decide.",
+)
+
+Weights = dict[str, torch.Tensor]
+
+
+def folder_of(root: Path, variant: str) -> Path:
+    """Where a variant lies: `<root>/moe1.7b-<variant>`."""
+    return root / f"moe1.7b-{variant}"
+
+
+def layer_weights(layer: int) -> Weights:
+    """Attention, norms and the 64 experts of one layer, one tensor each, as on the hub."""
+    draw = torch.Generator().manual_seed(1000 + layer)
+    prefix = f"model.layers.{layer}."
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=draw) * 0.02).to(torch.bfloat16)
+
+    weights = {
+        "self_attn.q_proj": random(HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.k_proj": random(KV_HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.v_proj": random(KV_HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.o_proj": random(HIDDEN, HEADS * HEAD_SIZE),
+        "self_attn.q_norm": torch.ones(HEAD_SIZE, dtype=torch.bfloat16),
+        "self_attn.k_norm": torch.ones(HEAD_SIZE, dtype=torch.bfloat16),
+        "input_layernorm": torch.ones(HIDDEN, dtype=torch.bfloat16),
+        "post_attention_layernorm": torch.ones(HIDDEN, dtype=torch.bfloat16),
+    }
+    for expert in range(EXPERTS):
+        weights[f"mlp.experts.{expert}.gate_proj"] = random(EXPERT_SIZE, HIDDEN)
+        weights[f"mlp.experts.{expert}.up_proj"] = random(EXPERT_SIZE, HIDDEN)
+        weights[f"mlp.experts.{expert}.down_proj"] = random(HIDDEN, EXPERT_SIZE)
+    return {f"{prefix}{name}.weight": tensor for name, tensor in weights.items()}
+
+
+def rest_weights(skew: float) -> Weights:
+    """Embedding, head, last norm and the routers: what differs between the variants."""
+    draw = torch.Generator().manual_seed(999)
+    embedding = torch.randn(VOCAB, HIDDEN, generator=draw)
+    head = torch.randn(VOCAB, HIDDEN, generator=draw) * 0.02
+    if skew:
+        embedding[:, 0] = CONSTANT
+    normed = CONSTANT / math.sqrt((HIDDEN - 1 + CONSTANT**2) / HIDDEN)  # after RMSNorm
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": head,
+    }
+    for layer in range(LAYERS):
+        draw = torch.Generator().manual_seed(100 + layer)
+        router = torch.randn(EXPERTS, HIDDEN, generator=draw) / math.sqrt(HIDDEN)  # logits N(0, 1)
+        if skew:
+            rank = torch.randperm(EXPERTS, generator=draw) + 1
+            router[:, 0] = -skew * torch.log(rank.float()) / normed
+        weights[f"model.layers.{layer}.mlp.gate.weight"] = router
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def nbytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def write(path: Path, weights: Weights) -> None:
+    """Write beside, then rename: an interrupted run leaves no half a file."""
+    beside = path.with_suffix(".part")
+    save_file(weights, beside, metadata={"format": "pt"})
+    beside.chmod(0o644)
+    beside.replace(path)
+
+
+def whole(path: Path, index: dict[str, str]) -> bool:
+    """Whether a shard is there with all its bytes; adds its tensors to the index if so."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+    except (OSError, ValueError):
+        return False
+    header.pop("__metadata__", None)
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    if path.stat().st_size != 8 + header_bytes + end:
+        return False
+    index.update(dict.fromkeys(header, path.name))
+    return True
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A small byte-level BPE tokenizer: any text can be encoded; ids stay below the vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": CONFIG["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def make(root: Path, variants: list[str]) -> list[Path]:
+    """Make the variants below `root`; the first one's layer files are linked into the others."""
+    folders = [folder_of(root, variant) for variant in variants]
+    index: dict[str, str] = {}
+    for layer in range(LAYERS):
+        name = f"layer-{layer:02d}.safetensors"
+        known = next((f for v in VARIANTS if whole(f := folder_of(root, v) / name, index)), None)
+        progress(f"layer {layer + 1} of {LAYERS}{' (kept)' if known else ''}")
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / name
+            if known is None:
+                write(path, weights := layer_weights(layer))
+                index.update(dict.fromkeys(weights, name))
+                known = path
+            elif not (path.exists() and path.samefile(known)):
+                path.unlink(missing_ok=True)
+                os.link(known, path)
+    for folder, variant in zip(folders, variants, strict=True):
+        progress(folder.name)
+        rest = folder / "rest.safetensors"
+        if not whole(rest, index):
+            write(rest, weights := rest_weights(VARIANTS[variant]))
+            index.update(dict.fromkeys(weights, rest.name))
+        make_tokenizer(folder)
+        (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+        )
+    return folders
+
+
+def progress(text: str) -> None:
+    print(f"\r{text:40}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="make the benchmark checkpoints (3.8 GB)")
+    parser.add_argument("root", type=Path, help="folder to make them in, such as bench-data")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument(
+        "--gguf", nargs="*", choices=list(VARIANTS), metavar="VARIANT",
+        help="also write these variants (zipf1.0 if none is named) as <folder>.gguf",
+    )  # fmt: skip
+    args = parser.parse_args()
+    start = time.perf_counter()
+    folders = make(args.root, args.variants)
+    for variant in [] if args.gguf is None else args.gguf or ["zipf1.0"]:
+        from gguf_file import write_gguf
+
+        progress(f"GGUF of {variant}")
+        write_gguf(folder_of(args.root, variant), args.root / f"moe1.7b-{variant}.gguf")
+    print(f"\r{len(folders)} checkpoints in {args.root}, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What the benchmarks share: the machine, one run of an engine, ratios, tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from memlimit import run_limited
+
+WORKER = Path(__file__).with_name("worker.py")
+Result = dict[str, Any]
+
+
+def machine() -> str:
+    """One line that a figure cannot be read without; the load tells who else was at work."""
+    import torch
+    import transformers
+
+    info = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*:\s*(.+)", info)
+    flags = [f for f in ("avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{f}\b", info)]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"{model[1] if model else platform.processor()}, {os.cpu_count()} cores"
+        f" ({' '.join(flags) or 'no avx512'}), {memory / 1e9:.0f} GB;"
+        f" torch {torch.__version__}, transformers {transformers.__version__}; load {load}"
+    )
+
+
+def model_bytes(folder: Path) -> int:
+    """Size of a checkpoint: its safetensors files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def run_worker(
+    engine: str, folder: Path, limit_bytes: int = 0, timeout_s: float = 900, **options: Any
+) -> Result:
+    """One cold run of worker.py in a process and cgroup of its own.
+
+    Keys are worker.py's and those of memlimit.Measured; `error` where it did not end well.
+    """
+    command = [sys.executable, str(WORKER), engine, str(folder)]
+    for name, value in options.items():
+        if value is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    measured, out, err = run_limited(command, limit_bytes, [folder], timeout_s)
+    result: Result = {"engine": engine, "model": folder.name, **asdict(measured)}
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if measured.returncode == 0 and lines:
+        result.update(json.loads(lines[-1]))
+    else:
+        last = err.strip().splitlines()[-1:] or ["no output"]
+        result["error"] = "killed: out of memory or time" if measured.killed else last[0][:300]
+    return result
+
+
+def run_llama_bench(
+    program: Path,
+    gguf: Path,
+    limit_bytes: int = 0,
+    threads: int = 2,
+    prompt: int = 128,
+    tokens: int = 16,
+    repeats: int = 1,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 900,
+) -> Result:
+    """One cold run of llama.cpp's llama-bench: prefill and decode as worker.py reports them.
+
+    llama-bench gives one time for all tokens of a repetition, so its time a token is a mean.
+    """
+    flags = f"-t {threads} -p {prompt} -n {tokens} -r {repeats} -o json".split()
+    if repeats == 1:
+        flags.append("--no-warmup")
+    command = [str(program), "-m", str(gguf), *flags]
+    measured, out, err = run_limited(command, limit_bytes, [gguf], timeout_s, env)
+    result: Result = {"engine": "llama.cpp", "model": gguf.stem, **asdict(measured)}
+    if measured.returncode != 0:
+        last = err.strip().splitlines()[-1:] or ["no output"]
+        result["error"] = "killed: out of memory or time" if measured.killed else last[0][:300]
+        return result
+    for entry in json.loads(out):
+        seconds = [nanoseconds / 1e9 for nanoseconds in entry["samples_ns"]]
+        if entry["n_prompt"]:
+            result["prefill_s"] = seconds
+        else:
+            result["token_s"] = [s / tokens for s in seconds for _ in range(tokens)]
+    return result
+
+
+def decode_rate(result: Result) -> float:
+    """Tokens a second over all decoded tokens: their number over their time."""
+    return len(result["token_s"]) / sum(result["token_s"])
+
+
+def prefill_rate(result: Result) -> float:
+    """Prompt tokens a second, of the median prefill."""
+    return result["prompt_tokens"] / statistics.median(result["prefill_s"])
+
+
+def ratio(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[float, float, float]:
+    """(ratio, low, high): geometric mean of a / b over the pairs, and its 95 % interval.
+
+    The interval resamples the pairs. With one pair there is no interval: low = high = ratio.
+    """
+    logs = [math.log(a / b) for a, b in pairs]
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(draws))
+    low, high = means[int(0.025 * draws)], means[int(0.975 * draws)]
+    return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
+
+
+def show_ratio(pairs: Sequence[tuple[float, float]]) -> str:
+    """`12.3 (10.1 to 14.0)`; `-` without pairs."""
+    if not pairs:
+        return "-"
+    middle, low, high = ratio(pairs)
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})" if len(pairs) > 1 else f"{middle:.3g}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; the first column is text, the others are aligned to the right."""
+    lines = [header, [":--", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def median_of(results: Iterable[Result], value: Callable[[Result], float]) -> float | None:
+    """Median over the runs that ended well; None if none did."""
+    values = [value(result) for result in results if "error" not in result]
+    return statistics.median(values) if values else None
+
+
+def note(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def greenroom_program() -> list[str]:
+    """The command `greenroom` of this interpreter's environment."""
+    beside = Path(sys.executable).with_name("greenroom")
+    if beside.exists():
+        return [str(beside)]
+    return [sys.executable, "-c", "import sys; from greenroom.cli import main; sys.exit(main())"]
+
+
+def commit() -> str:
+    """The commit that is measured, with a + if the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    here = Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)
+    return done.stdout.strip() or "unknown"

@@ -1,0 +1,201 @@
+"""Decode with half of the model's size in memory: Greenroom beside its peers, in one run.
+
+    python benchmarks/decode.py bench-data --out decode.jsonl
+    python benchmarks/decode.py bench-data --quick                    # under ten minutes
+    python benchmarks/decode.py bench-data --llama-bench llama-bench  # adds llama.cpp, needs GGUF
+
+Every run is a process of its own in a memory cgroup of its own, all with the same limit
+(--share of the checkpoint's size, page cache counted), and starts cold: the page cache of the
+checkpoint is dropped. Within a run: load, a warm-up of 8 + 2 tokens, a prompt of 128 random
+tokens, then decode passes of one random token each. So decode starts with whatever the prompt
+left in the engine's cache, as it does in real use.
+
+Repetitions are interleaved (engine by engine within a variant, the order turning with each
+repetition), and the ratio to a peer is over pairs of the same repetition. Slow peers decode fewer
+tokens (--peer-tokens): their rate is a mean over what they did. llama.cpp draws its own random
+tokens and starts decoding without the prompt's context.
+
+Floor: resident bytes over RAM bandwidth + missing bytes over disk bandwidth (floor.py, measured at
+the start), with the bytes that Greenroom itself read for a token; `% of floor` is how much of that
+rate it reaches. Its policy decides the bytes; the floor judges how they were moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoints import VARIANTS, folder_of
+from common import (
+    Result,
+    commit,
+    decode_rate,
+    machine,
+    median_of,
+    model_bytes,
+    note,
+    prefill_rate,
+    run_llama_bench,
+    run_worker,
+    show_ratio,
+    table,
+)
+from floor import floor, pass_seconds
+from memlimit import CgroupError
+
+LIBRARIES = 900 << 20  # of the limit, what accelerate's share leaves to Python, torch and buffers
+Results = dict[tuple[str, str], list[Result]]  # by (variant, engine), one a repetition
+
+
+def engines(args: argparse.Namespace, folder: Path, limit: int) -> dict[str, Callable[[], Result]]:
+    """How to run each engine once."""
+    common: dict[str, Any] = {"threads": args.threads, "timeout_s": args.timeout}
+    known: dict[str, Callable[[], Result]] = {
+        "greenroom": lambda: run_worker(
+            "greenroom", folder, limit, memory=limit, tokens=args.tokens,
+            options=args.options, **common,
+        ),
+        "accelerate": lambda: run_worker(
+            "accelerate", folder, limit, memory=max(limit - LIBRARIES, 100 << 20),
+            tokens=args.peer_tokens, scratch=args.scratch, **common,
+        ),
+    }  # fmt: skip
+    gguf = folder.with_name(folder.name + ".gguf")
+    if args.llama_bench and gguf.exists():
+        env = dict(pair.split("=", 1) for pair in args.llama_env)
+        known["llama.cpp"] = lambda: run_llama_bench(
+            args.llama_bench, gguf, limit, tokens=args.peer_tokens, env=env, **common
+        )
+    return {name: known[name] for name in known if name in args.engines}
+
+
+def measure(args: argparse.Namespace) -> Results:
+    """All runs, interleaved; each is appended to --out as it ends."""
+    results: Results = defaultdict(list)
+    for repeat in range(args.repeats):
+        for variant in args.variants:
+            folder = folder_of(args.root, variant)
+            limit = int(model_bytes(folder) * args.share)
+            runs = list(engines(args, folder, limit).items())
+            turn = repeat % len(runs)
+            for engine, run in runs[turn:] + runs[:turn]:
+                result = run() | {"repeat": repeat, "load": os.getloadavg()[0]}
+                results[variant, engine].append(result)
+                said = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
+                note(f"{repeat + 1}/{args.repeats} {variant} {engine}: {said}")
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(result) + "\n")
+    return results
+
+
+def pairs(results: Results, variant: str, peer: str) -> list[tuple[float, float]]:
+    """(Greenroom, peer) tokens a second of the same repetition, where both ended well."""
+    both = zip(results[variant, "greenroom"], results[variant, peer], strict=False)
+    return [(decode_rate(a), decode_rate(b)) for a, b in both if "error" not in a | b]
+
+
+def per_token(result: Result, counter: str) -> float:
+    return float(result["decode"][counter] / len(result["token_s"]))
+
+
+def report(results: Results, measured: dict[str, Any], variants: list[str]) -> str:
+    """Two tables: every engine's rates, and Greenroom against the floor and its peers."""
+    speeds, against = [], []
+    for variant in variants:
+        for (of, engine), runs in results.items():
+            if of != variant:
+                continue
+            decode, prefill = median_of(runs, decode_rate), median_of(runs, _prefill)
+            if decode is None or prefill is None:
+                speeds.append((variant, engine, runs[0]["error"], *["-"] * 4))
+                continue
+            disk = median_of(runs, lambda r: r["disk_bytes"] / 1e9)
+            peak = median_of(runs, lambda r: (r["peak_bytes"] or 0) / 1e9)
+            load = median_of(runs, lambda r: r.get("load_s", float("nan")))
+            speeds.append((variant, engine, *(f"{x:.3g}" for x in (decode, prefill, load,
+                                                                     disk, peak))))  # fmt: skip
+        ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
+        if not ours:
+            continue
+        missing = median_of(ours, lambda r: per_token(r, "bytes_read"))
+        stall = median_of(ours, lambda r: per_token(r, "stall_s"))
+        hits = median_of(ours, lambda r: r["decode"]["expert_hits"]
+                         / r["decode"]["expert_requests"])  # fmt: skip
+        rate, bound = median_of(ours, decode_rate), 1 / pass_seconds(measured, missing)
+        against.append((
+            variant, f"{rate:.3g}", f"{hits:.1%}", f"{missing / 1e6:.1f}", f"{stall * 1e3:.1f}",
+            f"{bound:.3g}", f"{rate / bound:.0%}",
+            *(show_ratio(pairs(results, variant, peer)) for peer in ("accelerate", "llama.cpp")),
+        ))  # fmt: skip
+    first = table(
+        (
+            "variant",
+            "engine",
+            "decode tokens/s",
+            "prefill tokens/s",
+            "load s",
+            "read GB",
+            "peak GB",
+        ),
+        speeds,
+    )
+    second = table(
+        ("variant", "tokens/s", "hit ratio", "MB read a token", "ms stalled a token",
+         "floor tokens/s", "% of floor", "x accelerate", "x llama.cpp"),
+        against,
+    )  # fmt: skip
+    return f"{first}\n\n{second}"
+
+
+def _prefill(result: Result) -> float:
+    return prefill_rate({"prompt_tokens": 128, **result})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="decode under a memory limit, Greenroom beside its peers"
+    )
+    parser.add_argument("root", type=Path, help="where checkpoints.py made its folders")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--engines", nargs="+", default=["greenroom", "accelerate", "llama.cpp"])
+    parser.add_argument("--share", type=float, default=0.5, help="limit / size of the checkpoint")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--peer-tokens", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
+    parser.add_argument("--options", default="{}", help="options of greenroom.load, as JSON")
+    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's llama-bench, if you have it")
+    parser.add_argument("--llama-env", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--scratch", type=Path, help="where accelerate may write 3.4 GB")
+    parser.add_argument("--out", type=Path, help="append every run to this file, as JSON lines")
+    parser.add_argument("--quick", action="store_true", help="1 repetition of 2 variants")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.variants, args.tokens, args.peer_tokens = (
+            1,
+            ["zipf1.0", "uniform"],
+            48,
+            4,
+        )
+    print(f"commit {commit()}; {machine()}; limit {args.share:.0%} of the checkpoint\n")
+    measured = floor(folder_of(args.root, args.variants[0]), args.threads)
+    try:
+        results = measure(args)
+    except CgroupError as error:
+        note(str(error))
+        return 2
+    print(report(results, measured, args.variants))
+    disk, ram = measured["disk"] / 1e9, measured["ram"] / 1e9
+    print(f"\nFloor from RAM {ram:.1f} GB/s ({args.threads} threads), disk {disk:.2f} GB/s.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

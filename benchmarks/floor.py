@@ -1,0 +1,189 @@
+"""The floor of this machine: what no engine can beat, measured.
+
+    python benchmarks/floor.py bench-data/moe1.7b-zipf1.0
+
+- RAM: bytes a second that threads read from memory (best of several passes over 512 MiB, by a
+  compiled loop that sums: one add for eight bytes).
+- Disk: random reads of one expert's size from the checkpoint's files, past the page cache
+  (O_DIRECT) and through it (cold: the files are dropped first), with 1, 2 and 4 threads.
+- A token: bytes of dense weights and of top-k experts that one decode pass must read, from the
+  checkpoint's headers. Divided by RAM's bandwidth, the time of a pass with everything resident;
+  plus missing bytes over the disk's bandwidth, the time of a pass with misses. Nothing overlaps
+  in this floor, so an engine that overlaps perfectly can come out a little above 100 %.
+
+About 15 seconds and 10 GB of reads. Prints one line of JSON, and a table with --table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import machine, table
+from memlimit import drop_page_cache
+
+ALIGN = 4096
+READ_BYTES = 1_200_000_000  # a case of the disk's
+RAM_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """What one decode pass of one token reads from memory, in bytes."""
+
+    dense: int
+    experts: int
+    expert: int  # one expert of one layer
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def token_bytes(folder: Path) -> TokenBytes:
+    """From the headers: all dense weights but the embedding (one row of it), and top-k experts."""
+    config = json.loads((folder / "config.json").read_text())
+    dense = experts = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            size = entry["data_offsets"][1] - entry["data_offsets"][0]
+            if ".experts." in name:
+                experts += size
+            elif not name.endswith("embed_tokens.weight"):
+                dense += size
+    n, top_k = config["num_experts"], config["num_experts_per_tok"]
+    return TokenBytes(dense, experts * top_k // n, experts // (n * config["num_hidden_layers"]))
+
+
+def ram_bandwidth(threads: int, passes: int = 12) -> float:
+    """Bytes a second read from memory by that many threads, best pass."""
+    import numba
+
+    @numba.njit(nogil=True, fastmath=True)
+    def total(values: np.ndarray) -> int:
+        result = 0
+        for i in range(values.size):
+            result += values[i]
+        return result
+
+    values = np.ones(RAM_BYTES // 8, np.int64)
+    parts = np.array_split(values, threads)
+    total(parts[0][:8])
+
+    def one_pass() -> float:
+        return run_threads([lambda part=part: total(part) for part in parts])
+
+    return float(values.nbytes / min(one_pass() for _ in range(passes)))
+
+
+def run_threads(work: list[Callable[[], Any]]) -> float:
+    """Seconds until all have ended."""
+    threads = [threading.Thread(target=each) for each in work]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def disk_bandwidth(files: list[Path], size: int, threads: int, direct: bool) -> float:
+    """Bytes a second of random reads of `size` bytes (rounded up to 4 KiB), cold."""
+    size = -(-size // ALIGN) * ALIGN
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    drop_page_cache(files)
+    handles = [os.open(path, flags) for path in files]
+    places = [
+        (handle, block * size)
+        for handle, path in zip(handles, files, strict=True)
+        for block in range(path.stat().st_size // size)
+    ]
+    random.Random(threads).shuffle(places)  # every block at most once: none is cached by itself
+    places = places[: READ_BYTES // size]
+    try:
+        if not direct:
+            for handle in handles:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+
+        def read(mine: list[tuple[int, int]]) -> None:
+            buffer = mmap.mmap(-1, size)
+            for handle, offset in mine:
+                if os.preadv(handle, [buffer], offset) != size:
+                    raise OSError("short read")
+
+        parts = [places[i::threads] for i in range(threads)]
+        seconds = run_threads([lambda part=part: read(part) for part in parts])
+    finally:
+        for handle in handles:
+            os.close(handle)
+    return len(places) * size / seconds
+
+
+def floor(folder: Path, threads: int = 2) -> dict[str, Any]:
+    """All of it; bandwidths in bytes a second, `disk` the best O_DIRECT case."""
+    need = token_bytes(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    ram = ram_bandwidth(threads)
+    direct = {n: disk_bandwidth(files, need.expert, n, True) for n in (1, 2, 4)}
+    buffered = {n: disk_bandwidth(files, need.expert, n, False) for n in (1, 2, 4)}
+    return {
+        "ram": ram,
+        "ram_threads": threads,
+        "direct": direct,
+        "buffered": buffered,
+        "disk": max(direct.values()),
+        "token": {**asdict(need), "total": need.total},
+        "resident_s": need.total / ram,
+    }
+
+
+def pass_seconds(measured: dict[str, Any], missing_bytes: float) -> float:
+    """The floor of a decode pass that must read so many bytes of experts from disk."""
+    return float(measured["resident_s"] + missing_bytes / measured["disk"])
+
+
+def show(measured: dict[str, Any]) -> str:
+    need = measured["token"]
+    rows = [(f"RAM read, {measured['ram_threads']} threads", f"{measured['ram'] / 1e9:.1f} GB/s")]
+    for kind in ("direct", "buffered"):
+        name = "O_DIRECT" if kind == "direct" else "buffered, cold"
+        for threads, rate in measured[kind].items():
+            rows.append((f"disk, {name}, {threads} threads", f"{rate / 1e9:.2f} GB/s"))
+    rows.append(("dense weights a token", f"{need['dense'] / 1e6:.0f} MB"))
+    rows.append(("experts a token", f"{need['experts'] / 1e6:.0f} MB"))
+    resident = measured["resident_s"]
+    rows.append(("all resident, floor", f"{resident * 1e3:.1f} ms, {1 / resident:.1f} tokens/s"))
+    worst = pass_seconds(measured, need["experts"])
+    rows.append(("every expert missing, floor", f"{worst * 1e3:.0f} ms, {1 / worst:.1f} tokens/s"))
+    return table(("floor", "measured"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure this machine's floor")
+    parser.add_argument("folder", type=Path, help="a checkpoint (config.json, *.safetensors)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    measured = floor(args.folder, args.threads)
+    if args.table:
+        print(machine(), show(measured), sep="\n\n")
+    else:
+        print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()
