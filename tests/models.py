@@ -141,7 +141,11 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 # Models that come with a vision tower: what the config of their text part needs beside COMMON.
 MULTIMODAL: dict[str, dict[str, Any]] = {
-    "glm4v_moe": {**DEEPSEEK, "head_dim": 8},
+    "glm4v_moe": {
+        **DEEPSEEK,
+        "head_dim": 8,
+        "rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]},
+    },
     "qwen3_5_moe": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8, "rope_parameters": ROPE},
     "qwen3_vl_moe": {**EIGHT, "head_dim": 8, "rope_parameters": ROPE},
 }

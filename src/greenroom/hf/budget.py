@@ -98,7 +98,8 @@ def kv_cache_bytes(model: PreTrainedModel, context: int) -> int:
     totals = [sum(short), sum(long)]
     per_token = max(totals[1] - totals[0], 0) / 32
     largest = max((b - a for a, b in zip(short, long, strict=True)), default=0) / 32
-    return int(totals[0] + (per_token + largest) * context)
+    fixed = totals[0] - 16 * per_token  # states that do not grow with the tokens
+    return int(fixed + (per_token + largest) * context)
 
 
 def _cache_of(model: PreTrainedModel, tokens: int) -> list[int]:

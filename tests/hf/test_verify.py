@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from greenroom.errors import BudgetError, UsageError
+from greenroom.hf import attach
+from greenroom.hf.verify import verify
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.slots import HostSlots
+from tests.models import cached_tiny
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True))
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_sound_model_passes(folder, layers):
+    said: list[str] = []
+    verdict = verify(folder, "13%", tokens=5, prompt="The", layers=layers, say=said.append)
+    assert verdict.identical
+    assert verdict.near
+    assert verdict.whole is not layers
+    assert verdict.tokens_compared > 5 - layers
+    assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_kernel_that_is_off_by_a_bit_fails(folder, layers, monkeypatch):
+    class Off(Eager):
+        def combine(self, step):
+            return super().combine(step) * (1 + 2**-6)
+
+    monkeypatch.setattr(attach, "kernel", lambda name: Off())
+    assert not verify(folder, "13%", tokens=3, prompt="The", layers=layers).identical
+
+
+def test_a_slot_that_reads_the_wrong_bytes_fails(folder, monkeypatch):
+    write = HostSlots.write
+
+    def swapped(self, slot, copies, data, start):
+        write(self, slot, copies, data[::-1].copy() if slot == 1 else data, start)
+
+    monkeypatch.setattr(HostSlots, "write", swapped)
+    verdict = verify(folder, "25%", tokens=3, prompt="The")
+    assert not verdict.identical
+
+
+def test_distance_beyond_twice_grouped_mm_is_not_near(folder):
+    verdict = verify(folder, "25%", tokens=2, prompt="The")
+    verdict.grouped_mm_difference, verdict.max_logit_difference = 1.0, 2.5
+    assert not verdict.near
+
+
+def test_mistakes_show_before_the_work(folder):
+    with pytest.raises(UsageError, match="at least 1"):
+        verify(folder, tokens=0)
+    with pytest.raises(BudgetError, match="no expert"):
+        verify(folder, cache="1%")
