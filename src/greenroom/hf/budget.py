@@ -51,7 +51,7 @@ def budget_bytes(memory: str | int | None) -> int:
     available = available_bytes() + rss_bytes()
     if memory in (None, "auto"):
         return int(available * AUTO_SHARE)
-    return Amount.parse(memory, "--memory").of(available)  # type: ignore[arg-type]
+    return Amount.parse(memory, "--memory").of(available)
 
 
 def needs(
