@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from greenroom.errors import UnknownName
+from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.base import Kernel, LayerExperts, Recipe, Slots
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.kernels.fused import Fused
@@ -18,4 +19,14 @@ def kernel(name: str) -> Kernel:
     return KERNELS[name]()
 
 
-__all__ = ["KERNELS", "Kernel", "LayerExperts", "Recipe", "Routing", "Slots", "kernel"]
+__all__ = [
+    "KERNELS",
+    "Accelerated",
+    "Kernel",
+    "LayerExperts",
+    "Recipe",
+    "Routing",
+    "Slots",
+    "accelerate",
+    "kernel",
+]

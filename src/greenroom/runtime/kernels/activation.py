@@ -85,8 +85,9 @@ def _samples(layer: LayerExperts, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 @torch.no_grad()
 def find_activation(layer: LayerExperts) -> Activation:
     """The formula that gives the module's bits on the samples, or `Activation()`."""
-    dtype = layer.recipe.compute or layer.dtype
-    gate, up, both = _samples(layer, dtype)
+    if layer.recipe.compute is not None:  # the compiled formulas round to the layer's own type
+        return Activation()
+    gate, up, both = _samples(layer, layer.dtype)
     wanted = layer.gate(both)
     for candidate in _candidates(layer):
         if torch.equal(FORMULAS[candidate.code](candidate, gate, up), wanted):

@@ -14,6 +14,7 @@ from greenroom.runtime.kernels.ir import (
     COLUMNS,
     LANES,
     ROWS,
+    address_of,
     await_,
     axpy_1x1,
     axpy_1x8,
@@ -27,6 +28,7 @@ from greenroom.runtime.kernels.ir import (
     get,
     put,
     rounded,
+    row,
     size_of,
     word,
 )
@@ -54,15 +56,7 @@ WAVE_WORDS = 31
 ) = range(1, 16)  # fmt: skip
 
 
-@njit(error_model="numpy")
-def row(base, index, i, stride):
-    """Address of row `i` of a float32 matrix, or of row `index[i]` where there is an index."""
-    if index != 0:
-        i = word(index, i)
-    return base + i * stride * 4
-
-
-@njit(error_model="numpy")
+@njit(inline="always")
 def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
     """out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart."""
     out += 4 * column
@@ -91,7 +85,7 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
                 dot_1x1(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def axpys(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
     """out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used."""
     size = size_of(kind)
@@ -123,7 +117,7 @@ def axpys(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0,
                 axpy_1x1(kind, w + n * size, ld, K, block, carry, N - n, (xa,), (oa + 4 * n,))
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def project(
     kind, transposed, w, K, width, first, N, block, carry, x, xs, xi, out, outs, oi, j0, j1, scratch
 ):
@@ -170,7 +164,7 @@ def exp(x):
     return np.float32(np.inf) if x > np.float32(88.7228) else p
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def finish(kind, gu, bias, n, rounds):
     """Round n float32 sums to the model's type in place, and add the bias as eager does."""
     if rounds:
@@ -182,7 +176,7 @@ def finish(kind, gu, bias, n, rounds):
             put(F, gu, i, rounded(kind, v) if rounds else v)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def activate(kind, code, gate, up, step, out, n, limit, alpha):
     """out[:n] from the gate's and the up projection's values, `step` elements apart, rounded.
 
@@ -213,8 +207,8 @@ def activate(kind, code, gate, up, step, out, n, limit, alpha):
             put(F, out, i, rounded(kind, u * u))
 
 
-@njit(error_model="numpy")
-def entries(p, experts, starts, count, expert):
+@njit(inline="always")
+def entries(experts, starts, count, expert):
     """Which rows an expert computes: bisection of the step's ascending ids."""
     low, high = 0, count - 1
     while low < high:
@@ -226,130 +220,130 @@ def entries(p, experts, starts, count, expert):
     return word(starts, low), word(starts, low + 1)
 
 
-@njit(error_model="numpy")
-def up_unit(kind, p, slot, expert, c0, c1, j0, j1, scratch):
-    """Columns c0..c1 of the intermediate dimension: gate and up projection, activation."""
-    K, inner, width = word(p, HIDDEN), word(p, INNER), word(p, WIDTH)
-    transposed, mid = word(p, TRANSPOSED), word(p, MID)
-    w, x, xi, rounds = slot + word(p, UP_OFFSET), word(p, X), word(p, TOKENS), word(p, ROUNDS)
-    bias = word(p, BIAS)
-    if bias != 0:
-        bias += expert * width * size_of(kind)
-    code = word(p, ACTIVATION)
-    pairs = width // inner  # 2: gate and up; 1: no gate
-    runs = pairs if word(p, INTERLEAVED) == 0 else 1
-    n = (c1 - c0) * (pairs // runs)
-    block = BLOCK if transposed else K
-    for run in range(runs):
-        first = run * inner + c0 * (pairs // runs)
-        project(
-            kind, transposed, w, K, width, first, n, block, 0, x, K, xi, mid, width, 0, j0, j1,
-            scratch,
-        )  # fmt: skip
-        for j in range(j0, j1):
-            finish(
-                kind, mid + 4 * (j * width + first),
-                bias + first * size_of(kind) if bias != 0 else 0, n, rounds,
-            )  # fmt: skip
-    if code == RAW:
-        return
-    limit = float_of(np.int32(word(p, LIMIT)))
-    alpha = float_of(np.int32(word(p, ALPHA)))
-    for j in range(j0, j1):
-        gate, step = mid + 4 * (j * width + c0), 1
-        up = gate + 4 * inner * (pairs - 1)
-        if word(p, INTERLEAVED) != 0:
-            gate, step = mid + 4 * (j * width + 2 * c0), 2
-            up = gate + 4
-        out = word(p, ACT) + 4 * (j * inner + c0)
-        if rounds:
-            activate(kind, code, gate, up, step, out, c1 - c0, limit, alpha)
-        else:
-            activate(F, code, gate, up, step, out, c1 - c0, limit, alpha)
+def wave(kind, stamp):
+    """A wave: for each expert the up projection's units, then the down projection's.
 
+    Written as one function with one place for each product: Numba compiles what it calls again
+    at every level of calls, and seconds of compilation are seconds of a first answer.
+    """
 
-@njit(error_model="numpy")
-def wave(kind, p):
-    """A wave: for each expert the up projection's units, then the down projection's."""
-    ticket = claim(p, TICKET, 1)
-    scratch = word(p, SCRATCH) + ticket * word(p, SCRATCH_STRIDE)
-    count, inner, hidden = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN)
-    transposed = word(p, TRANSPOSED)
-    slots = p + 8 * WAVE_WORDS
-    experts = slots + 8 * count
-    done = experts + 8 * count
-    step = 128 if transposed else 32
-    down_step = 128 if transposed else 64
-    ups, downs = (inner + step - 1) // step, (hidden + down_step - 1) // down_step
-    up_total = count * ups * word(p, UP)
-    total = up_total + count * downs * word(p, DOWN)
-    while True:
-        unit = claim(p, CURSOR, 1)
-        if unit >= total:
-            return
-        up = unit < up_total
-        if up:
-            e, part = unit // ups, unit % ups
-        else:
-            e, part = (unit - up_total) // downs, (unit - up_total) % downs
-        expert = word(experts, e)
-        slot = word(p, BASE) + word(slots, e) * word(p, STRIDE)
-        starts, routed = word(p, STARTS), word(p, ROUTED_EXPERTS)
-        j0, j1 = entries(p, routed, starts, word(p, ROUTED), expert)
-        if up:
-            c0 = part * step
-            up_unit(kind, p, slot, expert, c0, min(c0 + step, inner), j0, j1, scratch)
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        scratch = word(p, SCRATCH) + claim(p, TICKET, 1) * word(p, SCRATCH_STRIDE)
+        count, inner, hidden = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN)
+        width, code, rounds = word(p, WIDTH), word(p, ACTIVATION), word(p, ROUNDS)
+        transposed, interleaved = word(p, TRANSPOSED), word(p, INTERLEAVED)
+        limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
+        mid, act = word(p, MID), word(p, ACT)
+        slots = p + 8 * WAVE_WORDS
+        experts = slots + 8 * count
+        done = experts + 8 * count
+        pairs = 2 if width > inner else 1  # gate and up projection, or no gate
+        up_step, down_step = (128, 128) if transposed != 0 else (32, 64)
+        ups = (inner + up_step - 1) // up_step
+        downs = (hidden + down_step - 1) // down_step
+        up_total = count * ups * word(p, UP)
+        total = up_total + count * downs * word(p, DOWN)
+        while True:
+            unit = claim(p, CURSOR, 1)
+            if unit >= total:
+                return
+            is_up = unit < up_total
+            if is_up:
+                e, c0 = unit // ups, unit % ups * up_step
+                c1 = min(c0 + up_step, inner)
+                runs = 1 if interleaved != 0 else pairs
+                first, n = c0 * (pairs // runs), (c1 - c0) * (pairs // runs)
+                offset, K, columns = word(p, UP_OFFSET), hidden, width
+                block, carry = BLOCK if transposed != 0 else hidden, 0
+                x, xi, out, oi = word(p, X), word(p, TOKENS), mid, 0
+            else:
+                e, c0 = (unit - up_total) // downs, (unit - up_total) % downs * down_step
+                if up_total != 0:
+                    await_(done, e, ups)
+                c1, runs = min(c0 + down_step, hidden), 1
+                first, n = c0, c1 - c0
+                offset, K, columns = word(p, DOWN_OFFSET), inner, hidden
+                block, carry = BLOCK, word(p, CARRY)
+                x, xi, out, oi = act, 0, word(p, OUT), word(p, ROWINDEX)
+            expert = word(experts, e)
+            w = word(p, BASE) + word(slots, e) * word(p, STRIDE) + offset
+            j0, j1 = entries(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
+            for run in range(runs):
+                project(
+                    kind, transposed, w, K, columns, first + run * inner, n, block, carry, x, K, xi,
+                    out, columns, oi, j0, j1, scratch,
+                )  # fmt: skip
+            if not is_up:
+                continue
+            for j in range(j0, j1):
+                for run in range(runs):
+                    at = first + run * inner
+                    bias = word(p, BIAS)
+                    if bias != 0:
+                        bias += (expert * width + at) * size_of(kind)
+                    finish(kind, mid + 4 * (j * width + at), bias, n, rounds)
+                gate, step = mid + 4 * (j * width + first), 1
+                up = gate + 4 * inner * (pairs - 1)
+                if interleaved != 0:
+                    step, up = 2, gate + 4
+                out = act + 4 * (j * inner + c0)
+                activate(kind, code, gate, up, step, out, c1 - c0, limit, alpha)
             claim(done, e, 1)
-        else:
-            if up_total != 0:
-                await_(done, e, ups)
-            c0 = part * down_step
-            project(
-                kind, transposed, slot + word(p, DOWN_OFFSET), inner, hidden, c0,
-                min(down_step, hidden - c0), BLOCK, word(p, CARRY), word(p, ACT), inner, 0,
-                word(p, OUT), hidden, word(p, ROWINDEX), j0, j1, scratch,
-            )  # fmt: skip
+
+    return enter
 
 
-@njit(error_model="numpy")
-def combine(kind, p):
+def combine(kind, stamp):
     """Round the experts' sums, add their biases, weight them and add them up, by ascending id."""
-    tokens, hidden = word(p, TOKENS_COUNT), word(p, HIDDEN_SIZE)
-    routed, experts, starts = word(p, C_ROUTED), word(p, C_EXPERTS), word(p, C_STARTS)
-    token_of, row_of = word(p, C_TOKENS), word(p, C_ROWS)
-    out, weights, sums, result = word(p, C_OUT), word(p, C_WEIGHTS), word(p, SUMS), word(p, RESULT)
-    bias, rounds = word(p, C_BIAS), word(p, C_ROUNDS)
-    round_product, round_sum = word(p, ROUND_PRODUCT), word(p, ROUND_SUM)
-    size = size_of(kind)
-    while True:
-        c0 = claim(p, 0, 1) * 256
-        if c0 >= hidden:
-            return
-        n = min(256, hidden - c0)
-        for t in range(tokens):
-            for c in range(n):
-                put(F, sums + 4 * (t * hidden + c0), c, F)
-        for i in range(routed):
-            expert = word(experts, i)
-            for j in range(word(starts, i), word(starts, i + 1)):
-                y = out + 4 * (word(row_of, j) * hidden + c0)
-                b = bias + size * (expert * hidden + c0) if bias != 0 else 0
-                finish(kind, y, b, n, rounds)
-                total = sums + 4 * (word(token_of, j) * hidden + c0)
-                weight = get(F, weights, word(row_of, j))
-                if round_product and round_sum:
-                    for c in range(n):
-                        v = rounded(kind, get(F, y, c) * weight)
-                        put(F, total, c, rounded(kind, get(F, total, c) + v))
-                elif round_product:
-                    for c in range(n):
-                        v = rounded(kind, get(F, y, c) * weight)
-                        put(F, total, c, get(F, total, c) + v)
-                else:
-                    for c in range(n):
-                        v = get(F, y, c) * weight
-                        put(F, total, c, get(F, total, c) + v)
-        for t in range(tokens):
-            for c in range(n):
-                v = get(F, sums + 4 * (t * hidden + c0), c)
-                put(kind, result + size * (t * hidden + c0), c, v)
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        tokens, hidden = word(p, TOKENS_COUNT), word(p, HIDDEN_SIZE)
+        routed, experts, starts = word(p, C_ROUTED), word(p, C_EXPERTS), word(p, C_STARTS)
+        token_of, row_of = word(p, C_TOKENS), word(p, C_ROWS)
+        out, weights, sums, result = (
+            word(p, C_OUT),
+            word(p, C_WEIGHTS),
+            word(p, SUMS),
+            word(p, RESULT),
+        )
+        bias, rounds = word(p, C_BIAS), word(p, C_ROUNDS)
+        round_product, round_sum = word(p, ROUND_PRODUCT), word(p, ROUND_SUM)
+        size = size_of(kind)
+        while True:
+            c0 = claim(p, 0, 1) * 256
+            if c0 >= hidden:
+                return
+            n = min(256, hidden - c0)
+            for t in range(tokens):
+                for c in range(n):
+                    put(F, sums + 4 * (t * hidden + c0), c, F)
+            for i in range(routed):
+                expert = word(experts, i)
+                for j in range(word(starts, i), word(starts, i + 1)):
+                    y = out + 4 * (word(row_of, j) * hidden + c0)
+                    b = bias + size * (expert * hidden + c0) if bias != 0 else 0
+                    finish(kind, y, b, n, rounds)
+                    total = sums + 4 * (word(token_of, j) * hidden + c0)
+                    weight = get(F, weights, word(row_of, j))
+                    if round_product and round_sum:
+                        for c in range(n):
+                            v = rounded(kind, get(F, y, c) * weight)
+                            put(F, total, c, rounded(kind, get(F, total, c) + v))
+                    elif round_product:
+                        for c in range(n):
+                            v = rounded(kind, get(F, y, c) * weight)
+                            put(F, total, c, get(F, total, c) + v)
+                    else:
+                        for c in range(n):
+                            v = get(F, y, c) * weight
+                            put(F, total, c, get(F, total, c) + v)
+            for t in range(tokens):
+                for c in range(n):
+                    v = get(F, sums + 4 * (t * hidden + c0), c)
+                    put(kind, result + size * (t * hidden + c0), c, v)
+
+    return enter

@@ -126,6 +126,34 @@ def _sums(b, vectors):
     return vectors[0]
 
 
+def _outlined(name, emit):
+    """Make `emit` a function of its own, shared by all callers: a tile is long, and would
+    otherwise be compiled anew at each place that it is used."""
+
+    def call(context, b, sig, args):
+        flat = []
+        for kind, value in zip(sig.args, args, strict=True):
+            if isinstance(kind, types.UniTuple):
+                flat += cgutils.unpack_tuple(b, value)
+            elif kind == types.int64:
+                flat.append(value)
+        kinds = [str(kind) for kind in sig.args if kind in _SIZE]
+        shape = ir.FunctionType(ir.VoidType(), [I64] * len(flat))
+        full = ".".join(["greenroom", name, *kinds])
+        tile = b.module.globals.get(full)
+        if tile is None:
+            tile = ir.Function(b.module, shape, full)
+            tile.linkage = "linkonce_odr"
+            tile.attributes.add("noinline")
+            inside = ir.IRBuilder(tile.append_basic_block("entry"))
+            emit(inside, sig, tile.args)
+            inside.ret_void()
+        b.call(tile, flat)
+        return context.get_dummy_value()
+
+    return call
+
+
 def _ends(rows):
     return [types.UniTuple(types.int64, rows)] * 2
 
@@ -140,9 +168,9 @@ def _dot(rows, columns):
 
     @intrinsic
     def dot(typingctx, kind, xkind, w, ld, K, block, carry, x, out):
-        def emit(context, b, sig, args):
-            _, _, w, ld, K, block, carry, *ends = args
-            xs, outs = (cgutils.unpack_tuple(b, end) for end in ends)
+        def emit(b, sig, args):
+            w, ld, K, block, carry, *ends = args
+            xs, outs = ends[:rows], ends[rows:]
             zero = ir.Constant(_vector(F32), [0.0] * LANES)
             sums = cgutils.alloca_once(b, _vector(F32, rows * columns))
             cells = [cgutils.alloca_once(b, _vector(F32)) for _ in range(rows * columns)]
@@ -187,9 +215,9 @@ def _dot(rows, columns):
             for m in range(rows):
                 picks = ir.Constant(_vector(I32, columns), parts[m])
                 _store(b, b.shuffle_vector(final, final, picks), outs[m])
-            return context.get_dummy_value()
 
-        return types.void(kind, xkind, *[types.int64] * 5, *_ends(rows)), emit
+        signature = types.void(kind, xkind, *[types.int64] * 5, *_ends(rows))
+        return signature, _outlined(f"dot{rows}x{columns}", emit)
 
     return dot
 
@@ -203,9 +231,9 @@ def _axpy(rows, vectors):
 
     @intrinsic
     def axpy(typingctx, kind, w, ld, K, block, carry, count, x, out):
-        def emit(context, b, sig, args):
-            _, w, ld, K, block, carry, count, *ends = args
-            xs, outs = (cgutils.unpack_tuple(b, end) for end in ends)
+        def emit(b, sig, args):
+            w, ld, K, block, carry, count, *ends = args
+            xs, outs = ends[:rows], ends[rows:]
             mask = _mask(b, count) if vectors == 1 else None
             zero = ir.Constant(_vector(F32), [0.0] * LANES)
             tile = [(m, n) for m in range(rows) for n in range(vectors)]
@@ -237,9 +265,9 @@ def _axpy(rows, vectors):
                     b.store(b.fadd(b.load(total), b.load(cell)), total)
             for (m, n), total in zip(tile, sums, strict=True):
                 _store(b, b.load(total), b.add(outs[m], I64(4 * LANES * n)), mask)
-            return context.get_dummy_value()
 
-        return types.void(kind, *[types.int64] * 6, *_ends(rows)), emit
+        signature = types.void(kind, *[types.int64] * 6, *_ends(rows))
+        return signature, _outlined(f"axpy{rows}x{vectors}", emit)
 
     return axpy
 
@@ -318,6 +346,21 @@ def word(typingctx, address, index):
 
 
 @intrinsic
+def row(typingctx, base, index, i, stride):
+    """Address of row `i` of a float32 matrix, or of row `index[i]` where there is an index."""
+
+    def emit(context, b, sig, args):
+        base, index, i, stride = args
+        place = cgutils.alloca_once_value(b, i)
+        with b.if_then(b.icmp_signed("!=", index, I64(0))):
+            pointer = b.gep(b.inttoptr(index, I64.as_pointer()), [i])
+            b.store(b.load(pointer, align=8), place)
+        return b.add(base, b.mul(b.load(place), b.mul(stride, I64(4))))
+
+    return types.int64(*[types.int64] * 4), emit
+
+
+@intrinsic
 def claim(typingctx, address, index, amount):
     """Add to int64 number `index` at an address, atomically; returns what it was."""
 
@@ -354,3 +397,18 @@ def address_of(typingctx, pointer):
 def size_of(typingctx, kind):
     """Bytes of a weight of `kind`."""
     return types.int64(kind), lambda context, b, sig, args: I64(_SIZE[kind])
+
+
+STACK = 64  # floats
+
+
+@intrinsic
+def stack(typingctx):
+    """Address of STACK floats that live until the function returns."""
+
+    def emit(context, b, sig, args):
+        memory = cgutils.alloca_once(b, ir.ArrayType(F32, STACK))
+        memory.align = 64
+        return b.ptrtoint(memory, I64)
+
+    return types.int64(), emit

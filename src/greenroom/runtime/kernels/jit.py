@@ -34,15 +34,9 @@ def _stamp() -> int:
 
 
 @cache
-def body(kernel: Callable[..., None], dtype: torch.dtype) -> Body:
-    """`kernel(witness, address)`, an njit function, as the body of an OpenMP region."""
-    witness, stamp = WITNESS[dtype], _stamp()
-
-    def enter(pointer):  # type: ignore[no-untyped-def]
-        stamp  # noqa: B018 - closes over it
-        kernel(witness, ir.address_of(pointer))
-
-    enter.__qualname__ = f"{kernel.__name__}.enter"
+def body(kernel: Callable[[np.generic, int], Callable[[int], None]], dtype: torch.dtype) -> Body:
+    """`kernel(witness, stamp)`, a function of a pointer, compiled as the body of a region."""
+    enter = kernel(WITNESS[dtype], _stamp())
     signature = types.void(types.voidptr)
     try:
         compiled = cfunc(signature, cache=True)(enter)
