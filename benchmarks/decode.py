@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def report(results: Results, measured: dict[str, Any], variants: list[str]) -> s
                 continue
             disk = median_of(runs, lambda r: r["disk_bytes"] / 1e9)
             peak = median_of(runs, lambda r: (r["peak_bytes"] or 0) / 1e9)
-            load = median_of(runs, lambda r: r.get("load_s", float("nan")))
+            load = median_of(runs, lambda r: r.get("load_s", math.nan))
             speeds.append((variant, engine, *(f"{x:.3g}" for x in (decode, prefill, load,
                                                                      disk, peak))))  # fmt: skip
         ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
@@ -178,12 +179,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1 repetition of 2 variants")
     args = parser.parse_args()
     if args.quick:
-        args.repeats, args.variants, args.tokens, args.peer_tokens = (
-            1,
-            ["zipf1.0", "uniform"],
-            48,
-            4,
-        )
+        args.repeats, args.variants = 1, ["zipf1.0", "uniform"]
+        args.tokens, args.peer_tokens = 48, 4
     print(f"commit {commit()}; {machine()}; limit {args.share:.0%} of the checkpoint\n")
     measured = floor(folder_of(args.root, args.variants[0]), args.threads)
     try:

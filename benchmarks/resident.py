@@ -34,7 +34,7 @@ from common import (
 )
 from floor import ram_bandwidth, token_bytes
 
-ENGINES = ("greenroom", "transformers", "transformers:grouped_mm", "llama.cpp")
+ENGINES = ("greenroom", "transformers", "transformers:eager", "llama.cpp")
 KINDS = ("linear", "experts", "router", "attention", "norm", "rest", "total")
 
 
@@ -83,11 +83,12 @@ def report(results: dict[str, list[Result]], args: argparse.Namespace, floor_rat
         decode = median_of(runs, lambda r: decode_rate(r, args.tokens))
         prefill = median_of(runs, lambda r: prefill_rate(r, args.prompt))
         if decode is None or prefill is None:
-            rows.append((engine, runs[0]["error"], *["-"] * 4))
+            rows.append((engine, runs[0]["error"], *["-"] * 5))
             continue
-        peak = median_of(runs, lambda r: r.get("peak_rss_bytes", float("nan")) / 1e9)
+        peak = median_of(runs, lambda r: r.get("peak_rss_bytes", 0) / 1e9)
         rows.append((
-            engine, f"{decode:.3g}", f"{decode / floor_rate:.0%}", f"{prefill:.3g}", f"{peak:.2f}",
+            engine, f"{decode:.3g}", f"{decode / floor_rate:.0%}", f"{prefill:.3g}",
+            f"{peak:.2f}" if peak else "-",
             show_ratio(pairs(engine, "decode")), show_ratio(pairs(engine, "prefill")),
         ))  # fmt: skip
         parts = next((run["breakdown"] for run in runs if run.get("breakdown")), None)

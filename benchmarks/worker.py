@@ -3,10 +3,10 @@
     python benchmarks/worker.py greenroom bench-data/moe1.7b-zipf1.0 --memory 1.6GiB
 
 Engines: `greenroom`; `transformers` and `transformers:eager|grouped_mm|batched_mm` (everything in
-memory); `accelerate` (transformers with weights left on disk by accelerate, `--memory` is what it
-may keep). All of them answer the same seeded random tokens: a short warm-up, then `--repeats`
-times a prompt of `--prompt` tokens and `--tokens` passes of one random token each. Random tokens,
-not sampled ones, so that every engine is asked for the same work.
+memory); `accelerate` (transformers with weights left on disk, `--memory` is the bytes it may
+keep). All of them answer the same seeded random tokens: a short warm-up, then `--repeats` times a
+prompt of `--prompt` tokens and `--tokens` passes of one random token each. Random tokens, not
+sampled ones, so that every engine is asked for the same work.
 
 Prints: `prefill_s` (one a repeat), `token_s` (one a decode pass), `load_s`, `peak_rss_bytes`, and
 for Greenroom its own counters over the decode passes alone (`decode`) and over all (`all`).
@@ -48,7 +48,9 @@ def load(engine: str, folder: str, args: argparse.Namespace, scratch: str) -> An
     name, _, experts = engine.partition(":")
     options = {"experts_implementation": experts} if experts else {}
     if name == "accelerate":
-        options.update(device_map="auto", max_memory={"cpu": args.memory}, offload_folder=scratch)
+        options.update(
+            device_map="auto", max_memory={"cpu": int(args.memory)}, offload_folder=scratch
+        )
     elif name != "transformers":
         raise SystemExit(f"unknown engine {engine!r}: greenroom, transformers[:...], accelerate")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
