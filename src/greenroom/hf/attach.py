@@ -20,6 +20,7 @@ from greenroom.runtime.driver import Driver, Meter
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
+from greenroom.runtime.kernels.accelerate import accelerate
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.stats import Stats
@@ -86,7 +87,7 @@ class Greenroom:
         for layer, module in enumerate(self._modules):
             experts = LayerExperts(module, catalog.layouts[layer], slots)
             setattr(module, BINDING, Binding(self.driver, self.kernel, layer, experts))
-        self.accelerated = None
+        self.accelerated = None if self.kernel.name == "eager" else accelerate(model)
         self._base: tuple[Counts, Meter] = (Counts(), Meter())
         self._close = weakref.finalize(model, self.driver.close)
 

@@ -65,7 +65,7 @@ def _record(
     inputs: dict[str, list[Inputs]] = {name: [] for name in names}
     outputs: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def note(name: str):  # type: ignore[no-untyped-def]
+    def note(name: str):
         def hook(module: nn.Module, args: Inputs, output: Tensor) -> None:
             inputs[name].append(tuple(a.clone() for a in args))  # type: ignore[arg-type]
             outputs[name].append(output.clone())

@@ -42,7 +42,7 @@ def experts_forward(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         raise ClosedError("this model is not attached: its experts were never loaded or detached")
-    routing = Routing.of(top_k_index.numpy(), module.num_experts)
+    routing = Routing.of(top_k_index.numpy(), int(module.num_experts))  # type: ignore[arg-type]
     kernel = binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     binding.driver.step(
