@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see greenroom/__init__.py
     try:
         return int(args.main(args) or 0)
     except VerifyError as error:

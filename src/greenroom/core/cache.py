@@ -45,8 +45,8 @@ class Served:
 
 
 @cache
-def bind(policy: Policy) -> tuple[Any, Any]:
-    """(serve, evict), compiled for a policy."""
+def bind(policy: Policy) -> tuple[Any, Any, Any]:
+    """(serve, evict, evict_victim) for a policy, each compiled when it is first called."""
     on_hit, on_insert, on_evict, victim = (
         policy.on_hit,
         policy.on_insert,
@@ -90,7 +90,15 @@ def bind(policy: Policy) -> tuple[Any, Any]:
             out[0, i] = state.slot_of[piece]
         return misses
 
-    return serve, evict
+    @njit(nogil=True)
+    def evict_victim(state: State, group: int, now: int) -> int:
+        """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
+        piece = victim(state, group, now)
+        if piece >= 0:
+            evict(state, piece, now)
+        return int(piece)
+
+    return serve, evict, evict_victim
 
 
 class Cache:
@@ -104,7 +112,7 @@ class Cache:
         self, pieces: Pieces, capacity: int, policy: Policy, scope: str = "shared", seed: int = 0
     ) -> None:
         self.pieces, self.policy, self.scope = pieces, policy, scope
-        self._serve, self._evict = bind(policy)
+        self._serve, self._evict, self._evict_victim = bind(policy)
         sizes = split_capacity(capacity, pieces.layers, scope)
         group_of = np.zeros(len(pieces), np.int64) if len(sizes) == 1 else pieces.layer.copy()
         ints, floats = policy.memory(len(pieces), len(sizes), seed)
@@ -162,10 +170,8 @@ class Cache:
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]
             for _ in range(len(held) - size):
-                victim = self.policy.victim(state, group, now)
-                if victim < 0:
+                if self._evict_victim(state, group, now) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
-                self._evict(state, victim, now)
         return self._allocate(sizes)
 
     def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -2,8 +2,8 @@
 
 A policy is told of inserts, hits and evictions and names a victim among the residents that are not
 pinned. It never counts, moves or reads a clock: `now` is the logical time `pass * layers + layer`.
-All four are plain `numba.njit` functions of (state, piece or group, now), so that the cache can
-bind them into one compiled step; the policy's own memory is `state.ints` and `state.floats`.
+All four are `compiled` functions of (state, piece or group, now), so that the cache can bind them
+into one step; the policy's own memory is `state.ints` and `state.floats`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 
 Floats = NDArray[np.float64]
+
+# Called by compiled code only: without a wrapper for Python each takes a third less to compile.
+compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class State(NamedTuple):

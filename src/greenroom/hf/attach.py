@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -21,10 +23,13 @@ from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
 from greenroom.runtime.kernels.accelerate import accelerate
+from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.stats import Stats
 from greenroom.runtime.store import DiskStore
+
+COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
@@ -95,6 +100,17 @@ class Greenroom:
     def capacity(self) -> int:
         """Slots that the cache has."""
         return self.driver.scheduler.cache.capacity
+
+    def compile(self) -> None:
+        """Have the kernels compiled now: one token, and many, through an empty slot."""
+        binding: Binding = getattr(self._modules[0], BINDING)
+        experts, slots = [0], [0]
+        for tokens in (1, COMPILED_TOKENS):
+            x = torch.zeros(tokens, binding.experts.hidden, dtype=binding.experts.dtype)
+            routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
+            step = self.kernel.begin(binding.experts, x, routing, torch.ones(tokens, 1))
+            self.kernel.wave(step, experts, slots)
+            self.kernel.combine(step)
 
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""

@@ -20,8 +20,8 @@ from greenroom.runtime.store import CHUNK_BYTES
 
 PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of it, whatever the memory
 AUTO_SHARE = 0.8  # of what is available: the rest is the user's
-LIBRARIES = 192 << 20  # what compiling kernels and the first passes add to the process
-SLACK = 48 << 20  # what allocators keep and nobody can count
+COMPILERS = 160 << 20  # what compiling the kernels adds to the process; measured once it is done
+SLACK = 32 << 20  # what allocators keep and nobody can count
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def needs(
 ) -> Needs:
     """Before anything is loaded: the model is on the meta device, `dense` its parts' bytes."""
     return Needs(
-        process=rss_bytes() + LIBRARIES,
+        process=rss_bytes() + COMPILERS,
         dense=dense,
         kv_cache=kv_cache_bytes(model, context),
         workspace=workspace_bytes(model, catalog, context) + SLACK,

@@ -13,7 +13,6 @@ from greenroom.config import LoadConfig
 from greenroom.errors import CheckpointError, UnknownName
 from greenroom.hf.attach import Greenroom, Parts, slots_for
 from greenroom.hf.budget import (
-    LIBRARIES,
     PREFILL_BLOCK,
     budget_bytes,
     capacity_for,
@@ -87,13 +86,19 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
         least = min(experts_per_token(draft.model), catalog.experts)
         capacity_for(budget, need, catalog, least)  # before anything is loaded
         model = draft.load()
-        give_back()
-        need = replace(need, process=rss_bytes() + LIBRARIES, dense=0)
-        slots = capacity_for(budget, need, catalog, least)
-        parts = replace(parts, capacity=slots, budget_bytes=budget)
+        parts = replace(parts, budget_bytes=budget)
     model.generation_config.prefill_chunk_size = PREFILL_BLOCK
-    model.greenroom = Greenroom(model, parts)
-    give_back()
+    model.greenroom = greenroom = Greenroom(model, parts)
+    try:
+        greenroom.compile()
+        give_back()
+        if parts.budget_bytes is not None:
+            # All that is there for good is there now: what is left of the budget becomes slots.
+            need = replace(need, process=rss_bytes(), dense=0)
+            greenroom.driver.resize(capacity_for(parts.budget_bytes, need, catalog, least))
+    except BaseException:
+        greenroom.detach()
+        raise
     return model, tokenizer
 
 

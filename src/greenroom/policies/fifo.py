@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from numba import njit
-
-from greenroom.core.policy import Policy, State
+from greenroom.core.policy import Policy, State, compiled
 from greenroom.policies import lists
 from greenroom.policies.lru import on_evict, on_insert, victim
 
 
-@njit
+@compiled
 def on_hit(state: State, piece: int, now: int) -> None:
     pass
 

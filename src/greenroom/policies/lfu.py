@@ -6,10 +6,9 @@ Ties go to the piece requested least recently.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Policy, State
+from greenroom.core.policy import Floats, Policy, State, compiled
 
 
 def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
@@ -17,7 +16,7 @@ def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
     return np.zeros(2 * pieces + 1, np.int64), np.empty(0)
 
 
-@njit
+@compiled
 def on_hit(state: State, piece: int, now: int) -> None:
     pieces = state.slot_of.size
     state.ints[2 * pieces] += 1
@@ -25,17 +24,17 @@ def on_hit(state: State, piece: int, now: int) -> None:
     state.ints[pieces + piece] = state.ints[2 * pieces]
 
 
-@njit
+@compiled
 def on_insert(state: State, piece: int, now: int) -> None:
     on_hit(state, piece, now)
 
 
-@njit
+@compiled
 def on_evict(state: State, piece: int, now: int) -> None:
     pass
 
 
-@njit
+@compiled
 def victim(state: State, group: int, now: int) -> int:
     pieces = state.slot_of.size
     best = -1

@@ -7,10 +7,9 @@ n, `ints[N + n]` the node after it, N = P + G.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, State
+from greenroom.core.policy import Floats, State, compiled
 
 
 def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
@@ -19,7 +18,7 @@ def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
     return np.concatenate([nodes, nodes]), np.empty(0)
 
 
-@njit
+@compiled
 def unlink(state: State, piece: int) -> None:
     """Take a piece out of its list."""
     links = state.ints
@@ -29,7 +28,7 @@ def unlink(state: State, piece: int) -> None:
     links[after] = before
 
 
-@njit
+@compiled
 def push(state: State, piece: int) -> None:
     """Put a piece at the front of its group's list."""
     links = state.ints
@@ -41,7 +40,7 @@ def push(state: State, piece: int) -> None:
     links[first] = piece
 
 
-@njit
+@compiled
 def last(state: State, group: int) -> int:
     """The piece nearest the back of the group's list that is not pinned, or -1."""
     head = state.slot_of.size + group

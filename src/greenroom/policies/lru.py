@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from numba import njit
-
-from greenroom.core.policy import Policy, State
+from greenroom.core.policy import Policy, State, compiled
 from greenroom.policies import lists
 
 
-@njit
+@compiled
 def on_hit(state: State, piece: int, now: int) -> None:
     lists.unlink(state, piece)
     lists.push(state, piece)
 
 
-@njit
+@compiled
 def on_insert(state: State, piece: int, now: int) -> None:
     lists.push(state, piece)
 
 
-@njit
+@compiled
 def on_evict(state: State, piece: int, now: int) -> None:
     lists.unlink(state, piece)
 
 
-@njit
+@compiled
 def victim(state: State, group: int, now: int) -> int:
     return int(lists.last(state, group))
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from greenroom.runtime.kernels import layers
 from greenroom.runtime.kernels.jit import body
@@ -82,7 +81,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     weight, bias = module.weight, module.bias
     parameters, dtype, (N, K) = module._parameters, weight.dtype, weight.shape
     enter, wide, limit = body(layers.gemv, dtype), N * K > _SERIAL, FEW * K
-    empty, grad = torch.empty, torch.is_grad_enabled
+    empty, grad, original = torch.empty, torch.is_grad_enabled, type(module).forward
 
     def forward(input: Tensor) -> Tensor:
         size = input.numel()
@@ -95,7 +94,7 @@ def linear_forward(module: nn.Linear) -> Forward:
             or grad()
             or input.shape[-1] != K
         ):
-            return linear(input, parameters["weight"], parameters["bias"])
+            return original(module, input)
         out = empty((*input.shape[:-1], N), dtype=dtype)
         words = array(
             "q",
@@ -149,8 +148,9 @@ def norm_style(module: nn.Module) -> tuple[int, float] | None:
 
 def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     """An RMSNorm's forward, compiled for few rows of its own type."""
-    weight, parameters = module.weight, module._parameters
-    original, dtype, n = type(module).forward, weight.dtype, weight.numel()
+    parameters, original = module._parameters, type(module).forward
+    weight: Tensor = parameters["weight"]  # type: ignore[assignment]
+    dtype, n = weight.dtype, weight.numel()
     enter, limit = body(layers.rms_norm, dtype), 1 << 14
     epsilon = struct.unpack("<i", struct.pack("<f", eps))[0]
     empty_like, grad = torch.empty_like, torch.is_grad_enabled

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +78,23 @@ class LayerExperts:
         rows, columns = self.down.shape
         self.inner, self.hidden = (rows, columns) if self.transposed else (columns, rows)
         self.width = self.up.shape[1 if self.transposed else 0]
-        self.norm = module.post_expert_norm if module.has_post_expert_norm else None
+        norm = module.post_expert_norm if module.has_post_expert_norm else None
+        self.norm: Callable[[Tensor], Tensor] | None = norm  # type: ignore[assignment]
         if recipe is None:
             from greenroom.runtime.kernels.recipes import recipe_of
 
             recipe = recipe_of(module, self.dtype)
         self.recipe = recipe
         self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
-        self.down_bias: Tensor | None = module.down_proj_bias if module.has_bias else None  # [E, H]
+        self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
         self.plan: object = None  # what a kernel keeps for this layer
+
+    def _tensor(self, name: str) -> Tensor:
+        return getattr(self.module, name).detach()
 
     def _bias(self, first: int) -> Tensor:
         """Biases of the first projection, those of the layout's channels where it is a piece."""
-        bias: Tensor = getattr(self.module, f"{self.up.name}_bias").detach()
+        bias = self._tensor(f"{self.up.name}_bias")
         if bias.shape[1] == self.width:
             return bias
         runs = 2 if self.has_gate and not self.interleaved else 1
@@ -111,14 +116,14 @@ class Kernel(Protocol):
 
     name: str
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> object:
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Any:
         """Start a step: x [T, H], weights [T, K] -> its state."""
         ...
 
-    def wave(self, step: object, experts: list[int], slots: list[int]) -> None:
+    def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts (local ids) of the step from the slots that hold them."""
         ...
 
-    def combine(self, step: object) -> Tensor:
+    def combine(self, step: Any) -> Tensor:
         """The step's result [T, H], in x's type."""
         ...

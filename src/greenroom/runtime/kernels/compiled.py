@@ -17,7 +17,6 @@ from greenroom.runtime.kernels.ir import (
     address_of,
     await_,
     axpy_1x1,
-    axpy_1x8,
     axpy_many,
     bits_of,
     claim,
@@ -26,6 +25,8 @@ from greenroom.runtime.kernels.ir import (
     dot_many,
     float_of,
     get,
+    panel_1,
+    panel_8,
     put,
     rounded,
     row,
@@ -42,11 +43,11 @@ F = np.float32(0)
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 # The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 31
+WAVE_WORDS = 33
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
-    WIDTH, TRANSPOSED, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS,
+    WIDTH, TRANSPOSED, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP,
 ) = range(WAVE_WORDS)  # fmt: skip
 
 # The words of `combine`.
@@ -86,13 +87,37 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
 
 
 @njit(inline="always")
-def axpys(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
+def panels(kind, w, ld, K, N, block, carry, x, out, cells):
+    """out[:N] (+)= x[:K] @ w by long runs along the rows of w; N is a multiple of LANES.
+
+    The tiles of `axpys` would touch a new page for every few cache lines.
+    """
+    if carry == 0:
+        for n in range(N):
+            put(F, out, n, F)
+    for start in range(0, K, block):
+        stop = min(start + block, K)
+        for n in range(N):
+            put(F, cells, n, F)
+        eights = stop - (stop - start) % 8
+        for k in range(start, eights, 8):
+            panel_8(kind, w + k * ld, ld, N, x + 4 * k, cells)
+        for k in range(eights, stop):
+            panel_1(kind, w + k * ld, ld, N, x + 4 * k, cells)
+        for n in range(N):
+            put(F, out, n, get(F, out, n) + get(F, cells, n))
+
+
+@njit(inline="always")
+def axpys(
+    kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1, scratch
+):  # fmt: skip
     """out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used."""
     size = size_of(kind)
     out += 4 * column
     for j in range(j0, j1, ROWS):
         many = j1 - j >= ROWS
-        step = (2 if many else 8) * LANES
+        step = 2 * LANES if many else LANES
         whole = N - N % step
         if many:
             x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
@@ -110,9 +135,7 @@ def axpys(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0,
         for i in range(j, min(j + ROWS, j1)):
             xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
             if not many:
-                for n in range(0, whole, step):
-                    ends = (oa + 4 * n,)
-                    axpy_1x8(kind, w + n * size, ld, K, block, carry, 0, (xa,), ends)
+                panels(kind, w, ld, K, whole, block, carry, xa, oa, scratch)
             for n in range(whole, N, LANES):
                 axpy_1x1(kind, w + n * size, ld, K, block, carry, N - n, (xa,), (oa + 4 * n,))
 
@@ -129,7 +152,10 @@ def project(
     size = size_of(kind)
     if transposed:
         w += first * size
-        axpys(kind, w, width * size, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1)
+        axpys(
+            kind, w, width * size, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1,
+            scratch,
+        )  # fmt: skip
         return
     ld = K * size
     w += first * ld
@@ -240,7 +266,7 @@ def wave(kind, stamp):
         experts = slots + 8 * count
         done = experts + 8 * count
         pairs = 2 if width > inner else 1  # gate and up projection, or no gate
-        up_step, down_step = (128, 128) if transposed != 0 else (32, 64)
+        up_step, down_step = word(p, UP_STEP), word(p, DOWN_STEP)
         ups = (inner + up_step - 1) // up_step
         downs = (hidden + down_step - 1) // down_step
         up_total = count * ups * word(p, UP)

@@ -14,8 +14,9 @@ is nearer to it than any other order can be.
 from __future__ import annotations
 
 import struct
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +40,17 @@ def _bits(value: float) -> int:
 class Plan:
     """What never changes for a layer: compiled bodies and the constant words of their arguments."""
 
-    __slots__ = ("activation", "combine", "combine_bias", "tail", "up_bias", "wave", "wide")
+    __slots__ = (
+        "activation",
+        "combine",
+        "combine_bias",
+        "narrow_steps",
+        "steps",
+        "tail",
+        "up_bias",
+        "wave",
+        "wide",
+    )
 
     def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:
         self.activation = activation or find_activation(layer)
@@ -47,6 +58,11 @@ class Plan:
         self.combine: Body = body(compiled.combine, layer.dtype)
         self.wide = max(layer.hidden, layer.inner)
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
+        # Channels and columns claimed together; a transposed matrix is read along its long rows
+        # where each expert has one token, and in narrow strips for several tokens at once.
+        long = min(512, -(-layer.inner // 256) * 128), min(1024, -(-layer.hidden // 256) * 128)
+        self.steps = long if layer.transposed else (32, 64)
+        self.narrow_steps = (128, 128) if layer.transposed else (32, 64)
         self.tail = [
             *(layer.slots.base, layer.slots.stride, layer.up.offset, layer.down.offset),
             *(layer.hidden, layer.inner, layer.width, int(layer.transposed)),
@@ -64,25 +80,35 @@ def plan_of(layer: LayerExperts) -> Plan:
 
 
 class Step:
-    """A step under way. All float32: x [T, H]; mid [S, 2I]; act [S, I]; out [T * K, H]."""
+    """A step under way.
 
-    __slots__ = ("act", "layer", "mid", "out", "routing", "weights", "words", "x", "x32")
+    All float32, one after another in `buffer`: mid [S, 2I], act [S, I], out [T * K, H] and
+    sums [T, H], where S is the number of entries of the routing.
+    """
+
+    __slots__ = (
+        *("buffer", "layer", "out", "routing", "routing_words", "sums", "weights", "words"),
+        *("x", "x32"),
+    )
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
-        self.layer, self.x, self.routing = layer, x, routing
-        self.x32 = x.float().contiguous()
-        self.weights = weights
-        tokens, top_k = routing.shape
-        entries = len(routing.rows)
-        buffer = torch.empty(entries * (layer.width + layer.inner) + tokens * top_k * layer.hidden)
-        end = entries * layer.width
-        self.mid, buffer = buffer[:end], buffer[end:]
-        end = entries * layer.inner
-        self.act, self.out = buffer[:end], buffer[end:]
-        self.words = [
-            *(len(routing.experts), routing.experts.ctypes.data, routing.starts.ctypes.data),
-            *(routing.tokens.ctypes.data, routing.rows.ctypes.data),
-        ]
+        self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
+        self.x32 = x if x.dtype is torch.float32 else x.float()
+        if not self.x32.is_contiguous():
+            self.x32 = self.x32.contiguous()
+        (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
+        act = entries * layer.width
+        self.out = act + entries * layer.inner
+        self.sums = self.out + tokens * top_k * layer.hidden
+        self.buffer = torch.empty(self.sums + tokens * layer.hidden)
+        experts, start = routing.address, self.buffer.data_ptr()
+        at = experts + 8 * (2 * count + 1)
+        self.routing_words = count, experts, experts + 8 * count, at, at + 16 * entries
+        self.words = self.x32.data_ptr(), start, start + 4 * act, start + 4 * self.out
+
+    def matrix(self, start: int, rows: int, columns: int) -> Tensor:
+        """A part of the buffer as a matrix."""
+        return self.buffer[start : start + rows * columns].view(rows, columns)
 
 
 class Fused:
@@ -92,6 +118,7 @@ class Fused:
 
     def __init__(self, float32: bool = False) -> None:
         self._eager = None if float32 else Eager()
+        self._local = threading.local()
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
@@ -134,18 +161,20 @@ class Fused:
         tokens, hidden = routing.shape[0], layer.hidden
         bias, rounds = plan.combine_bias, layer.recipe.compute is None
         if layer.norm is not None:
-            self._norm(step)
+            self._norm(step, layer.norm)
             bias = None
         dtype = layer.recipe.sum_dtype(x, step.weights)
         product = x.dtype if rounds and step.weights.dtype == x.dtype else torch.float32
-        weights = step.weights.float().contiguous()
-        sums = torch.empty(tokens, hidden)
-        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        weights = step.weights
+        if weights.dtype is not torch.float32 or not weights.is_contiguous():
+            weights = weights.float().contiguous()
+        result = torch.empty(tokens, hidden, dtype=x.dtype)
+        out = step.words[3]
         words = array(
             "q",
             [
-                *(0, tokens, hidden, *step.words[:3], step.words[3], step.words[4]),
-                *(step.out.data_ptr(), weights.data_ptr(), sums.data_ptr(), result.data_ptr()),
+                *(0, tokens, hidden, *step.routing_words, out, weights.data_ptr()),
+                *(out + 4 * (step.sums - step.out), result.data_ptr()),
                 *(0 if bias is None else bias.data_ptr(), int(rounds)),
                 int(x.dtype in (product, dtype)),
                 int(dtype == x.dtype),
@@ -165,40 +194,46 @@ class Fused:
         down: bool,
     ) -> None:
         """Run the compiled wave; the words are named in compiled.py."""
-        count, scratch, stride = len(experts), 0, 0
-        if len(step.routing.rows) >= compiled.MANY:
-            buffer = torch.empty(torch.get_num_threads() * compiled.GROUP * plan.wide)
-            scratch, stride = buffer.data_ptr(), 4 * compiled.GROUP * plan.wide
+        count, entries = len(experts), len(step.routing.rows)
+        scratch, stride = self._scratch(plan.wide * 4 * compiled.GROUP)
+        steps = plan.narrow_steps if entries > len(step.routing.experts) else plan.steps
         words = array(
             "q",
             [
-                *(0, 0, up, down, count, *step.words, carry, step.x32.data_ptr()),
-                *(step.mid.data_ptr(), step.act.data_ptr(), step.out.data_ptr()),
-                *(scratch, stride, *plan.tail, *slots, *experts, *[0] * count),
+                *(0, 0, up, down, count, *step.routing_words, carry, *step.words),
+                *(scratch, stride, *plan.tail, *steps, *slots, *experts, *[0] * count),
             ],
         )
         plan.wave(words.buffer_info()[0])
 
+    def _scratch(self, stride: int) -> tuple[int, int]:
+        """(address, bytes a thread) of memory that this thread's waves may use; it is kept."""
+        size = stride * torch.get_num_threads()
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer.data_ptr(), stride
+
     def _gate(self, layer: LayerExperts, step: Step, experts: Sequence[int]) -> None:
         """The module's own activation, expert by expert, as eager calls it."""
         dtype = layer.recipe.compute or layer.dtype
-        mid, act = step.mid.view(-1), step.act.view(-1)
+        start = len(step.routing.rows) * step.layer.width
         for expert in experts:
             rows = step.routing.entries(expert)
-            a, b = rows.start, rows.stop
-            h = mid[a * layer.width : b * layer.width].view(b - a, layer.width)
-            act[a * layer.inner : b * layer.inner].view(b - a, layer.inner).copy_(
-                layer.gate(h.to(dtype))
-            )
+            at, count = rows.start, rows.stop - rows.start
+            h = step.matrix(at * layer.width, count, layer.width)
+            act = step.matrix(start + at * layer.inner, count, layer.inner)
+            act.copy_(layer.gate(h.to(dtype)))
 
-    def _norm(self, step: Step) -> None:
+    def _norm(self, step: Step, norm: Callable[[Tensor], Tensor]) -> None:
         """Round, add the biases and apply the norm that follows each expert, in place."""
         layer, routing = step.layer, step.routing
         rows = torch.from_numpy(routing.rows)
-        out = step.out.view(-1, layer.hidden)
+        tokens, top_k = routing.shape
+        out = step.matrix(step.out, tokens * top_k, layer.hidden)
         h = out[rows].to(layer.recipe.compute or layer.dtype)
         if layer.down_bias is not None:
             experts = torch.from_numpy(routing.experts)
             counts = torch.from_numpy(routing.starts).diff()
             h = h + layer.down_bias[experts.repeat_interleave(counts)].to(h.dtype)
-        out[rows] = layer.norm(h).float()  # type: ignore[misc]
+        out[rows] = norm(h).float()

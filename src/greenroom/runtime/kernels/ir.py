@@ -272,8 +272,37 @@ def _axpy(rows, vectors):
     return axpy
 
 
+def _panel(depth):
+    """`panel(kind, w, ld, N, x, out)`: out[:N] += x[:depth] @ w[:depth, :N], w transposed.
+
+    Reads `depth` rows of the matrix side by side. N is a multiple of LANES; x and out float32.
+    """
+
+    @intrinsic
+    def panel(typingctx, kind, w, ld, N, x, out):
+        def emit(b, sig, args):
+            w, ld, N, x, out = args
+            rows = [b.add(w, b.mul(ld, I64(k))) for k in range(depth)]
+            xs = []
+            for k in range(depth):
+                pointer = b.inttoptr(b.add(x, I64(4 * k)), F32.as_pointer())
+                xs.append(_broadcast(b, b.load(pointer, align=4)))
+            with cgutils.for_range_slice(b, I64(0), N, I64(LANES), I64) as (at, _):
+                place = b.add(out, b.mul(at, I64(4)))
+                value, offset = _load(b, types.float32, place), b.mul(at, I64(_SIZE[kind]))
+                for k in range(depth):
+                    value = _fma(b, xs[k], _load(b, kind, b.add(rows[k], offset)), value)
+                _store(b, value, place)
+
+        signature = types.void(kind, *[types.int64] * 5)
+        return signature, _outlined(f"panel{depth}", emit)
+
+    return panel
+
+
+panel_1, panel_8 = _panel(1), _panel(8)
 dot_1x1, dot_1x4, dot_many = _dot(1, 1), _dot(1, COLUMNS), _dot(ROWS, COLUMNS)
-axpy_1x1, axpy_1x8, axpy_many = _axpy(1, 1), _axpy(1, 8), _axpy(ROWS, 2)
+axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, 2)
 
 
 @intrinsic

@@ -34,7 +34,7 @@ def _stamp() -> int:
 
 
 @cache
-def body(kernel: Callable[[np.generic, int], Callable[[int], None]], dtype: torch.dtype) -> Body:
+def body(kernel: Callable[[object, int], Callable[[int], None]], dtype: torch.dtype) -> Body:
     """`kernel(witness, stamp)`, a function of a pointer, compiled as the body of a region."""
     enter = kernel(WITNESS[dtype], _stamp())
     signature = types.void(types.voidptr)

@@ -38,7 +38,7 @@ def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Te
     pairs = 2 if module.has_gate else 1
     up = (pairs * _INNER, hidden)
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    shapes = {name: up, "down_proj": (hidden, _INNER)}
+    shapes: dict[str, tuple[int, ...]] = {name: up, "down_proj": (hidden, _INNER)}
     if module.is_transposed:
         shapes = {key: shape[::-1] for key, shape in shapes.items()}
     if module.has_bias:
@@ -49,8 +49,18 @@ def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Te
     }
 
 
+_KNOWN: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
+
+
 def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
     """The recipe that reproduces the class's own eager forward; the common one if it has none."""
+    key = type(module), dtype
+    if key not in _KNOWN:
+        _KNOWN[key] = _find(module, dtype)
+    return _KNOWN[key]
+
+
+def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None:
         return Recipe()

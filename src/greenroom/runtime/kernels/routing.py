@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,10 @@ class Routing:
 
     Expert `experts[i]` (local ids, ascending) computes the entries `starts[i]:starts[i + 1]` of
     `tokens` and `ranks`, in the order of `k, t = torch.where(top_k_index.T == e)`: by rank, then
-    by token. `rows` is `tokens * top_k + ranks`, an entry's row in the step's output.
-    All arrays are int64. Ids that are no expert of this layer (an expert-parallel run marks
-    foreign ones with `num_experts`) appear nowhere.
+    by token. `rows` is `tokens * top_k + ranks`, an entry's row in the step's output. Ids that
+    are no expert of this layer (an expert-parallel run marks foreign ones with `num_experts`)
+    appear nowhere. The arrays are int64 and lie one after another from `address` on: experts,
+    starts, tokens, ranks, rows.
     """
 
     shape: tuple[int, int]
@@ -25,6 +27,7 @@ class Routing:
     tokens: NDArray[np.int64]
     ranks: NDArray[np.int64]
     rows: NDArray[np.int64]
+    address: int
 
     @classmethod
     def of(cls, top_k_index: NDArray[np.int64], num_experts: int) -> Routing:
@@ -39,28 +42,32 @@ class Routing:
         order, ids = order[:kept], ids[:kept]
         heads = np.flatnonzero(np.diff(ids, prepend=-1))
         ranks, at = np.divmod(order, tokens)
-        return cls(
-            (tokens, top_k), ids[heads], np.append(heads, kept), at, ranks, at * top_k + ranks
-        )
+        data = np.concatenate((ids[heads], heads, [kept], at, ranks, at * top_k + ranks))
+        return cls._cut((tokens, top_k), len(heads), kept, data, data.ctypes.data)
 
     @classmethod
     def _of_one(cls, ids: list[int], num_experts: int) -> Routing:
         """One token, the case of every decode step: Python's sort beats NumPy's calls."""
-        pairs = sorted((e, k) for k, e in enumerate(ids) if e < num_experts)
-        experts, starts = [], []
+        pairs = sorted([(e, k) for k, e in enumerate(ids) if e < num_experts])
+        experts: list[int] = []
+        starts: list[int] = []
         for at, (expert, _) in enumerate(pairs):
             if not experts or experts[-1] != expert:
                 experts.append(expert)
                 starts.append(at)
-        ranks = np.array([k for _, k in pairs], np.int64)
-        return cls(
-            (1, len(ids)),
-            np.array(experts, np.int64),
-            np.array([*starts, len(pairs)], np.int64),
-            np.zeros(len(pairs), np.int64),
-            ranks,
-            ranks,
-        )
+        ranks, kept = [k for _, k in pairs], len(pairs)
+        packed = array("q", [*experts, *starts, kept, *[0] * kept, *ranks, *ranks])
+        data = np.frombuffer(packed, np.int64)  # keeps `packed`, and so its address, alive
+        return cls._cut((1, len(ids)), len(experts), kept, data, packed.buffer_info()[0])
+
+    @classmethod
+    def _cut(
+        cls, shape: tuple[int, int], count: int, kept: int, data: NDArray[np.int64], address: int
+    ) -> Routing:
+        """Name the parts of `data`."""
+        a, b = count, 2 * count + 1
+        c, d = b + kept, b + 2 * kept
+        return cls(shape, data[:a], data[a:b], data[b:c], data[c:d], data[d:], address)
 
     def entries(self, expert: int) -> slice:
         """Where an expert's rows lie in `tokens`, `ranks` and `rows`."""

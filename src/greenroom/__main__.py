@@ -1,0 +1,7 @@
+"""`python -m greenroom`."""
+
+import sys
+
+from greenroom.cli import main
+
+sys.exit(main())
