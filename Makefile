@@ -51,7 +51,12 @@ soak: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
-	$(BIN)/python benchmarks/all.py
+	$(BIN)/python benchmarks/checkpoints.py bench-data
+	$(BIN)/python benchmarks/floor.py bench-data/moe1.7b-zipf1.0 --table
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/decode.py bench-data --out bench-data/decode.jsonl
+	$(BIN)/python benchmarks/resident.py bench-data
+	$(BIN)/python benchmarks/startup.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
