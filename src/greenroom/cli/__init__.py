@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from typing import NoReturn
 
 from greenroom import __version__
-from greenroom.errors import GreenroomError, VerifyError
+from greenroom.errors import GreenroomError, UsageError, VerifyError
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """argparse whose own errors are one line, as all others are; options are not abbreviated."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def parser() -> Parser:
     from greenroom.cli import run, verify
 
-    top = argparse.ArgumentParser("greenroom", description=DESCRIPTION)
+    top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    top.set_defaults(main=lambda args: top.print_help())
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for command in (run, verify):
         command.add_to(commands)
     return top
@@ -25,24 +38,41 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 verify failed, 2 the user's mistake or the model's, 130 interrupted."""
-    args = parser().parse_args(argv)
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see greenroom/__init__.py
     try:
-        return int(args.main(args) or 0)
+        args = parser().parse_args(argv)
+        code = int(args.main(args) or 0)
+        sys.stdout.flush()  # a full disk shows here, and not when Python ends
+        return code
     except VerifyError as error:
-        print(f"greenroom: {error}", file=sys.stderr)
-        return 1
+        return _say(str(error), 1)
     except GreenroomError as error:
-        print(f"greenroom: {error}", file=sys.stderr)
-        return 2
+        return _say(str(error), 2)
     except KeyboardInterrupt:
-        print("\ngreenroom: interrupted", file=sys.stderr)
-        return 130
+        if sys.stderr.isatty():  # where it shows ^C
+            print(file=sys.stderr)
+        return _say("interrupted", 130)
     except BrokenPipeError:  # the reader of our output has gone: nothing more to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
     except OSError as error:
-        print(f"greenroom: {error.strerror or error}", file=sys.stderr)
-        return 2
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else "cannot write the output: "
+        return _say(f"{where}{error.strerror or error}", 2)
+
+
+def _say(message: str, code: int) -> int:
+    """One line, also where a message that came from elsewhere has more."""
+    with contextlib.suppress(OSError):
+        print(f"greenroom: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _drop_output() -> None:
+    """What is still buffered would fail once more when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -6,57 +6,61 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from greenroom.config import show_bytes
 from greenroom.runtime.stats import Stats
 
 EVERY_S = 0.1
+SAVE, RESTORE, CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 
 
 class LiveLine:
     """Keeps the last line of the screen for itself; text scrolls above it.
 
-    Where standard error is no terminal it prints the line once, at the end.
+    Shown only where standard output and standard error are both the terminal.
     """
 
     def __init__(self, stats: Callable[[], Stats], shown: bool) -> None:
-        self._stats, self._shown = stats, shown
-        self._terminal = shown and sys.stderr.isatty() and sys.stdout.isatty()
+        self._stats = stats
+        self._shown = shown and sys.stderr.isatty() and sys.stdout.isatty()
         self._due = 0.0
+        self._rows = 0
 
     def __enter__(self) -> LiveLine:
-        if self._terminal:
-            rows = os.get_terminal_size(sys.stderr.fileno()).lines
-            self._rows = rows
-            # Make room below, keep text out of the last line, return to where we were.
-            sys.stderr.write(f"\n\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8")
+        if self._shown:
+            sys.stderr.write("\n\x1b[1A")  # make room below, and return to where we were
             self.update()
         return self
 
     def update(self) -> None:
         """Draw the line anew, but not more often than the eye can follow."""
-        if self._terminal and time.monotonic() >= self._due:
+        if self._shown and time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY_S
-            sys.stderr.write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[7m{self.line()}\x1b[0m\x1b8")
+            size = os.get_terminal_size(sys.stderr.fileno())
+            text = f" {status(self._stats())} "[: size.columns]
+            sys.stderr.write(
+                f"{SAVE}{self._region(size.lines)}"
+                f"\x1b[{size.lines};1H{CLEAR}\x1b[7m{text}\x1b[0m{RESTORE}"
+            )
             sys.stderr.flush()
 
-    def line(self) -> str:
-        stats = self._stats()
-        return (
-            f" {stats.capacity} of {stats.experts} experts in slots ·"
-            f" hit ratio {stats.hit_ratio:.1%} ({stats.expert_hits}/{stats.expert_requests}) ·"
-            f" {show_bytes(stats.bytes_read)} read · waited {stats.stall_s:.2f} s "
-        )
+    def _region(self, rows: int) -> str:
+        """Keep text out of the last line; again where the window was resized."""
+        if rows == self._rows:
+            return ""
+        self._rows = rows
+        return f"\x1b[1;{rows - 1}r"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._terminal:
-            sys.stderr.write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            sys.stderr.write(f"{SAVE}\x1b[r\x1b[{self._rows};1H{CLEAR}{RESTORE}")
             sys.stderr.flush()
-        if self._shown and error is None:
-            print(f"\n[{self.line().strip()}]", file=sys.stderr)
+
+
+def status(stats: Stats) -> str:
+    """What the cache holds and what it cost so far."""
+    return (
+        f"{stats.capacity} of {stats.experts} experts in slots ·"
+        f" hit ratio {stats.hit_ratio:.1%} ({stats.expert_hits}/{stats.expert_requests}) ·"
+        f" {show_bytes(stats.bytes_read)} read · waited {stats.stall_s:.2f} s"
+    )

@@ -24,12 +24,11 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
         text = option.metadata["help"]
         if option.default is not None and "default" not in text:
             text += " (default: %(default)s)"
-        choices = option.metadata["choices"]
         group.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=kind,
             default=option.default,
-            metavar="|".join(choices) if choices else option.metadata["metavar"],
+            metavar=choices_of(config, option.name) or option.metadata["metavar"],
             help=text,
         )
 
@@ -37,3 +36,10 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
 def take(args: argparse.Namespace, config: type[Config]) -> Config:
     """The config that the arguments say, checked."""
     return config(**{option.name: getattr(args, option.name) for option in fields(config)})
+
+
+def choices_of(config: type[Config], name: str) -> str | None:
+    """The names that an option takes, as its help shows them; None where it takes any value."""
+    option = next(option for option in fields(config) if option.name == name)
+    choices = option.metadata["choices"]
+    return "|".join(choices) if choices else None

@@ -20,11 +20,22 @@ HELP = "answer a prompt with a model that need not fit in memory"
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("run", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or `demo`")
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from stdin if not given")
-    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-    parser.add_argument("--live", action="store_true", help="show hits and bytes while it runs")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?",
+        help="read from standard input, without its final newline, if not given",
+    )  # fmt: skip
+    parser.add_argument(
+        "--raw", action="store_true",
+        help="continue the prompt as it is (default: apply the model's chat template, if any)",
+    )  # fmt: skip
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end, nothing before it"
+    )
+    output.add_argument(
+        "--live", action="store_true", help="show hits and bytes in the last line of the terminal"
+    )
     add_options(parser, SamplingConfig, "sampling")
     add_options(parser, LoadConfig, "memory and machine")
     parser.set_defaults(main=main)
@@ -32,24 +43,25 @@ def add_to(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
-    prompt = args.prompt if args.prompt is not None else _from_stdin()
+    prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
 
-    from greenroom.cli.live import LiveLine
+    from greenroom.cli.live import LiveLine, status
+    from greenroom.cli.progress import bars
     from greenroom.hf.generate import answer
     from greenroom.hf.load import context_of, load_with
     from greenroom.hf.report import startup_line
 
+    bars(loading=True, wanted=not args.json)
     model, tokenizer = load_with(args.model, load)
+    out = _Out(shown=not args.json)
     try:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
         greenroom, context = model.greenroom, context_of(model, load.context)
         greenroom.reset_stats()
-        with LiveLine(greenroom.stats, shown=args.live and not args.json) as live:
+        with out, LiveLine(greenroom.stats, shown=args.live) as live:
 
             def show(text: str) -> None:
-                if not args.json:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
+                out.write(text)
                 live.update()
 
             result = answer(
@@ -61,14 +73,50 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(as_json(result, stats)))
     else:
-        print()
+        if args.live:
+            print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
+
+
+class _Out:
+    """Standard output, told piece by piece; its line is ended, also where the answer breaks off."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown, self._open = shown, False
+
+    def write(self, text: str) -> None:
+        if self._shown:
+            self._open = True
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def __enter__(self) -> _Out:
+        if hasattr(sys.stdout, "reconfigure"):  # a terminal that lacks a character shows a "?"
+            sys.stdout.reconfigure(errors="replace")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        broken = kind is not None and issubclass(kind, OSError)
+        if self._shown and not broken and (self._open or kind is None):
+            self.write("\n")
+
+
+def text_of(prompt: str) -> str:
+    """A prompt that can be encoded; UsageError where bytes of it are no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8 text") from error
+    return prompt
 
 
 def _from_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt: give one as an argument or on standard input")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError("the prompt on standard input is not valid UTF-8 text") from error
 
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
@@ -97,20 +145,23 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
 
 def closing_line(result: Answer, stats: Stats) -> str:
     """One line: tokens, times, hits, bytes, memory."""
-    parts = [f"{result.prompt_tokens} + {result.new_tokens} tokens", f"TTFT {result.ttft_s:.2f} s"]
+    parts = [
+        f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
+        f"TTFT {_time(result.ttft_s)}",
+    ]
     if result.gaps:
-        parts.append(f"TPOT {_ms(result.tpot_s)} (p95 {_ms(result.tpot_p95_s)})")
+        parts.append(f"TPOT p50 {_time(result.tpot_s)}, p95 {_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts.append(f"hit ratio {stats.hit_ratio:.1%}")
     total = result.prompt_tokens + result.new_tokens
-    parts.append(f"{show_bytes(stats.bytes_read / total)} read a token")
-    of = f" of {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
-    parts.append(f"peak {show_bytes(stats.peak_rss_bytes)}{of}")
+    parts.append(f"{show_bytes(stats.bytes_read / total)} read per token")
+    of = f" of the budget's {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
+    parts.append(f"peak memory {show_bytes(stats.peak_rss_bytes)}{of}")
     if result.cut_short:
         parts.append("stopped where --context ends")
     return " · ".join(parts)
 
 
-def _ms(seconds: float | None) -> str:
+def _time(seconds: float | None) -> str:
     assert seconds is not None
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"

@@ -6,23 +6,30 @@ import argparse
 import json
 from typing import Any
 
-from greenroom.errors import VerifyError
+from greenroom.cli.options import choices_of
+from greenroom.cli.run import text_of
+from greenroom.config import LoadConfig
+from greenroom.errors import UsageError, VerifyError
 
 HELP = "prove that the output is the full model's, bit for bit"
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("verify", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or `demo`")
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
     parser.add_argument(
-        "--cache", default="10%", metavar="SIZE", help="the expert cache (default: %(default)s)"
-    )
+        "--cache", default="10%", metavar="SIZE",
+        help="the expert cache: 25%% of the experts, or 2GiB (default: 10%%)",
+    )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=int, default=24, metavar="N",
         help="greedy tokens to compare (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--prompt", metavar="TEXT", help="what to begin with")
-    parser.add_argument("--dtype", default="auto", help="as in `greenroom run`")
+    parser.add_argument("--prompt", metavar="TEXT", help="what to begin with (default: a sentence)")
+    parser.add_argument(
+        "--dtype", default="auto", metavar=choices_of(LoadConfig, "dtype"),
+        help="compute in this type instead of the checkpoint's (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--layers", action="store_true", help="compare layer by layer even if the model would fit"
     )
@@ -31,8 +38,13 @@ def add_to(commands: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.prompt is not None and not text_of(args.prompt):
+        raise UsageError("the prompt is empty")
+
+    from greenroom.cli.progress import bars
     from greenroom.hf.verify import PROMPT, verify
 
+    bars(loading=False, wanted=not args.json)
     verdict = verify(
         args.model,
         args.cache,

@@ -16,7 +16,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     context = context_of(model, config.context)
     dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     slots = stats.capacity * stats.slot_bytes
-    budget = f" of {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
+    budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
     flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
     flags += [f"--context {context}"]
@@ -24,11 +24,13 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
             flags.append(f"--{option} {value}")
+    threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
+    rest = stats.experts - stats.capacity
     return (
-        f"{name}: {len(catalog.layers)} MoE layers, dense parts {show_bytes(dense)} in memory,"
-        f" {stats.capacity} of {stats.experts} experts in slots ({show_bytes(slots)}{budget}),"
-        f" the rest on disk ({show_bytes(catalog.expert_bytes)} in all, {reads} reads,"
-        f" {config.readers} threads), KV cache {show_bytes(kv_cache_bytes(model, context))}"
-        f" for {context} tokens, kernels {stats.kernels}, policy {stats.policy}"
-        f" [{' '.join(flags)}]"
+        f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
+        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers) and"
+        f" {show_bytes(kv_cache_bytes(model, context))} of KV cache for {context} tokens in memory,"
+        f" {f'{rest} experts' if rest else 'a copy of them'} on disk"
+        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}) ·"
+        f" same again: {' '.join(flags)}"
     )
