@@ -41,15 +41,8 @@ class Plan:
     """What never changes for a layer: compiled bodies and the constant words of their arguments."""
 
     __slots__ = (
-        "activation",
-        "combine",
-        "combine_bias",
-        "narrow_steps",
-        "steps",
-        "tail",
-        "up_bias",
-        "wave",
-        "wide",
+        *("activation", "combine", "combine_bias", "narrow_steps", "steps", "tail", "up_bias"),
+        *("wave", "wide"),
     )
 
     def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:

@@ -22,6 +22,7 @@ WIDE = bool(_FEATURES.get("avx512f"))
 LANES = 16 if WIDE else 8
 ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
 COLUMNS = 4  # of the result in the widest tile
+AHEAD = COLUMNS  # rows of weights: a tile's own rows are on their way when it begins
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
@@ -85,6 +86,14 @@ def _mask(b, count):
     wide = b.insert_element(ir.Constant(_vector(I64), ir.Undefined), count, I32(0))
     wide = b.shuffle_vector(wide, wide, _splat(0, _vector(I32)))
     return b.icmp_signed("<", lanes, wide)
+
+
+def _prefetch(b, address):
+    """Ask for a cache line; an address beyond the end does no harm."""
+    byte = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(prefetch, [b.inttoptr(address, byte), I32(0), I32(3), I32(1)])
 
 
 def _fma(b, x, y, z):
@@ -191,6 +200,8 @@ def _dot(rows, columns):
                 wat = b.add(w, b.mul(at, I64(_SIZE[kind])))
                 xv = [_load(b, xkind, b.add(x, xat), mask) for x in xs]
                 for n in range(columns):
+                    if rows == 1 and columns > 1 and mask is None:
+                        _prefetch(b, b.add(wat, b.mul(ld, I64(n + AHEAD))))
                     wv = _load(b, kind, b.add(wat, b.mul(ld, I64(n))), mask)
                     for m in range(rows):
                         cell = cells[m * columns + n]

@@ -1,0 +1,174 @@
+"""How near the expert kernels come to the memory's speed, and what a call costs in Python.
+
+    python benchmarks/kernels.py [--threads N] [--wall]
+
+Weights are random and larger than the caches. Every row stands beside a floor measured right
+before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
+is taken, so that other processes on the machine matter less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from greenroom.core.layout import SlotLayout
+from greenroom.runtime.kernels import Kernel, LayerExperts, Routing, accelerate, kernel
+from greenroom.runtime.slots import HostSlots
+
+EXPERTS, TOP_K = 48, 8
+SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
+
+
+class Experts(nn.Module):
+    """A SwiGLU experts module whose weights lie in slots."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.is_concatenated = EXPERTS, True, True
+        self.has_bias = self.has_post_expert_norm = False
+        self.is_transposed = transposed
+
+    def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+def layer(hidden: int, inner: int, transposed: bool) -> LayerExperts:
+    """A layer of random experts, all resident."""
+    shapes = [(2 * inner, hidden), (hidden, inner)]
+    up, down = (shape[::-1] if transposed else shape for shape in shapes)
+    layout = SlotLayout.pack([("gate_up_proj", up, "bfloat16"), ("down_proj", down, "bfloat16")])
+    slots = HostSlots(EXPERTS, layout.nbytes)
+    for slot in range(EXPERTS):
+        for spec in layout.tensors:
+            slots.tensor(slot, spec).copy_(torch.randn(spec.shape) / 30)
+    return LayerExperts(Experts(transposed), layout, slots)
+
+
+class Clock:
+    """Best of several runs, in seconds."""
+
+    def __init__(self, wall: bool) -> None:
+        self.now = time.perf_counter if wall else time.thread_time
+
+    def best(self, work: Callable[[], object], seconds: float = 0.8, least: int = 3) -> float:
+        best, count, end = float("inf"), 0, time.perf_counter() + seconds
+        while count < least or time.perf_counter() < end:
+            start = self.now()
+            work()
+            best, count = min(best, self.now() - start), count + 1
+        return best
+
+    def floor(self) -> float:
+        """Bytes a second at which memory is read."""
+        return _READ.nbytes / self.best(_READ.sum, 0.4)
+
+
+_READ = torch.ones(48 << 20)
+
+
+def step(chosen: Kernel, experts: LayerExperts, case: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A whole step in one wave; expert e lies in slot e."""
+    x, index, weights = case
+    routing = Routing.of(index.numpy(), EXPERTS)
+    state = chosen.begin(experts, x, routing, weights)
+    ids = routing.experts.tolist()
+    chosen.wave(state, ids, ids)
+    return chosen.combine(state)
+
+
+def expert_rows(clock: Clock) -> None:
+    """Experts: both kernels, one token and prompts, plain and transposed."""
+    print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'numba ms':>10}{'gain':>7}", end="")
+    print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
+    for hidden, inner, transposed in SHAPES:
+        experts = layer(hidden, inner, transposed)
+        for tokens in (1, 16, 128):
+            cases = []
+            for _ in range(4):
+                scores = torch.rand(tokens, EXPERTS)
+                index = scores.topk(TOP_K).indices
+                x = torch.randn(tokens, hidden).bfloat16()
+                cases.append((x, index, scores.gather(1, index).bfloat16()))
+            floor, times = clock.floor(), []
+            for name in ("eager", "numba"):
+                chosen, turn = kernel(name), iter(range(1 << 30))
+                step(chosen, experts, cases[0])
+                run = lambda: step(chosen, experts, cases[next(turn) % 4])  # noqa: E731, B023
+                times.append(clock.best(run))
+            distinct = float(np.mean([len(case[1].unique()) for case in cases]))
+            speed = distinct * experts.layout.nbytes / times[1]
+            flops = tokens * TOP_K * 6 * hidden * inner / times[1]
+            name = f"{hidden}x{inner}{' transposed' if transposed else ''}"
+            print(f"{name:22}{tokens:7}{times[0] * 1e3:10.2f}{times[1] * 1e3:10.2f}", end="")
+            print(f"{times[0] / times[1]:6.1f}x{speed / 1e9:7.1f}{floor / 1e9:7.1f}", end="")
+            print(f"{speed / floor:7.2f}{flops / 1e9:9.0f}")
+
+
+def dense_rows(clock: Clock) -> None:
+    """nn.Linear for one token: torch and ours, streaming through many matrices."""
+    print(f"\n{'linear, one token':22}{'torch GB/s':>12}{'ours GB/s':>12}{'floor':>8}")
+    for rows, columns in ((1024, 1024), (4096, 1024), (32000, 1024)):
+        count = max(2, (96 << 20) // (rows * columns * 2))
+        make = lambda: nn.Linear(columns, rows, bias=False).bfloat16()  # noqa: E731, B023
+        model, x = nn.ModuleList(make() for _ in range(count)), torch.randn(1, columns).bfloat16()
+        size, floor = count * rows * columns * 2, clock.floor()
+        before = clock.best(lambda: [m(x) for m in model], 0.4)  # noqa: B023
+        done = accelerate(model)
+        after = clock.best(lambda: [m(x) for m in model], 0.4)  # noqa: B023
+        done.detach()
+        print(f"{f'{rows}x{columns}':22}{size / before / 1e9:12.1f}", end="")
+        print(f"{size / after / 1e9:12.1f}{floor / 1e9:8.1f}")
+
+
+def call_rows(clock: Clock) -> None:
+    """Microseconds a call where there is next to nothing to compute."""
+    experts, chosen = layer(64, 64, False), kernel("numba")
+    x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
+    weights = torch.ones(1, TOP_K).bfloat16()
+    routing = Routing.of(index.numpy(), EXPERTS)
+    state, ids = chosen.begin(experts, x, routing, weights), list(range(TOP_K))
+    dense = nn.Linear(64, 64, bias=False).bfloat16()
+    calls = {
+        "routing": lambda: Routing.of(index.numpy(), EXPERTS),
+        "begin": lambda: chosen.begin(experts, x, routing, weights),
+        "wave, eight experts": lambda: chosen.wave(state, ids, ids),
+        "combine": lambda: chosen.combine(state),
+        "torch's F.linear": lambda: linear(x, dense.weight),
+        "compiled linear": lambda: dense.forward(x),
+    }
+    accelerate(dense)
+    print(f"\n{'call':22}{'microseconds':>14}")
+    for name, call in calls.items():
+        loop = lambda: [call() for _ in range(200)]  # noqa: E731, B023
+        print(f"{name:22}{clock.best(loop, 0.3) / 200 * 1e6:14.1f}")
+
+
+def options() -> SimpleNamespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--wall", action="store_true", help="wall time; always with two threads")
+    return SimpleNamespace(**vars(parser.parse_args()))
+
+
+@torch.no_grad()
+def main() -> None:
+    chosen = options()
+    torch.manual_seed(0)
+    torch.set_num_threads(chosen.threads)
+    clock = Clock(chosen.wall or chosen.threads > 1)
+    expert_rows(clock)
+    dense_rows(clock)
+    call_rows(clock)
+
+
+if __name__ == "__main__":
+    main()
