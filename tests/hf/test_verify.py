@@ -49,7 +49,20 @@ def test_a_slot_that_reads_the_wrong_bytes_fails(folder, monkeypatch):
 
 def test_distance_beyond_twice_grouped_mm_is_not_near(folder):
     verdict = verify(folder, "25%", tokens=2, prompt="The")
-    verdict.grouped_mm_difference, verdict.max_logit_difference = 1.0, 2.5
+    verdict.layer_differences = 2.5, 1.0
+    assert not verdict.near
+    verdict.layer_differences = 1.5, 1.0
+    assert verdict.near
+
+
+def test_a_default_kernel_that_is_wrong_but_consistent_is_not_near(folder, monkeypatch):
+    class Wrong(Eager):
+        def combine(self, step):
+            return super().combine(step) * 1.5
+
+    monkeypatch.setattr(attach, "kernel", lambda name: Eager() if name == "eager" else Wrong())
+    verdict = verify(folder, "25%", tokens=2, prompt="The green room is")
+    assert verdict.identical
     assert not verdict.near
 
 

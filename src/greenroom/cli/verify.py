@@ -64,17 +64,24 @@ def main(args: argparse.Namespace) -> None:
                     "grouped_mm_difference": verdict.grouped_mm_difference,
                     "tokens_compared": verdict.tokens_compared,
                     "compared": "logits" if verdict.whole else "layers",
+                    "layer_difference": verdict.layer_differences[0],
+                    "grouped_mm_layer_difference": verdict.layer_differences[1],
                     "kernels": verdict.kernels,
                     "failed": failed,
                 }
             )
         )
     else:
-        what = "logits" if verdict.whole else "layer outputs"
+        ours, grouped_mm = verdict.layer_differences
         print(
-            f"{verdict.kernels} kernels, largest difference of {what} to transformers' eager:"
-            f" {verdict.max_logit_difference:.3g} (its own grouped_mm:"
-            f" {verdict.grouped_mm_difference:.3g})"
+            f"{verdict.kernels} kernels, largest difference to transformers' eager (in brackets"
+            f" its own grouped_mm's): of a layer's output {ours:.3g} ({grouped_mm:.3g})"
+            + (
+                f", of logits {verdict.max_logit_difference:.3g}"
+                f" ({verdict.grouped_mm_difference:.3g})"
+                if verdict.whole
+                else ""
+            )
         )
     if failed:
         raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")

@@ -59,6 +59,19 @@ def compare_layers(
         )
 
 
+@torch.inference_mode()
+def reference_layers(
+    model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
+) -> Iterator[LayerCheck]:
+    """The same of a whole model, computed by transformers' eager."""
+    inputs, outputs = _record(model, names, passes)
+    for name in names:
+        grouped = _forward(model, model.get_submodule(name), "grouped_mm", inputs[name], "eager")
+        yield LayerCheck(
+            name, True, max(map(_gap, grouped, outputs[name])), inputs[name], outputs[name]
+        )
+
+
 def _record(
     model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
 ) -> tuple[dict[str, list[Inputs]], dict[str, list[Tensor]]]:
@@ -97,13 +110,17 @@ def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _forward(
-    model: PreTrainedModel, module: nn.Module, implementation: str, inputs: list[Inputs]
+    model: PreTrainedModel,
+    module: nn.Module,
+    implementation: str,
+    inputs: list[Inputs],
+    afterwards: str = IMPLEMENTATION,
 ) -> list[Tensor]:
     model.set_experts_implementation(implementation)
     try:
         return [module(*each) for each in inputs]
     finally:
-        model.set_experts_implementation(IMPLEMENTATION)
+        model.set_experts_implementation(afterwards)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
