@@ -1,0 +1,164 @@
+"""`greenroom run` as its user sees it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.run import closing_line
+from greenroom.hf.generate import Answer
+from greenroom.runtime.stats import Stats
+from tests.cli.conftest import Ran, Run, start
+
+PROMPT = "The green room is where"
+FEW = ("--max-new-tokens", 8, "--kernels", "eager")
+KEYS = [
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "ttft_s",
+    "tpot_s",
+    "tpot_p95_s",
+    "tokens_per_s",
+    "capacity",
+    "expert_requests",
+    "expert_hits",
+    "hit_ratio",
+    "bytes_read",
+    "stall_s",
+    "peak_rss_bytes",
+    "budget_bytes",
+    "policy",
+    "kernels",
+]
+
+
+def test_streams_the_text_that_json_reports(cli: Run, folder: Path) -> None:
+    streamed = cli("run", folder, PROMPT, "--cache", "25%", *FEW)
+    found = cli("run", folder, PROMPT, "--cache", "25%", *FEW, "--json")
+    assert (streamed.code, found.code) == (0, 0)
+    assert streamed.out == found.json["text"] + "\n"
+    assert list(found.json) == KEYS
+    assert found.json["new_tokens"] == len(found.json["token_ids"])
+    assert found.json["capacity"] == 4
+    assert found.json["budget_bytes"] is None
+    assert found.json["hit_ratio"] == found.json["expert_hits"] / found.json["expert_requests"]
+
+
+def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Path) -> None:
+    before, after = cli("run", folder, PROMPT, "--cache", "25%", *FEW).err.splitlines()
+    assert before.startswith(f"{folder}: ")
+    assert "4 of 16 experts in slots" in before
+    assert re.fullmatch(
+        r"\d+ prompt \+ 8 new tokens · TTFT \S+ m?s · TPOT p50 \S+ m?s, p95 \S+ m?s · \S+ tokens/s"
+        r" · hit ratio \S+% · \S+ [KM]?i?B read per token · peak memory \S+ [MG]iB",
+        after,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--cache", "40%", "--policy", "lfu", "--scope", "per-layer", "--kernels", "eager"),
+        ("--memory", "3GiB", "--readers", 1, "--dtype", "bfloat16", "--kernels", "eager"),
+        ("--cache", "30%", "--direct", "off", "--device", "fake", "--context", 64),
+    ],
+)
+def test_the_flags_of_the_start_up_line_reproduce_it(
+    cli: Run, folder: Path, options: tuple[object, ...]
+) -> None:
+    first = cli("run", folder, PROMPT, *options, "--max-new-tokens", 3, "--json")
+    line = first.err.splitlines()[0]
+    flags = shlex.split(line.partition("same again: ")[2])
+    again = cli("run", folder, PROMPT, *flags, "--max-new-tokens", 3, "--json")
+    for key in ("capacity", "policy", "kernels", "token_ids"):
+        assert again.json[key] == first.json[key]
+    assert again.err.splitlines()[0].partition("same again: ")[2] == shlex.join(flags)
+
+
+def test_a_budget_is_reported_beside_the_peak(cli: Run, folder: Path) -> None:
+    ran = cli("run", folder, PROMPT, "--memory", "3GiB", *FEW)
+    before, after = ran.err.splitlines()
+    assert "budget 3 GiB: " in before
+    assert "16 of 16 experts in slots" in before
+    assert after.endswith("of the budget's 3 GiB")
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes, terminal: bool = False) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", stream)
+
+
+def test_a_prompt_from_standard_input(
+    cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = cli("run", folder, PROMPT, "--cache", "25%", *FEW, "--json").json
+    stdin(monkeypatch, f"{PROMPT}\n".encode())
+    read = cli("run", folder, "--cache", "25%", *FEW, "--json").json
+    assert read["token_ids"] == given["token_ids"]
+    assert read["prompt_tokens"] == given["prompt_tokens"]
+
+
+def test_no_prompt_on_a_terminal(cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin(monkeypatch, b"", terminal=True)
+    assert cli("run", folder).mistake.startswith("no prompt: give one as an argument")
+
+
+def test_prompts_that_are_no_text(cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin(monkeypatch, b"\xff\xfe")
+    assert "not valid UTF-8" in cli("run", folder).mistake
+    assert "not valid UTF-8" in cli("run", folder, "\udcff").mistake
+
+
+def test_raw_switches_the_chat_template_off(cli: Run, copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}Q: {{ m.content }} A:{% endfor %}"
+    )
+    options = ("--cache", "25%", *FEW, "--json")
+    chat = cli("run", copy, PROMPT, *options).json
+    raw = cli("run", copy, PROMPT, "--raw", *options).json
+    assert chat["prompt_tokens"] > raw["prompt_tokens"]
+    written = cli("run", copy, f"Q: {PROMPT} A:", "--raw", *options).json
+    assert written["token_ids"] == chat["token_ids"]
+
+
+def test_a_seed_repeats_a_sample(cli: Run, folder: Path) -> None:
+    options = ("--cache", "25%", *FEW, "--temperature", 1.5, "--top-k", 50, "--json", "--seed")
+    one, again, other = (cli("run", folder, PROMPT, *options, s).json["text"] for s in (1, 1, 2))
+    assert one == again != other
+
+
+def test_live_prints_the_cache_once_where_there_is_no_terminal(cli: Run, folder: Path) -> None:
+    ran = cli("run", folder, PROMPT, "--cache", "25%", *FEW, "--live")
+    assert "\x1b" not in ran.out + ran.err
+    assert len(ran.err.splitlines()) == 3
+    assert ran.err.splitlines()[1].startswith("[4 of 16 experts in slots · hit ratio")
+
+
+def test_an_answer_that_the_context_ends(cli: Run, folder: Path) -> None:
+    ran = cli("run", folder, PROMPT, "--cache", "25%", "--context", 20, "--kernels", "eager")
+    assert ran.err.endswith("stopped where --context ends\n") or "1 new" in ran.err
+
+
+def test_a_closing_line_of_one_token() -> None:
+    stats = Stats("lru", "eager", 1, 2, 3, 1, 4, 2, 0.5, 3 << 20, 0.0, 1 << 30, None)
+    assert closing_line(Answer("a", [1], 2, 1.5), stats) == (
+        "2 prompt + 1 new tokens · TTFT 1.50 s · hit ratio 50.0% · 1 MiB read per token"
+        " · peak memory 1 GiB"
+    )
+
+
+def test_as_a_process(folder: Path) -> None:
+    process = start("run", folder, PROMPT, "--cache", "25%", *FEW, "--json")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert list(json.loads(out)) == KEYS
+    assert len(err.splitlines()) == 1  # no progress bar, no warning
+    assert Ran(0, out, err).json["new_tokens"] == 8

@@ -1,0 +1,31 @@
+"""What all tests share: no network, no progress bars, no thread left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+# Before huggingface_hub and transformers are imported, also in subprocesses.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def threads() -> list[str]:
+    """Names of the reader threads that live now."""
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("greenroom"))
+
+
+@pytest.fixture
+def no_threads_left() -> Iterator[None]:
+    """The test must end every reader thread that it starts."""
+    before = threads()
+    yield
+    until = time.monotonic() + 5
+    while threads() != before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threads() == before
