@@ -29,7 +29,7 @@ def parser() -> Parser:
 
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
-    top.set_defaults(main=lambda args: top.print_help())
+    top.set_defaults(main=lambda args: print(top.format_help(), end=""))
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for command in (run, verify):
         command.add_to(commands)

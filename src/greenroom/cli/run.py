@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.cli.live import LiveLine, status
     from greenroom.cli.progress import bars
     from greenroom.hf.generate import answer
-    from greenroom.hf.load import context_of, load_with
+    from greenroom.hf.load import load_with
     from greenroom.hf.report import startup_line
 
     bars(loading=True, wanted=not args.json)
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
     out = _Out(shown=not args.json)
     try:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
-        greenroom, context = model.greenroom, context_of(model, load.context)
+        greenroom = model.greenroom
         greenroom.reset_stats()
         with out, LiveLine(greenroom.stats, shown=args.live) as live:
 
@@ -65,7 +65,13 @@ def main(args: argparse.Namespace) -> None:
                 live.update()
 
             result = answer(
-                model, tokenizer, prompt, sampling, raw=args.raw, context=context, on_text=show
+                model,
+                tokenizer,
+                prompt,
+                sampling,
+                raw=args.raw,
+                context=greenroom.parts.context,
+                on_text=show,
             )
         stats = greenroom.stats()
     finally:
@@ -102,7 +108,9 @@ class _Out:
 
 
 def text_of(prompt: str) -> str:
-    """A prompt that can be encoded; UsageError where bytes of it are no text."""
+    """A prompt that can be encoded; UsageError where it is empty or bytes of it are no text."""
+    if not prompt:
+        raise UsageError("the prompt is empty")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

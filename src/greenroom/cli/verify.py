@@ -9,7 +9,7 @@ from typing import Any
 from greenroom.cli.options import choices_of
 from greenroom.cli.run import text_of
 from greenroom.config import LoadConfig
-from greenroom.errors import UsageError, VerifyError
+from greenroom.errors import VerifyError
 
 HELP = "prove that the output is the full model's, bit for bit"
 
@@ -38,8 +38,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.prompt is not None and not text_of(args.prompt):
-        raise UsageError("the prompt is empty")
+    prompt = None if args.prompt is None else text_of(args.prompt)
 
     from greenroom.cli.progress import bars
     from greenroom.hf.verify import PROMPT, verify
@@ -49,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         args.model,
         args.cache,
         tokens=args.max_new_tokens,
-        prompt=PROMPT if args.prompt is None else args.prompt,
+        prompt=PROMPT if prompt is None else prompt,
         dtype=args.dtype,
         layers=True if args.layers else None,
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),

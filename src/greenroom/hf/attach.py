@@ -63,6 +63,8 @@ class Parts:
     direct: str = "auto"
     seed: int = 0
     budget_bytes: int | None = None
+    context: int = 0  # tokens that the KV cache has room for
+    kv_cache_bytes: int = 0  # what they take
 
 
 class Greenroom:

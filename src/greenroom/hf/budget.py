@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from greenroom.config import Amount, show_bytes
 from greenroom.core.layout import Catalog
 from greenroom.errors import BudgetError
+from greenroom.hf.attach import Parts
+from greenroom.hf.build import Draft
 from greenroom.runtime.memory import available_bytes, rss_bytes
 from greenroom.runtime.store import CHUNK_BYTES
 
@@ -54,16 +56,14 @@ def budget_bytes(memory: str | int | None) -> int:
     return Amount.parse(memory, "--memory").of(available)
 
 
-def needs(
-    model: PreTrainedModel, catalog: Catalog, context: int, readers: int, dense: int
-) -> Needs:
-    """Before anything is loaded: the model is on the meta device, `dense` its parts' bytes."""
+def needs(draft: Draft, parts: Parts) -> Needs:
+    """Before anything is loaded: the draft's model is on the meta device."""
     return Needs(
         process=rss_bytes() + COMPILERS,
-        dense=dense,
-        kv_cache=kv_cache_bytes(model, context),
-        workspace=workspace_bytes(model, catalog, context) + SLACK,
-        staging=readers * (CHUNK_BYTES + (1 << 20)),
+        dense=draft.dense_bytes,
+        kv_cache=parts.kv_cache_bytes,
+        workspace=workspace_bytes(draft.model, parts.catalog, parts.context) + SLACK,
+        staging=parts.readers * (CHUNK_BYTES + (1 << 20)),
     )
 
 

@@ -17,6 +17,7 @@ from greenroom.hf.budget import (
     budget_bytes,
     capacity_for,
     experts_per_token,
+    kv_cache_bytes,
     needs,
 )
 from greenroom.hf.build import Draft
@@ -75,6 +76,8 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
         fake=config.device == "fake",
         readers=config.readers,
         direct=config.direct,
+        context=context,
+        kv_cache_bytes=kv_cache_bytes(draft.model, context),
     )
     tokenizer = _tokenizer(checkpoint)
     if config.cache is not None:
@@ -82,7 +85,7 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
         model = draft.load()
     else:
         budget = budget_bytes(config.memory)
-        need = needs(draft.model, catalog, context, config.readers, draft.dense_bytes)
+        need = needs(draft, parts)
         least = min(experts_per_token(draft.model), catalog.experts)
         capacity_for(budget, need, catalog, least)  # before anything is loaded
         model = draft.load()

@@ -5,21 +5,19 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
-from greenroom.hf.budget import kv_cache_bytes
-from greenroom.hf.load import context_of
 
 
 def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     """One line for people, ending in the flags that give the same placement again."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.parts.catalog
-    context = context_of(model, config.context)
+    parts = greenroom.parts
     dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
     flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
-    flags += [f"--context {context}"]
+    flags += [f"--context {parts.context}"]
     for option in ("scope", "device", "readers", "direct", "dtype", "threads"):
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
@@ -29,7 +27,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers) and"
-        f" {show_bytes(kv_cache_bytes(model, context))} of KV cache for {context} tokens in memory,"
+        f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in memory,"
         f" {f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}) ·"
         f" same again: {' '.join(flags)}"

@@ -14,6 +14,7 @@ from greenroom.runtime.kernels.ir import (
     COLUMNS,
     LANES,
     ROWS,
+    STRIP,
     address_of,
     await_,
     axpy_1x1,
@@ -117,7 +118,7 @@ def axpys(
     out += 4 * column
     for j in range(j0, j1, ROWS):
         many = j1 - j >= ROWS
-        step = 2 * LANES if many else LANES
+        step = STRIP * LANES if many else LANES
         whole = N - N % step
         if many:
             x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
@@ -151,11 +152,26 @@ def project(
     """
     size = size_of(kind)
     if transposed:
-        w += first * size
-        axpys(
-            kind, w, width * size, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1,
-            scratch,
-        )  # fmt: skip
+        w, ld = w + first * size, width * size
+        if j1 - j0 < MANY or size == 4:
+            axpys(
+                kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1, scratch
+            )  # fmt: skip
+            return
+        tile = STRIP * LANES
+        cells = scratch + 4 * tile * BLOCK
+        for n in range(0, N, tile):
+            count = min(tile, N - n)
+            for start in range(0, K, block):
+                depth = min(block, K - start)
+                for k in range(depth):
+                    source, target = w + n * size + (start + k) * ld, scratch + 4 * tile * k
+                    for i in range(count):
+                        put(F, target, i, get(kind, source, i))
+                axpys(
+                    F, scratch, 4 * tile, depth, count, depth, carry + start, x + 4 * start, xs, xi,
+                    out, outs, oi, first + n, j0, j1, cells,
+                )  # fmt: skip
         return
     ld = K * size
     w += first * ld

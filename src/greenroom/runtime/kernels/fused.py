@@ -42,14 +42,16 @@ class Plan:
 
     __slots__ = (
         *("activation", "combine", "combine_bias", "narrow_steps", "steps", "tail", "up_bias"),
-        *("wave", "wide"),
+        *("wave", "scratch"),
     )
 
     def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:
         self.activation = activation or find_activation(layer)
         self.wave: Body = body(compiled.wave, layer.dtype)
         self.combine: Body = body(compiled.combine, layer.dtype)
-        self.wide = max(layer.hidden, layer.inner)
+        # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums.
+        rows = compiled.GROUP * max(layer.hidden, layer.inner)
+        self.scratch = 4 * max(rows, compiled.BLOCK * compiled.STRIP * compiled.LANES + 1024)
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
         # Channels and columns claimed together; a transposed matrix is read along its long rows
         # where each expert has one token, and in narrow strips for several tokens at once.
@@ -188,7 +190,7 @@ class Fused:
     ) -> None:
         """Run the compiled wave; the words are named in compiled.py."""
         count, entries = len(experts), len(step.routing.rows)
-        scratch, stride = self._scratch(plan.wide * 4 * compiled.GROUP)
+        scratch, stride = self._scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(step.routing.experts) else plan.steps
         words = array(
             "q",

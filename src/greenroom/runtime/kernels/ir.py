@@ -22,6 +22,7 @@ WIDE = bool(_FEATURES.get("avx512f"))
 LANES = 16 if WIDE else 8
 ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
 COLUMNS = 4  # of the result in the widest tile
+STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
 AHEAD = COLUMNS  # rows of weights: a tile's own rows are on their way when it begins
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
@@ -248,15 +249,8 @@ def _axpy(rows, vectors):
             mask = _mask(b, count) if vectors == 1 else None
             zero = ir.Constant(_vector(F32), [0.0] * LANES)
             tile = [(m, n) for m in range(rows) for n in range(vectors)]
-            sums = [cgutils.alloca_once(b, _vector(F32)) for _ in tile]
             cells = [cgutils.alloca_once(b, _vector(F32)) for _ in tile]
-            for total in sums:
-                b.store(zero, total)
-            with b.if_then(b.icmp_signed("!=", carry, carry.type(0))):
-                for (m, n), total in zip(tile, sums, strict=True):
-                    b.store(
-                        _load(b, types.float32, b.add(outs[m], I64(4 * LANES * n)), mask), total
-                    )
+            fresh = b.icmp_signed("==", carry, carry.type(0))
             with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
                 for cell in cells:
                     b.store(zero, cell)
@@ -272,10 +266,11 @@ def _axpy(rows, vectors):
                         for n in range(vectors):
                             cell = cells[m * vectors + n]
                             b.store(_fma(b, xv, wv[n], b.load(cell)), cell)
-                for cell, total in zip(cells, sums, strict=True):
-                    b.store(b.fadd(b.load(total), b.load(cell)), total)
-            for (m, n), total in zip(tile, sums, strict=True):
-                _store(b, b.load(total), b.add(outs[m], I64(4 * LANES * n)), mask)
+                first = b.and_(fresh, b.icmp_signed("==", start, I64(0)))
+                for (m, n), cell in zip(tile, cells, strict=True):
+                    place = b.add(outs[m], I64(4 * LANES * n))
+                    before = b.select(first, zero, _load(b, types.float32, place, mask))
+                    _store(b, b.fadd(before, b.load(cell)), place, mask)
 
         signature = types.void(kind, *[types.int64] * 6, *_ends(rows))
         return signature, _outlined(f"axpy{rows}x{vectors}", emit)
@@ -302,7 +297,9 @@ def _panel(depth):
                 place = b.add(out, b.mul(at, I64(4)))
                 value, offset = _load(b, types.float32, place), b.mul(at, I64(_SIZE[kind]))
                 for k in range(depth):
-                    value = _fma(b, xs[k], _load(b, kind, b.add(rows[k], offset)), value)
+                    here = b.add(rows[k], offset)
+                    _prefetch(b, b.add(here, b.mul(ld, I64(depth))))
+                    value = _fma(b, xs[k], _load(b, kind, here), value)
                 _store(b, value, place)
 
         signature = types.void(kind, *[types.int64] * 5)
@@ -313,7 +310,7 @@ def _panel(depth):
 
 panel_1, panel_8 = _panel(1), _panel(8)
 dot_1x1, dot_1x4, dot_many = _dot(1, 1), _dot(1, COLUMNS), _dot(ROWS, COLUMNS)
-axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, 2)
+axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, STRIP)
 
 
 @intrinsic
