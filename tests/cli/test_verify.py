@@ -1,0 +1,51 @@
+"""`greenroom verify` as its user sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenroom.runtime.kernels.eager import Eager
+from tests.cli.conftest import Run
+
+FEW = ("--cache", "25%", "--max-new-tokens", 3, "--prompt", "The green room")
+KEYS = {"identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared"}
+
+
+@pytest.mark.parametrize("layers", [(), ("--layers",)])
+def test_success(cli: Run, folder: Path, layers: tuple[str, ...]) -> None:
+    ran = cli("verify", folder, *FEW, *layers)
+    assert ran.code == 0, ran.out + ran.err
+    assert ran.err == ""
+    lines = ran.out.splitlines()
+    assert lines[-1].startswith("identical: ")
+    assert sum(line.startswith("ok  ") for line in lines) >= 4
+    assert "FAIL" not in ran.out
+
+
+def test_json(cli: Run, folder: Path) -> None:
+    ran = cli("verify", folder, *FEW, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert set(ran.json) >= KEYS
+    assert ran.json["identical"] is True
+    assert ran.json["max_logit_difference"] <= 2 * ran.json["grouped_mm_difference"]
+    assert ran.json["tokens_compared"] > 3
+    assert ran.json["failed"] == []
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_failure(
+    cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]
+) -> None:
+    right = Eager.combine
+    monkeypatch.setattr(Eager, "combine", lambda self, step: right(self, step) * 1.01)
+    ran = cli("verify", folder, *FEW, *json)
+    assert ran.code == 1
+    assert "comparisons failed" in ran.line
+    if json:
+        assert ran.json["identical"] is False
+        assert ran.json["failed"]
+    else:
+        assert "FAIL eager kernels" in ran.out
+        assert "identical" not in ran.out
