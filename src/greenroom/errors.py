@@ -3,13 +3,13 @@
 GreenroomError            one clear line; the command line prints it and exits with code 2
 +-- UsageError            a flag, name or value that cannot be right (also a ValueError)
 |   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
-|   +-- BudgetError       the memory asked for cannot hold what must be in it; says how much would do
+|   +-- BudgetError       the memory asked for is too small; says how much would do
 +-- ModelError            the model cannot be served
 |   +-- NotAModel         the folder or hub id holds no model, or cannot be had
 |   +-- NotMoE            a dense model: there are no experts to stream
 |   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
-|   +-- CheckpointError   a damaged checkpoint: missing or truncated shard, bad header, wrong shape or type
-+-- StoreError            reading an expert failed while answering (the disk's own error is its cause)
+|   +-- CheckpointError   a damaged checkpoint: a shard, header, shape or type is wrong
++-- StoreError            reading an expert failed while answering (its cause is the disk's own)
 +-- DeviceError           the device refused memory or a copy
 +-- OutputError           a file could not be written (full disk, no permission)
 +-- VerifyError           the outputs differ where they must not

@@ -101,6 +101,11 @@ def bind(policy: Policy) -> tuple[Any, Any, Any]:
     return serve, evict, evict_victim
 
 
+def compile_for(policy: Policy) -> None:
+    """Compile a policy's step now; the first request would otherwise wait for it."""
+    Cache(Pieces.whole([0, 1], [1]), 1, policy).serve(np.zeros(1, np.int64), 0)
+
+
 class Cache:
     """Slots for pieces, in groups of a fixed capacity, under one policy.
 

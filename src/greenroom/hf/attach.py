@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.config import Amount
+from greenroom.core.cache import compile_for
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler import Counts, Scheduler
@@ -104,7 +105,8 @@ class Greenroom:
         return self.driver.scheduler.cache.capacity
 
     def compile(self) -> None:
-        """Have the kernels compiled now: one token, and many, through an empty slot."""
+        """Have all compiled now: the policy, and the kernels for one token and for many."""
+        compile_for(self.driver.scheduler.cache.policy)
         binding: Binding = getattr(self._modules[0], BINDING)
         experts, slots = [0], [0]
         for tokens in (1, COMPILED_TOKENS):
