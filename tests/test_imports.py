@@ -1,0 +1,73 @@
+"""What is imported when: pure folders need no torch, and asking for help costs nothing."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import greenroom
+
+ROOT = Path(greenroom.__file__).parent
+PURE = ["config", "errors", "core", "policies", "predictors", "trace", "sim", "plan"]
+HEAVY = ["torch", "transformers", "numpy", "numba", "safetensors", "huggingface_hub"]
+
+WITHOUT = """
+import sys
+for name in {banned}:
+    sys.modules[name] = None  # makes its import fail
+import importlib
+for name in {modules}:
+    importlib.import_module(name)
+"""
+LIGHT = """
+import sys
+{statement}
+found = [name for name in {heavy} if name in sys.modules]
+assert not found, found
+"""
+
+
+def modules(folder: str) -> list[str]:
+    """A pure module, and all that are in it."""
+    name, path = f"greenroom.{folder}", ROOT / folder
+    inside = pkgutil.walk_packages([str(path)], f"{name}.") if path.is_dir() else []
+    return [name, *(module.name for module in inside)]
+
+
+def python(code: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_pure_folders_import_without_torch() -> None:
+    there = [f for f in PURE if (ROOT / f).is_dir() or (ROOT / f"{f}.py").is_file()]
+    assert {"config", "errors", "core", "policies", "sim"} <= set(there)
+    names = [name for folder in there for name in modules(folder)]
+    python(WITHOUT.format(banned=["torch", "transformers", "safetensors"], modules=names))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import greenroom",
+        "import greenroom; greenroom.GreenroomError; dir(greenroom)",
+        "from greenroom.cli import parser; parser()",
+        "from greenroom.cli import main; main([])",
+        "from greenroom.cli import main; assert main(['run', 'x', 'y', '--kernels', 'z']) == 2",
+    ],
+)
+def test_what_needs_no_model_imports_nothing_heavy(statement: str) -> None:
+    python(LIGHT.format(statement=statement, heavy=HEAVY))
+
+
+def test_public_names_exist() -> None:
+    for name in greenroom.__all__:
+        assert getattr(greenroom, name)
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        greenroom.lod  # noqa: B018
