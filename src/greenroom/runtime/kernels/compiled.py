@@ -44,11 +44,11 @@ F = np.float32(0)
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 # The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 33
+WAVE_WORDS = 32
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
-    WIDTH, TRANSPOSED, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP,
+    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP,
 ) = range(WAVE_WORDS)  # fmt: skip
 
 # The words of `combine`.
@@ -58,7 +58,7 @@ WAVE_WORDS = 33
 ) = range(1, 16)  # fmt: skip
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
     """out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart."""
     out += 4 * column
@@ -87,7 +87,7 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
                 dot_1x1(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def panels(kind, w, ld, K, N, block, carry, x, out, cells):
     """out[:N] (+)= x[:K] @ w by long runs along the rows of w; N is a multiple of LANES.
 
@@ -109,7 +109,7 @@ def panels(kind, w, ld, K, N, block, carry, x, out, cells):
             put(F, out, n, get(F, out, n) + get(F, cells, n))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def axpys(
     kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1, scratch
 ):  # fmt: skip
@@ -142,47 +142,51 @@ def axpys(
 
 
 @njit(inline="always")
-def project(
-    kind, transposed, w, K, width, first, N, block, carry, x, xs, xi, out, outs, oi, j0, j1, scratch
-):
-    """Columns first..first + N of the product of rows j0..j1 of x with one expert's matrix w.
+def plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """Columns first..first + N of the product of rows j0..j1 of x with one expert's w [width, K].
 
-    w is [width, K], or [K, width] where transposed; x and out are float32, `xs` and `outs`
-    elements wide, their rows found through the indices `xi` and `oi` (0: none).
+    x and out are float32, K and `width` elements wide; their rows are found through the indices
+    `xi` and `oi` (0: none).
     """
     size = size_of(kind)
-    if transposed:
-        w, ld = w + first * size, width * size
-        if j1 - j0 < MANY or size == 4:
-            axpys(
-                kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1, scratch
-            )  # fmt: skip
-            return
-        tile = STRIP * LANES
-        cells = scratch + 4 * tile * BLOCK
-        for n in range(0, N, tile):
-            count = min(tile, N - n)
-            for start in range(0, K, block):
-                depth = min(block, K - start)
-                for k in range(depth):
-                    source, target = w + n * size + (start + k) * ld, scratch + 4 * tile * k
-                    for i in range(count):
-                        put(F, target, i, get(kind, source, i))
-                axpys(
-                    F, scratch, 4 * tile, depth, count, depth, carry + start, x + 4 * start, xs, xi,
-                    out, outs, oi, first + n, j0, j1, cells,
-                )  # fmt: skip
-        return
     ld = K * size
     w += first * ld
     if j1 - j0 < MANY or size == 4:
-        dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, first, j0, j1)
+        dots(kind, w, ld, K, N, block, carry, x, K, xi, out, width, oi, first, j0, j1)
         return
     for n in range(0, N, GROUP):
         count = min(GROUP, N - n)
         for i in range(count * K):
             put(F, scratch, i, get(kind, w + n * ld, i))
-        dots(F, scratch, K * 4, K, count, block, carry, x, xs, xi, out, outs, oi, first + n, j0, j1)
+        dots(
+            F, scratch, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """As `plain`, for w [K, width]. Many rows share strips of w, widened block by block."""
+    size = size_of(kind)
+    w, ld = w + first * size, width * size
+    if j1 - j0 < MANY or size == 4:
+        axpys(
+            kind, w, ld, K, N, block, carry, x, K, xi, out, width, oi, first, j0, j1, scratch
+        )  # fmt: skip
+        return
+    tile = STRIP * LANES
+    cells = scratch + 4 * tile * BLOCK
+    for n in range(0, N, tile):
+        count = min(tile, N - n)
+        for start in range(0, K, block):
+            depth = min(block, K - start)
+            for k in range(depth):
+                source, target = w + n * size + (start + k) * ld, scratch + 4 * tile * k
+                for i in range(count):
+                    put(F, target, i, get(kind, source, i))
+            axpys(
+                F, scratch, 4 * tile, depth, count, depth, carry + start, x + 4 * start, K, xi,
+                out, width, oi, first + n, j0, j1, cells,
+            )  # fmt: skip
 
 
 @njit(error_model="numpy")
@@ -262,11 +266,12 @@ def entries(experts, starts, count, expert):
     return word(starts, low), word(starts, low + 1)
 
 
-def wave(kind, stamp):
+def wave(kind, stamp, by_columns):
     """A wave: for each expert the up projection's units, then the down projection's.
 
     Written as one function with one place for each product: Numba compiles what it calls again
-    at every level of calls, and seconds of compilation are seconds of a first answer.
+    at every level of calls, and seconds of compilation are seconds of a first answer. For the
+    same reason `by_columns` (are the matrices transposed?) is a constant.
     """
 
     def enter(pointer):
@@ -275,7 +280,7 @@ def wave(kind, stamp):
         scratch = word(p, SCRATCH) + claim(p, TICKET, 1) * word(p, SCRATCH_STRIDE)
         count, inner, hidden = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN)
         width, code, rounds = word(p, WIDTH), word(p, ACTIVATION), word(p, ROUNDS)
-        transposed, interleaved = word(p, TRANSPOSED), word(p, INTERLEAVED)
+        interleaved = word(p, INTERLEAVED)
         limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
         mid, act = word(p, MID), word(p, ACT)
         slots = p + 8 * WAVE_WORDS
@@ -298,7 +303,7 @@ def wave(kind, stamp):
                 runs = 1 if interleaved != 0 else pairs
                 first, n = c0 * (pairs // runs), (c1 - c0) * (pairs // runs)
                 offset, K, columns = word(p, UP_OFFSET), hidden, width
-                block, carry = BLOCK if transposed != 0 else hidden, 0
+                block, carry = BLOCK if by_columns else hidden, 0
                 x, xi, out, oi = word(p, X), word(p, TOKENS), mid, 0
             else:
                 e, c0 = (unit - up_total) // downs, (unit - up_total) % downs * down_step
@@ -313,10 +318,15 @@ def wave(kind, stamp):
             w = word(p, BASE) + word(slots, e) * word(p, STRIDE) + offset
             j0, j1 = entries(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
             for run in range(runs):
-                project(
-                    kind, transposed, w, K, columns, first + run * inner, n, block, carry, x, K, xi,
-                    out, columns, oi, j0, j1, scratch,
-                )  # fmt: skip
+                at = first + run * inner
+                if by_columns:
+                    transposed(
+                        kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
+                    )  # fmt: skip
+                else:
+                    plain(
+                        kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
+                    )  # fmt: skip
             if not is_up:
                 continue
             for j in range(j0, j1):

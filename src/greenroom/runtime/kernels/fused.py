@@ -47,7 +47,7 @@ class Plan:
 
     def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:
         self.activation = activation or find_activation(layer)
-        self.wave: Body = body(compiled.wave, layer.dtype)
+        self.wave: Body = body(compiled.wave, layer.dtype, layer.transposed)
         self.combine: Body = body(compiled.combine, layer.dtype)
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums.
         rows = compiled.GROUP * max(layer.hidden, layer.inner)
@@ -60,7 +60,7 @@ class Plan:
         self.narrow_steps = (128, 128) if layer.transposed else (32, 64)
         self.tail = [
             *(layer.slots.base, layer.slots.stride, layer.up.offset, layer.down.offset),
-            *(layer.hidden, layer.inner, layer.width, int(layer.transposed)),
+            *(layer.hidden, layer.inner, layer.width),
             *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
             *(self.activation.code, _bits(self.activation.limit), _bits(self.activation.alpha)),
             int(layer.recipe.compute is None),

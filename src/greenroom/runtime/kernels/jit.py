@@ -34,9 +34,9 @@ def _stamp() -> int:
 
 
 @cache
-def body(kernel: Callable[[object, int], Callable[[int], None]], dtype: torch.dtype) -> Body:
-    """`kernel(witness, stamp)`, a function of a pointer, compiled as the body of a region."""
-    enter = kernel(WITNESS[dtype], _stamp())
+def body(kernel: Callable[..., Callable[[int], None]], dtype: torch.dtype, *options: bool) -> Body:
+    """`kernel(witness, stamp, *options)`, a function of a pointer, as the body of a region."""
+    enter = kernel(WITNESS[dtype], _stamp(), *options)
     signature = types.void(types.voidptr)
     try:
         compiled = cfunc(signature, cache=True)(enter)
