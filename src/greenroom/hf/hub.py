@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub import errors as hub
 
-from greenroom.errors import ModelError, NotAModel
+from greenroom.errors import ModelError, NotAModel, OutputError
 from greenroom.hf.checkpoint import read_config
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # the disk's fault
 NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
 
 
@@ -32,9 +34,18 @@ def download(model: str) -> Path:
         raise NotAModel(
             f"{model}: no such folder, and no such model on the hub (if private: `hf auth login`)"
         ) from error
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            where = error.filename or constants.HF_HUB_CACHE
+            raise OutputError(f"{model}: cannot write to {where}: {error.strerror}") from error
+        raise _unreachable(model, error) from error
     except Exception as error:  # whatever the transport raises: the user needs one line
-        if constants.HF_HUB_OFFLINE:
-            why = "not (completely) in the local cache, and HF_HUB_OFFLINE is set"
-        else:
-            why = f"no such folder, and the hub could not be reached ({type(error).__name__})"
-        raise NotAModel(f"{model}: {why}") from error
+        raise _unreachable(model, error) from error
+
+
+def _unreachable(model: str, error: Exception) -> NotAModel:
+    if constants.HF_HUB_OFFLINE:
+        return NotAModel(f"{model}: not (completely) in the local cache, and HF_HUB_OFFLINE is set")
+    return NotAModel(
+        f"{model}: no such folder, and the hub could not be reached ({type(error).__name__})"
+    )

@@ -113,9 +113,12 @@ def context_of(model: PreTrainedModel, context: int) -> int:
 
 def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # each tokenizer class fails in its own way
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: {reason}") from error
+    if not len(tokenizer) > len(tokenizer.all_special_tokens):  # made up where there is no file
+        raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: its files are missing")
+    return tokenizer
