@@ -132,6 +132,7 @@ def test_modules_without_memory_in_float32_or_with_hooks_are_left_alone():
 
 def test_many_calls_from_many_threads_agree():
     """Every thread has its own OpenMP team; nothing is shared but the weights."""
+    torch.set_num_threads(2)
     module = nn.Linear(512, 600, bias=False).bfloat16()
     x = torch.randn(1, 512).bfloat16()
     accelerate(module)
