@@ -129,6 +129,10 @@ class SamplingConfig:
             raise UsageError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k must be at least 1, got {self.top_k}")
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            raise UsageError(
+                "--temperature 0 takes the likeliest token: leave out --top-p, --top-k"
+            )
 
 
 def _check_choices(config: Any) -> None:

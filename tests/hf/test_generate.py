@@ -75,6 +75,7 @@ def test_an_empty_prompt_is_refused(ready):
         ({"temperature": -1}, "--temperature"),
         ({"top_p": 0}, "--top-p"),
         ({"top_k": 0}, "--top-k"),
+        ({"temperature": 0, "top_p": 0.5}, "leave out --top-p"),
     ],
 )
 def test_sampling_options_are_checked(options, words):
