@@ -163,6 +163,7 @@ def test_a_budget_of_a_share_is_of_what_is_available(loaded):
         ({"kernels": "cuda"}, UnknownName, "auto, eager, numba"),
         ({"device": "tpu"}, UnknownName, "auto, cpu"),
         ({"scope": "global"}, UnknownName, "shared, per-layer"),
+        ({"cache": "7%", "scope": "per-layer"}, BudgetError, "a slot for each of 2 layers"),
         ({"context": 0}, UsageError, "--context must be at least 1"),
         ({"readers": 0}, UsageError, "--readers must be at least 1"),
         ({"threads": 0}, UsageError, "--threads must be at least 1"),
@@ -189,6 +190,14 @@ def test_policies_and_scopes_change_no_token(loaded, policy, scope):
     expected = loaded(cache="100%").generate(PROMPT, **options)
     got = loaded(policy=policy, scope=scope, readers=1, direct="off").generate(PROMPT, **options)
     assert torch.equal(got, expected)
+
+
+def test_a_budget_with_a_cache_for_each_layer(loaded):
+    model = loaded(cache=None, memory="2GiB", scope="per-layer")
+    with pytest.raises(BudgetError, match="each of 2 layers"):
+        model.greenroom.resize("7%")
+    assert model.greenroom.capacity == 16
+    model.generate(PROMPT, max_new_tokens=2)
 
 
 def test_shares_and_bytes_become_slots():

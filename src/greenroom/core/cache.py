@@ -13,7 +13,7 @@ from numba import njit
 
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, State
-from greenroom.errors import UnknownName
+from greenroom.errors import BudgetError, UnknownName
 
 SCOPES = ("shared", "per-layer")
 
@@ -26,6 +26,10 @@ def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
     if scope == "shared":
         return [capacity]
     if scope == "per-layer":
+        if capacity < layers:
+            raise BudgetError(
+                f"scope per-layer needs a slot for each of {layers} layers: {capacity}"
+            )
         return [capacity // layers + (i < capacity % layers) for i in range(layers)]
     raise UnknownName("scope", scope, SCOPES)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.config import Amount
-from greenroom.core.cache import compile_for
+from greenroom.core.cache import compile_for, split_capacity
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler import Counts, Scheduler
@@ -149,7 +149,9 @@ class Greenroom:
         """
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
-        self.driver.resize(slots_for(cache, self.parts.catalog, "cache"))
+        slots = slots_for(cache, self.parts.catalog, "cache")
+        split_capacity(slots, len(self.parts.catalog.layers), self.parts.scope)  # or BudgetError
+        self.driver.resize(slots)
         return self.capacity
 
     def detach(self) -> None:

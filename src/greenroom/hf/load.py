@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import LoadConfig
+from greenroom.core.cache import split_capacity
 from greenroom.errors import CheckpointError, UnknownName
 from greenroom.hf.attach import Greenroom, Parts, slots_for
 from greenroom.hf.budget import (
@@ -67,9 +68,10 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
     checkpoint = Checkpoint.open(resolve(source))
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
+    fewest = len(catalog.layers) if config.scope == "per-layer" else 1
     parts = Parts(
         catalog,
-        capacity=1,
+        capacity=fewest,
         policy=config.policy,
         scope=config.scope,
         kernels=config.kernels,
@@ -82,11 +84,12 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
     tokenizer = _tokenizer(checkpoint)
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
+        split_capacity(parts.capacity, len(catalog.layers), config.scope)  # or BudgetError
         model = draft.load()
     else:
         budget = budget_bytes(config.memory)
         need = needs(draft, parts)
-        least = min(experts_per_token(draft.model), catalog.experts)
+        least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
         capacity_for(budget, need, catalog, least)  # before anything is loaded
         model = draft.load()
         parts = replace(parts, budget_bytes=budget)
