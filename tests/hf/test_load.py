@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import psutil
 import pytest
@@ -77,6 +78,7 @@ def test_resizing_while_it_generates_changes_no_bit(loaded):
         while not stop.is_set():
             for cache in ("13%", "50%", "100%"):
                 model.greenroom.resize(cache)
+                time.sleep(0.002)  # or the lock would hardly ever be the model's
 
     thread = threading.Thread(target=resize)
     thread.start()
