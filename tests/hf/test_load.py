@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import psutil
 import pytest
@@ -78,7 +77,6 @@ def test_resizing_while_it_generates_changes_no_bit(loaded):
         while not stop.is_set():
             for cache in ("13%", "50%", "100%"):
                 model.greenroom.resize(cache)
-                time.sleep(0.002)  # or the lock would hardly ever be the model's
 
     thread = threading.Thread(target=resize)
     thread.start()
@@ -90,6 +88,17 @@ def test_resizing_while_it_generates_changes_no_bit(loaded):
     assert model.greenroom.resize("50%") == 8
     with pytest.raises(BudgetError):
         model.greenroom.resize(1)
+
+
+def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypatch):
+    def fail(model):
+        raise UsageError("no")
+
+    before = readers()
+    monkeypatch.setattr("greenroom.hf.attach.accelerate", fail)
+    with pytest.raises(UsageError, match="no"):
+        greenroom.load(folder, cache="25%", kernels="numba")
+    assert readers() == before
 
 
 def test_detaching_ends_threads_and_takes_every_hook_out(loaded):

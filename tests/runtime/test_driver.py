@@ -61,8 +61,8 @@ def rig(disk):
         each.driver.close()
 
 
-def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("greenroom")}
+def threads() -> set[int | None]:
+    return {t.ident for t in threading.enumerate() if t.name.startswith("greenroom")}
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -23,7 +24,7 @@ from greenroom.runtime.driver import Driver, Meter
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
-from greenroom.runtime.kernels.accelerate import accelerate
+from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.slots import HostSlots
@@ -90,14 +91,26 @@ class Greenroom:
             seed=parts.seed,
         )
         self.driver = Driver(scheduler, store, slots, parts.readers)
-        self.kernel = kernel("numba" if parts.kernels == "auto" else parts.kernels)
-        self._modules = [model.get_submodule(name) for name in catalog.layers]
-        for layer, module in enumerate(self._modules):
-            experts = LayerExperts(module, catalog.layouts[layer], slots)
-            setattr(module, BINDING, Binding(self.driver, self.kernel, layer, experts))
-        self.accelerated = None if self.kernel.name == "eager" else accelerate(model)
-        self._base: tuple[Counts, Meter] = (Counts(), Meter())
         self._close = weakref.finalize(model, self.driver.close)
+        self._base: tuple[Counts, Meter] = (Counts(), Meter())
+        self._modules: list[nn.Module] = []
+        self.accelerated: Accelerated | None = None
+        try:
+            self._bind(model, slots)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _bind(self, model: PreTrainedModel, slots: HostSlots) -> None:
+        """Give every experts module what it needs to be served."""
+        parts = self.parts
+        self.kernel = kernel("numba" if parts.kernels == "auto" else parts.kernels)
+        self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
+        for layer, module in enumerate(self._modules):
+            experts = LayerExperts(module, parts.catalog.layouts[layer], slots)
+            setattr(module, BINDING, Binding(self.driver, self.kernel, layer, experts))
+        if self.kernel.name != "eager":
+            self.accelerated = accelerate(model)
 
     @property
     def capacity(self) -> int:

@@ -28,6 +28,7 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ClosedError, StoreError
 from greenroom.runtime.copier import Copier, Store
 from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.turns import Turns
 
 ComputeWave = Callable[[np.ndarray, np.ndarray], None]
 
@@ -48,7 +49,7 @@ class Driver:
         self.scheduler, self.slots, self.meter = scheduler, slots, Meter()
         self._store = store
         self._changed = threading.Condition()
-        self._one_step = threading.Lock()
+        self._one_step = Turns()
         self._orders: deque[Compute | Finish] = deque()
         self._error: StoreError | None = None
         self._pass, self._layer = -1, scheduler.pieces.layers
