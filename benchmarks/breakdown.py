@@ -2,7 +2,8 @@
 
 Hooks before and after each module keep a stack of timers: a module's time counts as its own less
 that of the modules it calls. So `linear` is the projections and the head, `attention` what
-attention does besides its projections and norms (rotary, KV cache, scores), `router` the gate,
+attention does besides its projections and norms (rotary, KV cache, scores; all of it where it is
+one compiled call), `router` the gate,
 `experts` the experts' forward, `norm` the norms, and `rest` everything outside of these: residual
 sums, masks, Python. On a CPU, calls return when they are done, so no profiler is needed; the
 hooks cost about two microseconds a module, reported as `overhead` and kept in `rest`.
@@ -55,8 +56,12 @@ def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, flo
 
         return leave
 
-    handles = []
+    handles, inside = [], ()
     for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue  # computed by its parent's own forward, which hooks would switch off
+        if "attention" in kind_of(name, module) and "forward" in vars(module):
+            inside = (*inside, f"{name}.")
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leaver(kind_of(name, module))))
     try:

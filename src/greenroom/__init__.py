@@ -7,9 +7,10 @@ Names are imported when they are first used, so that importing the package costs
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from greenroom.threads import wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.hf.load import load as load
@@ -29,9 +30,7 @@ __all__ = ["GreenroomError", "load", "simulate", "verify"]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
-    # Readers and compute share the cores: a thread that spins for work takes one from them. This
-    # holds for the OpenMP that torch brings, so it must be said before torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly()  # before torch is imported
     return getattr(import_module(_WHERE[name]), name)
 
 

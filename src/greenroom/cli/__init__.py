@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from greenroom import __version__
 from greenroom.errors import GreenroomError, UsageError, VerifyError
+from greenroom.threads import wait_briefly
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 1 verify failed, 2 the user's mistake or the model's, 130 interrupted."""
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see greenroom/__init__.py
+    wait_briefly()
     try:
         args = parser().parse_args(argv)
         code = int(args.main(args) or 0)

@@ -39,12 +39,14 @@ class Served:
     """What became of a step's requests, in their order.
 
     `slots[i]` is where request i is or will be, `hits[i]` is 1 where it already was, `evicted[i]`
-    is the piece that made room, or -1. `pinned` says that the step's pieces await a `release`.
+    is the piece that made room, or -1. `misses` are the hits that are 0. `pinned` says that the
+    step's pieces await a `release`.
     """
 
     slots: Ints
     hits: Ints
     evicted: Ints
+    misses: int
     pinned: bool
 
 
@@ -154,7 +156,7 @@ class Cache:
         misses = self._serve(self.state, pieces, now, pinned, out)
         if misses < 0:
             raise RuntimeError("no piece can be evicted: every resident is pinned")
-        return Served(out[0], out[1], out[2], pinned)
+        return Served(out[0], out[1], out[2], int(misses), pinned)
 
     def release(self, pieces: Ints) -> None:
         """Undo the pins of a step that is over."""

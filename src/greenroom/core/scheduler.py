@@ -104,22 +104,18 @@ class Scheduler:
             raise RuntimeError("a step is under way")
         now = event.step * self.pieces.layers + event.layer
         served = self.cache.serve(event.experts, now, self.pin)
-        misses = np.flatnonzero(served.hits == 0).tolist()
+        size = event.experts.size
         self.counts.steps += 1
-        self.counts.requests += event.experts.size
-        self.counts.hits += event.experts.size - len(misses)
-        self.step = Step(
-            now,
-            event.experts,
-            served,
-            ready=np.flatnonzero(served.hits).tolist(),
-            missing={},
-            blocked={},
-            uncomputed=event.experts.size,
-        )
-        if misses:
-            self._demand(self.step, misses)
-            self._pump(actions)
+        self.counts.requests += size
+        self.counts.hits += size - served.misses
+        step = self.step = Step(now, event.experts, served, [], {}, {}, uncomputed=size)
+        if served.misses == 0:  # nothing to choose: the usual step of a large cache
+            step.wave = list(range(size))
+            actions.append(Compute(event.experts, served.slots))
+            return
+        step.ready = np.flatnonzero(served.hits).tolist()
+        self._demand(step, np.flatnonzero(served.hits == 0).tolist())
+        self._pump(actions)
         self._advance(actions)
 
     def _demand(self, step: Step, misses: list[int]) -> None:

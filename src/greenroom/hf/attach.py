@@ -19,6 +19,7 @@ from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler import Counts, Scheduler
 from greenroom.errors import BudgetError, ClosedError
 from greenroom.hf.build import IMPLEMENTATION
+from greenroom.hf.kv import reserve
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.driver import Driver, Meter
 from greenroom.runtime.fakes import FakeSlots, FakeStore
@@ -110,7 +111,7 @@ class Greenroom:
             experts = LayerExperts(module, parts.catalog.layouts[layer], slots)
             setattr(module, BINDING, Binding(self.driver, self.kernel, layer, experts))
         if self.kernel.name != "eager":
-            self.accelerated = accelerate(model)
+            self.accelerated = accelerate(model, reserve)
 
     @property
     def capacity(self) -> int:

@@ -23,6 +23,7 @@ from greenroom.hf.budget import (
 )
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.kv import SPARE
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.kernels import KERNELS
 from greenroom.runtime.memory import give_back, rss_bytes
@@ -79,7 +80,7 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
         readers=config.readers,
         direct=config.direct,
         context=context,
-        kv_cache_bytes=kv_cache_bytes(draft.model, context),
+        kv_cache_bytes=kv_cache_bytes(draft.model, context + SPARE),
     )
     tokenizer = _tokenizer(checkpoint)
     if config.cache is not None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import layers
+from greenroom.runtime.kernels.attention import Reserve, attention_forward, fits
 from greenroom.runtime.kernels.jit import body
 
 FEW = 4  # tokens
@@ -48,9 +50,21 @@ class Accelerated:
         self.counts.clear()
 
 
-def accelerate(model: nn.Module) -> Accelerated:
-    """Give the eligible submodules of a model on the CPU a compiled forward for few tokens."""
-    done = Accelerated()
+def accelerate(model: nn.Module, reserve: Reserve = lambda cache, layer: None) -> Accelerated:
+    """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
+
+    `reserve` makes room in a KV cache for one token, where it can.
+    """
+    done, tried = Accelerated(), dict[Any, bool]()
+    for module in model.modules():
+        if fits(module) and "forward" not in module.__dict__ and _unheard(module):
+            styles = {norm_style(part) for name, part in module.named_children() if "norm" in name}
+            width = module.head_dim
+            if all(p.numel() == width for n, p in module.named_parameters() if "norm" in n) and (
+                len(styles) <= 1 and None not in styles
+            ):
+                style = styles.pop() if styles else None
+                done.add("attention", module, attention_forward(module, style, reserve, tried))
     for module in _candidates(model):
         if type(module) is nn.Linear:
             done.add("linear", module, linear_forward(module))
@@ -71,9 +85,12 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
-        plain = not module._forward_hooks and not module._forward_pre_hooks
-        if plain and "forward" not in module.__dict__ and weight.is_contiguous():
+        if _unheard(module) and "forward" not in module.__dict__ and weight.is_contiguous():
             yield module
+
+
+def _unheard(module: nn.Module) -> bool:
+    return not module._forward_hooks and not module._forward_pre_hooks
 
 
 def linear_forward(module: nn.Linear) -> Forward:

@@ -45,6 +45,41 @@ def store(kind, sums, bias, out, n):
             put(kind, out, i, get(F, sums, i))
 
 
+@njit(inline="always")
+def multiply(kind, weight, bias, x, out, N, K, n0, sums):
+    """UNIT rows of w [N, K] from row n0 on times one row x [K]; `sums` is room for UNIT floats."""
+    size = size_of(kind)
+    n, w = min(UNIT, N - n0), weight + n0 * K * size
+    whole = n - n % COLUMNS
+    for i in range(0, whole, COLUMNS):
+        dot_1x4(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
+    for i in range(whole, n):
+        dot_1x1(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
+    if bias != 0:
+        bias += n0 * size
+    store(kind, sums, bias, out + n0 * size, n)
+
+
+@njit(inline="always")
+def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
+    """A row over the root of its mean square, times a weight of `kind`; rounded to `kind`."""
+    total, one = stack(), np.float32(1.0)
+    dot_1x1(xkind, xkind, x, 4 * n, n, n, 0, (x,), (total,))
+    scale = one / np.sqrt(get(F, total, 0) / np.float32(n) + eps)
+    if style == ROUND_THEN_SCALE:
+        for i in range(n):
+            v = rounded(kind, get(xkind, x, i) * scale)
+            put(okind, out, i, rounded(kind, get(kind, weight, i) * v))
+    elif style == SCALE_IN_FLOAT:
+        for i in range(n):
+            v = get(kind, weight, i) * (get(xkind, x, i) * scale)
+            put(okind, out, i, rounded(kind, v))
+    else:
+        for i in range(n):
+            v = (one + get(kind, weight, i)) * (get(xkind, x, i) * scale)
+            put(okind, out, i, rounded(kind, v))
+
+
 def gemv(kind, stamp):
     """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32."""
 
@@ -57,18 +92,9 @@ def gemv(kind, stamp):
             n0 = claim(p, 0, 1) * UNIT
             if n0 >= N:
                 return
-            n, w = min(UNIT, N - n0), word(p, W) + n0 * K * size
             for m in range(word(p, X_ROWS)):
-                x = word(p, X) + m * K * size
-                whole = n - n % COLUMNS
-                for i in range(0, whole, COLUMNS):
-                    dot_1x4(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
-                for i in range(whole, n):
-                    dot_1x1(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
-                bias = word(p, BIAS)
-                if bias != 0:
-                    bias += n0 * size
-                store(kind, sums, bias, word(p, OUT) + (m * N + n0) * size, n)
+                x, out = word(p, X) + m * K * size, word(p, OUT) + m * N * size
+                multiply(kind, word(p, W), word(p, BIAS), x, out, N, K, n0, sums)
 
     return enter
 
@@ -79,23 +105,10 @@ def rms_norm(kind, stamp):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        total = stack()
         size, n, style = size_of(kind), word(p, N_COLUMNS), word(p, N_STYLE)
         weight, eps = word(p, N_WEIGHT), get(F, p + 8 * N_EPS, 0)
-        one = np.float32(1.0)
         for m in range(word(p, N_ROWS)):
             x, out = word(p, N_X) + m * n * size, word(p, N_OUT) + m * n * size
-            dot_1x1(kind, kind, x, n * size, n, n, 0, (x,), (total,))
-            scale = one / np.sqrt(get(F, total, 0) / np.float32(n) + eps)
-            if style == ROUND_THEN_SCALE:
-                for i in range(n):
-                    v = rounded(kind, get(kind, x, i) * scale)
-                    put(kind, out, i, get(kind, weight, i) * v)
-            elif style == SCALE_IN_FLOAT:
-                for i in range(n):
-                    put(kind, out, i, get(kind, weight, i) * (get(kind, x, i) * scale))
-            else:
-                for i in range(n):
-                    put(kind, out, i, (one + get(kind, weight, i)) * (get(kind, x, i) * scale))
+            normalise(kind, kind, x, n, weight, eps, style, kind, out)
 
     return enter
