@@ -17,7 +17,9 @@ tokens and starts decoding without the prompt's context.
 
 Floor: resident bytes over RAM bandwidth + missing bytes over disk bandwidth (floor.py, measured at
 the start), with the bytes that Greenroom itself read for a token; `% of floor` is how much of that
-rate it reaches. Its policy decides the bytes; the floor judges how they were moved.
+rate it reaches. Its policy decides the bytes; the floor judges how they were moved. Prefill: the
+time of the prompt against the longer of computing it (measured with everything resident) and reading
+the bytes that it missed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -105,9 +108,18 @@ def per_token(result: Result, counter: str) -> float:
     return float(result["decode"][counter] / len(result["token_s"]))
 
 
-def report(results: Results, measured: dict[str, Any], variants: list[str]) -> str:
-    """Two tables: every engine's rates, and Greenroom against the floor and its peers."""
-    speeds, against = [], []
+def prompt_s(folder: Path, args: argparse.Namespace) -> float:
+    """Seconds to compute a prompt with every expert resident: what no cache can beat."""
+    result = run_worker("greenroom", folder, threads=args.threads, repeats=3, tokens=1)
+    return statistics.median(result["prefill_s"][1:])
+
+
+def report(
+    results: Results, measured: dict[str, Any], variants: list[str], computing: float
+) -> str:
+    """Three tables: every engine's rates, then Greenroom's decode and prefill beside what bounds
+    them. `computing` is `prompt_s`."""
+    speeds, against, prompts = [], [], []
     for variant in variants:
         for (of, engine), runs in results.items():
             if of != variant:
@@ -134,6 +146,13 @@ def report(results: Results, measured: dict[str, Any], variants: list[str]) -> s
             f"{bound:.3g}", f"{rate / bound:.0%}",
             *(show_ratio(pairs(results, variant, peer)) for peer in ("accelerate", "llama.cpp")),
         ))  # fmt: skip
+        took = median_of(ours, lambda r: r["prefill_s"][0])
+        read = median_of(ours, lambda r: r["prefill"]["bytes_read"])
+        least = max(computing, read / measured["disk"])
+        prompts.append((
+            variant, f"{took:.2f}", f"{read / 1e9:.2f}", f"{computing:.2f}",
+            f"{read / measured['disk']:.2f}", f"{took / least:.2f}",
+        ))  # fmt: skip
     first = table(
         (
             "variant",
@@ -151,7 +170,12 @@ def report(results: Results, measured: dict[str, Any], variants: list[str]) -> s
          "floor tokens/s", "% of floor", "x accelerate", "x llama.cpp"),
         against,
     )  # fmt: skip
-    return f"{first}\n\n{second}"
+    third = table(
+        ("variant", "prompt of 128, s", "read GB", "computing alone, s", "reading alone, s",
+         "x the longer"),
+        prompts,
+    )  # fmt: skip
+    return f"{first}\n\n{second}\n\n{third}"
 
 
 def _prefill(result: Result) -> float:
@@ -188,7 +212,8 @@ def main() -> int:
     except CgroupError as error:
         note(str(error))
         return 2
-    print(report(results, measured, args.variants))
+    computing = prompt_s(folder_of(args.root, args.variants[0]), args)
+    print(report(results, measured, args.variants, computing))
     disk, ram = measured["disk"] / 1e9, measured["ram"] / 1e9
     print(f"\nFloor from RAM {ram:.1f} GB/s ({args.threads} threads), disk {disk:.2f} GB/s.")
     return 0

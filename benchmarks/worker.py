@@ -96,14 +96,17 @@ def counters(model: Any) -> Counter[str]:
 
 @torch.no_grad()
 def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    passes, decode = Passes(model), Counter[str]()
+    passes, decode, prefill = Passes(model), Counter[str](), Counter[str]()
     passes.prefill(8)
     passes.decode(2)
     first = counters(model)
     prefill_s: list[float] = []
     token_s: list[float] = []
     for _ in range(args.repeats):
+        before = counters(model)
         prefill_s.append(passes.prefill(args.prompt))
+        prefill.update(counters(model))
+        prefill.subtract(before)
         before = counters(model)
         token_s += passes.decode(args.tokens)
         decode.update(counters(model))
@@ -113,7 +116,7 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         last = counters(model)
         last.subtract(first)
         stats = model.greenroom.stats()
-        result.update(decode=decode, all=last)
+        result.update(decode=decode, prefill=prefill, all=last)
         for name in ("capacity", "experts", "policy", "kernels", "budget_bytes"):
             result[name] = getattr(stats, name)
     if args.breakdown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 from typing import NoReturn
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     wait_briefly()
+    collecting = gc.isenabled()
+    gc.disable()  # importing makes a million objects and no garbage
     try:
         args = parser().parse_args(argv)
         code = int(args.main(args) or 0)
@@ -62,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         _drop_output()
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
         return _say(f"{where}{error.strerror or error}", 2)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _say(message: str, code: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.ahead import compile_ahead
 from greenroom.cli.options import add_options, take
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.errors import UsageError
@@ -44,6 +46,7 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
+    compile_ahead(args.model, load)
 
     from greenroom.cli.live import LiveLine, status
     from greenroom.cli.progress import bars
@@ -53,6 +56,8 @@ def main(args: argparse.Namespace) -> None:
 
     bars(loading=True, wanted=not args.json)
     model, tokenizer = load_with(args.model, load)
+    gc.freeze()  # what is there now stays: only what an answer leaves is worth a look
+    gc.enable()
     out = _Out(shown=not args.json)
     try:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)

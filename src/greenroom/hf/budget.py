@@ -88,29 +88,28 @@ def experts_per_token(model: PreTrainedModel) -> int:
 def kv_cache_bytes(model: PreTrainedModel, context: int) -> int:
     """Bytes of the cache for `context` tokens, and of the largest layer once more.
 
-    A layer's keys and values are copied as they grow. Measured on the meta device: two passes of
-    different length tell what one token adds.
+    A layer's keys and values are copied as they grow. Measured by a pass on the meta device.
     """
     try:
-        short, long = _cache_of(model, 16), _cache_of(model, 48)
+        layers = _cache_of(model)
     except Exception:  # a model whose forward cannot run without data
         return _kv_by_config(model, context)
-    totals = [sum(short), sum(long)]
-    per_token = max(totals[1] - totals[0], 0) / 32
-    largest = max((b - a for a, b in zip(short, long, strict=True)), default=0) / 32
-    fixed = totals[0] - 16 * per_token  # states that do not grow with the tokens
-    return int(fixed + (per_token + largest) * context)
+    per_token = sum(growing for growing, _ in layers) + max(growing for growing, _ in layers)
+    return per_token * context + sum(fixed for _, fixed in layers)
 
 
-def _cache_of(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Bytes of each layer's cache after one pass, on the meta device."""
+def _cache_of(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Each layer's (bytes a token, bytes of states that do not grow with the tokens)."""
+    tokens = 47  # no other dimension is likely to be that
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     with torch.no_grad():
         cache: Any = model(input_ids=ids, use_cache=True).past_key_values
     sizes = []
     for layer in cache.layers:
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        sizes.append(sum(t.numel() * t.element_size() for t in tensors))
+        nbytes = [(t.numel() * t.element_size(), tokens in t.shape) for t in tensors]
+        growing = sum(n for n, grows in nbytes if grows) // tokens
+        sizes.append((growing, sum(n for n, grows in nbytes if not grows)))
     return sizes
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import LoadConfig
-from greenroom.core.cache import split_capacity
+from greenroom.core.cache import compile_for, split_capacity
 from greenroom.errors import CheckpointError, UnknownName
 from greenroom.hf.attach import Greenroom, Parts, slots_for
 from greenroom.hf.budget import (
@@ -25,8 +25,8 @@ from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.kv import SPARE
 from greenroom.policies import policy as named_policy
-from greenroom.runtime.kernels import KERNELS
-from greenroom.runtime.memory import give_back, rss_bytes
+from greenroom.runtime.kernels import KERNELS, ahead
+from greenroom.runtime.memory import give_back, rss_bytes, uncollected
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,11 @@ def load(
 
 def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`load` from a checked config."""
+    with uncollected():
+        return _load(source, config)
+
+
+def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     named_policy(config.policy)
     if config.kernels != "auto" and config.kernels not in KERNELS:
         raise UnknownName("kernel", config.kernels, ["auto", *KERNELS])
@@ -95,6 +100,8 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
         model = draft.load()
         parts = replace(parts, budget_bytes=budget)
     model.generation_config.prefill_chunk_size = PREFILL_BLOCK
+    compile_for(named_policy(config.policy))
+    ahead.wait()
     model.greenroom = greenroom = Greenroom(model, parts)
     try:
         greenroom.compile()

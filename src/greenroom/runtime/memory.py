@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -62,6 +64,20 @@ def peak_rss_bytes() -> int:
 
 
 def give_back() -> None:
-    """Return freed heap pages to the system (glibc keeps them otherwise)."""
+    """Collect garbage and return freed heap pages to the system (glibc keeps them otherwise)."""
+    gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which would walk a million objects of the libraries
+    again and again while a model is built and kernels are compiled: a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -38,7 +38,7 @@ SHAPE = {
     "attention_dropout": 0.0,
 }
 FITTING: dict[str, tuple[type[nn.Module], Any]] = {
-    "qwen3_moe": (Qwen3MoeAttention, Qwen3MoeConfig(**SHAPE, head_dim=20)),
+    "qwen3_moe": (Qwen3MoeAttention, Qwen3MoeConfig(**SHAPE, head_dim=48)),
     "qwen3_moe, no groups": (
         Qwen3MoeAttention,
         Qwen3MoeConfig(**SHAPE | {"num_key_value_heads": 6}, head_dim=64),

@@ -1,32 +1,41 @@
-"""How a step's experts are computed from their slots, and faster dense layers for one token."""
+"""How a step's experts are computed from their slots, and faster dense layers for one token.
+
+Names are imported when they are first used: what compiles (`jit`, `ahead`) needs no torch.
+"""
 
 from __future__ import annotations
 
-from greenroom.errors import UnknownName
-from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
-from greenroom.runtime.kernels.base import Kernel, LayerExperts, Recipe, Slots
-from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused
-from greenroom.runtime.kernels.routing import Routing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-KERNELS: dict[str, type[Eager] | type[Fused]] = {"eager": Eager, "numba": Fused}
+if TYPE_CHECKING:
+    from greenroom.runtime.kernels.accelerate import Accelerated as Accelerated
+    from greenroom.runtime.kernels.accelerate import accelerate as accelerate
+    from greenroom.runtime.kernels.base import Kernel as Kernel
+    from greenroom.runtime.kernels.base import LayerExperts as LayerExperts
+    from greenroom.runtime.kernels.base import Recipe as Recipe
+    from greenroom.runtime.kernels.base import Slots as Slots
+    from greenroom.runtime.kernels.routing import Routing as Routing
+    from greenroom.runtime.kernels.table import KERNELS as KERNELS
+    from greenroom.runtime.kernels.table import kernel as kernel
+
+_WHERE = {
+    "KERNELS": "table",
+    "kernel": "table",
+    "Accelerated": "accelerate",
+    "accelerate": "accelerate",
+    "Kernel": "base",
+    "LayerExperts": "base",
+    "Recipe": "base",
+    "Slots": "base",
+    "Routing": "routing",
+}
+__all__ = list(_WHERE)
 
 
-def kernel(name: str) -> Kernel:
-    """The expert kernel of a name; `UnknownName` lists those that exist."""
-    if name not in KERNELS:
-        raise UnknownName("kernel", name, KERNELS)
-    return KERNELS[name]()
-
-
-__all__ = [
-    "KERNELS",
-    "Accelerated",
-    "Kernel",
-    "LayerExperts",
-    "Recipe",
-    "Routing",
-    "Slots",
-    "accelerate",
-    "kernel",
-]
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value  # in place of a module of the same name, such as `accelerate`
+    return value

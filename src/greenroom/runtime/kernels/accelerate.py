@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from greenroom.runtime.kernels import layers
 from greenroom.runtime.kernels.attention import Reserve, attention_forward, fits
-from greenroom.runtime.kernels.jit import body
+from greenroom.runtime.kernels.openmp import body
 
 FEW = 4  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start

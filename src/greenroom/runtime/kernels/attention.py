@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import heads
-from greenroom.runtime.kernels.jit import body
+from greenroom.runtime.kernels.ir import LANES
+from greenroom.runtime.kernels.openmp import body
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -38,65 +39,69 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _words(count: int, values: dict[int, int]) -> array[int]:
+    """An array of int64 words, those that are named set."""
+    return array("q", [values.get(index, 0) for index in range(count)])
+
+
 class OneToken:
     """One attention module's compiled forward; `fits` says whether a module may have one."""
 
     def __init__(self, module: nn.Module, style: Style | None, reserve: Reserve) -> None:
-        self.module: Any = module
+        own: Any = module
+        self.module, self.original = own, type(module).forward
         self._reserve = reserve
-        self.original = type(module).forward
-        q, k, v, o = (module._modules[name] for name in _LINEAR)
-        self.width, self.hidden = int(self.module.head_dim), q.weight.shape[1]  # type: ignore
-        self.heads = q.weight.shape[0] // self.width  # type: ignore[union-attr]
-        self.kv_heads = k.weight.shape[0] // self.width  # type: ignore[union-attr]
-        self.dtype: torch.dtype = q.weight.dtype  # type: ignore[union-attr,assignment]
-        self._known = [
-            (name, part, part._parameters["weight"])
-            for name, part in module._modules.items()
-            if part is not None and part._parameters.get("weight") is not None
-        ]
+        parts: dict[str, Any] = dict(module._modules)
+        q, k, v, o = (parts[name] for name in _LINEAR)
+        self.width: int = own.head_dim
+        self.hidden: int = q.weight.shape[1]
+        self.heads: int = q.weight.shape[0] // self.width
+        self.kv_heads: int = k.weight.shape[0] // self.width
+        self.dtype: torch.dtype = q.weight.dtype
+        self._known = [(name, part, part._parameters["weight"]) for name, part in parts.items()]
         self._project = body(heads.project, self.dtype)
         self._attend = body(heads.attend, self.dtype)
         code, eps = style or (0, 0.0)
+        self._projecting = _words(
+            heads.PROJECT_WORDS,
+            {
+                heads.HIDDEN: self.hidden,
+                heads.Q_HEADS: self.heads,
+                heads.KV_HEADS: self.kv_heads,
+                heads.WIDTH: self.width,
+                heads.EPS: _bits(eps),
+                heads.STYLE: code,
+            },
+        )
+        self._projecting.extend(self._of_heads(q, parts.get("q_norm"), self.heads, rotated=True))
+        self._projecting.extend(self._of_heads(k, parts.get("k_norm"), self.kv_heads, rotated=True))
+        self._projecting.extend(self._of_heads(v, None, self.kv_heads, rotated=False))
+        self._attending = _words(
+            heads.ATTEND_WORDS,
+            {
+                heads.A_WIDTH: self.width,
+                heads.A_KV_HEADS: self.kv_heads,
+                heads.GROUP: self.heads // self.kv_heads,
+                heads.SCALE: _bits(own.scaling),
+                heads.A_W: o.weight.data_ptr(),
+                heads.A_ROWS: o.weight.shape[0],
+                heads.A_BIAS: _address(o.bias),
+            },
+        )
+
+    def _of_heads(self, linear: Any, norm: Any, count: int, rotated: bool) -> Iterator[int]:
+        """The words of a projection's heads."""
         size = self.width * self.dtype.itemsize
-        self._projecting = array("q", [0] * heads.PROJECT_WORDS)
-        for index, value in (
-            (heads.HIDDEN, self.hidden),
-            (heads.Q_HEADS, self.heads),
-            (heads.KV_HEADS, self.kv_heads),
-            (heads.WIDTH, self.width),
-            (heads.EPS, _bits(eps)),
-            (heads.STYLE, code),
-        ):
-            self._projecting[index] = value
-        for part, count, norm in (
-            (q, self.heads, "q_norm"),
-            (k, self.kv_heads, "k_norm"),
-            (v, self.kv_heads, None),
-        ):
-            weight, bias = part._parameters["weight"], part._parameters.get("bias")
-            scale = module._modules.get(norm) if norm else None
-            for head in range(count):
-                self._projecting.extend(
-                    (
-                        weight.data_ptr() + head * size * self.hidden,
-                        0 if bias is None else bias.data_ptr() + head * size,
-                        0 if scale is None else scale._parameters["weight"].data_ptr(),
-                        int(part is not v),
-                    )
-                )
-        bias = o._parameters.get("bias")
-        self._attending = array("q", [0] * heads.ATTEND_WORDS)
-        for index, value in (
-            (heads.A_WIDTH, self.width),
-            (heads.A_KV_HEADS, self.kv_heads),
-            (heads.GROUP, self.heads // self.kv_heads),
-            (heads.SCALE, _bits(self.module.scaling)),
-            (heads.A_W, o.weight.data_ptr()),  # type: ignore[union-attr,operator]
-            (heads.A_ROWS, o.weight.shape[0]),  # type: ignore[union-attr]
-            (heads.A_BIAS, 0 if bias is None else bias.data_ptr()),
-        ):
-            self._attending[index] = value
+        weight, bias = linear.weight.data_ptr(), _address(linear.bias)
+        for head in range(count):
+            yield weight + head * size * self.hidden
+            yield bias and bias + head * size
+            yield _address(norm.weight) if norm else 0
+            yield int(rotated)
 
     def intact(self) -> bool:
         """Are the parts still those that the addresses were taken from, and nobody listens?"""
@@ -209,17 +214,18 @@ def try_out(one: OneToken, rotary: int) -> bool:
 
 def fits(module: nn.Module) -> bool:
     """Has a module the parts of the common attention, and no others?"""
-    parts, own = module._modules, set(module._parameters) | set(module._buffers)
+    parts: dict[str, Any] = module._modules
+    own = set(module._parameters) | set(module._buffers)
     if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or own:
         return False
     linear = [parts[name] for name in _LINEAR]
     if not all(type(part) is nn.Linear and part.weight.is_contiguous() for part in linear):
         return False
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts.values()):  # type: ignore
+    if any(part._forward_hooks or part._forward_pre_hooks for part in parts.values()):
         return False
-    q, k, v, o = (part.weight for part in linear)  # type: ignore[union-attr]
+    q, k, v, o = (part.weight for part in linear)
     width = getattr(module, "head_dim", None)
-    if not isinstance(width, int) or width % 4 or not hasattr(module, "layer_idx"):
+    if not isinstance(width, int) or width % LANES or not hasattr(module, "layer_idx"):
         return False
     if not isinstance(getattr(module, "scaling", None), float):
         return False
@@ -240,16 +246,16 @@ def attention_forward(
 
     def forward(
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         if one.takes(hidden_states, position_embeddings, attention_mask, past_key_values):
             if key not in tried:
-                tried[key] = try_out(one, position_embeddings[0].shape[-1])  # type: ignore[index]
+                tried[key] = try_out(one, position_embeddings[0].shape[-1])
             if tried[key]:
-                return one(hidden_states, position_embeddings, past_key_values), None  # type: ignore
+                return one(hidden_states, position_embeddings, past_key_values), None
         return original(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )

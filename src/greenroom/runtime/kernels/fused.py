@@ -25,8 +25,7 @@ from greenroom.runtime.kernels import compiled, eager
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.jit import body
-from greenroom.runtime.kernels.openmp import Body
+from greenroom.runtime.kernels.openmp import Body, body
 from greenroom.runtime.kernels.routing import Routing
 
 _SERIAL = 1 << 16  # elements below which the sum over experts is not worth a second thread

@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.compiled import BLOCK, axpys, dots, exp
+from greenroom.runtime.kernels.compiled import BLOCK, exp, panels
 from greenroom.runtime.kernels.ir import (
     COLUMNS,
     address_of,
     await_,
     claim,
+    dot_1x1,
     dot_1x4,
     float_of,
     get,
@@ -159,16 +160,27 @@ def attend(kind, stamp):
             q = word(p, Q) + first * width * size
             for i in range(group * width):
                 put(F, x, i, get(kind, q, i))
-            dots(
-                kind, word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW), width, context, width,
-                0, x, width, 0, scores, context, 0, 0, 0, group,
-            )  # fmt: skip
+            keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
+            whole = context - context % COLUMNS
+            for t in range(0, whole, COLUMNS):
+                for j in range(group):
+                    out_of = (scores + 4 * (j * context + t),)
+                    dot_1x4(
+                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
+                    )  # fmt: skip
+            for t in range(whole, context):
+                for j in range(group):
+                    out_of = (scores + 4 * (j * context + t),)
+                    dot_1x1(
+                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
+                    )  # fmt: skip
             for j in range(group):  # the sums take the place of the queries
                 put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
-            axpys(
-                kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width, BLOCK,
-                0, scores, context, 0, out, width, 0, 0, 0, group, cells,
-            )  # fmt: skip
+            for j in range(group):
+                panels(
+                    kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,
+                    BLOCK, 0, scores + 4 * j * context, out + 4 * j * width, cells,
+                )  # fmt: skip
             for j in range(group):
                 total, row = get(F, x, j), j * width
                 for i in range(row, row + width):

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
+
+from greenroom.runtime.kernels.jit import Enter, machine_code
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
 
@@ -61,3 +64,10 @@ class Body:
             PARALLEL(self.address, argument, threads, 0)
         else:
             self._alone(argument)
+
+
+@cache
+def body(kernel: Callable[..., Enter], dtype: torch.dtype, *options: bool) -> Body:
+    """A kernel, compiled for a weight type, as the body of a region."""
+    code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
+    return Body(code.address, code)

@@ -1,0 +1,33 @@
+"""Begin to compile before anything heavy is imported, for what the model probably needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from greenroom.config import Amount, LoadConfig
+
+ROOM = 2 << 30  # bytes; with less the second process could break the budget
+
+
+def compile_ahead(model: str, config: LoadConfig) -> None:
+    """Start the second process where the budget has room for it."""
+    from greenroom.runtime.kernels import ahead
+    from greenroom.runtime.memory import available_bytes
+
+    available = available_bytes()
+    budget = available
+    if config.memory not in (None, "auto"):
+        budget = Amount.parse(config.memory, "--memory").of(available)
+    dtype = config.dtype if config.dtype != "auto" else _dtype(Path(model) / "config.json")
+    if config.kernels != "eager" and budget >= ROOM and dtype in ("bfloat16", "float16"):
+        ahead.start(dtype)
+
+
+def _dtype(config: Path) -> str:
+    """The type that a folder's model is stored in; most are in bfloat16."""
+    try:
+        stored = json.loads(config.read_text())
+        return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
+    except (OSError, ValueError, AttributeError):  # said later, where it is opened for real
+        return "bfloat16"

@@ -1,0 +1,74 @@
+"""Compile the kernels in a second process while this one imports torch and transformers.
+
+The first answer on a machine waits for both: 6 seconds each on two cores. A model of another
+type or layout than was guessed compiles what it lacks itself.
+
+    python -m greenroom.runtime.kernels.ahead bfloat16
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from greenroom.runtime.kernels import source
+
+PATIENCE = 120  # seconds
+_child: subprocess.Popen[bytes] | None = None
+
+
+def compile_all(dtype: str) -> None:
+    """All kernels for one weight type and plain matrices."""
+    from greenroom.runtime.kernels import compiled, heads, layers
+    from greenroom.runtime.kernels.jit import machine_code
+
+    machine_code(compiled.wave, dtype, False)
+    for kernel in (
+        *(compiled.combine, layers.gemv, layers.rms_norm),
+        *(heads.project, heads.attend),
+    ):
+        machine_code(kernel, dtype)
+    _marker(dtype).touch()
+
+
+def _marker(dtype: str) -> Path:
+    """A file that says that all is compiled."""
+    python = "".join(map(str, sys.version_info[:2]))
+    name = f"ahead-{dtype}-{source.stamp():x}-numba{version('numba')}-py{python}"
+    return source.folder() / name
+
+
+def start(dtype: str) -> None:
+    """Begin, where there is a second core, a folder that keeps the result, and a need."""
+    global _child
+    folder = source.folder()
+    kept = os.access(folder if folder.exists() else folder.parent, os.W_OK)
+    if _child or not kept or (os.cpu_count() or 1) < 2 or _marker(dtype).exists():
+        return
+    _child = subprocess.Popen(
+        [sys.executable, "-m", __name__, dtype],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    atexit.register(_child.kill)
+
+
+def wait() -> None:
+    """Until the second process, if there is one, has ended."""
+    global _child
+    if _child is not None:
+        try:
+            _child.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            _child.kill()
+        atexit.unregister(_child.kill)
+        _child = None
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])
