@@ -18,8 +18,8 @@ tokens and starts decoding without the prompt's context.
 Floor: resident bytes over RAM bandwidth + missing bytes over disk bandwidth (floor.py, measured at
 the start), with the bytes that Greenroom itself read for a token; `% of floor` is how much of that
 rate it reaches. Its policy decides the bytes; the floor judges how they were moved. Prefill: the
-time of the prompt against the longer of computing it (measured with everything resident) and reading
-the bytes that it missed.
+time of the prompt against the longer of computing it (measured with everything resident) and
+reading the bytes that it missed.
 """
 
 from __future__ import annotations
