@@ -46,6 +46,8 @@ def experts_forward(
     kernel = binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     binding.driver.step(
-        binding.layer, routing.experts, lambda experts, slots: kernel.wave(step, experts, slots)
+        binding.layer,
+        routing.experts,
+        lambda experts, slots: kernel.wave(step, experts.tolist(), slots.tolist()),
     )
     return kernel.combine(step)

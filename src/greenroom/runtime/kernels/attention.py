@@ -144,38 +144,44 @@ class OneToken:
     def __call__(self, x: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         """The attention's output for x [1, 1, hidden], whose keys and values join the cache."""
         words, size = array("q", self._projecting), self.dtype.itemsize
-        queries = torch.empty(self.heads * self.width, dtype=self.dtype)
-        work = torch.empty((self.heads + 2 * self.kv_heads) * self.width)
-        words[heads.X], words[heads.SCRATCH] = x.data_ptr(), work.data_ptr()
-        words[heads.Q_OUT], words[heads.ROTARY] = queries.data_ptr(), positions[0].shape[-1]
-        words[heads.COS], words[heads.SIN] = (part.data_ptr() for part in positions)
         room = self._reserve(cache, self.module.layer_idx)
         if room is None:
             k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
         else:
             k, v = room
+        work = self._work(k.shape[2])
+        words[heads.X], words[heads.ROTARY] = x.data_ptr(), positions[0].shape[-1]
+        words[heads.Q_OUT] = queries = work.data_ptr()
+        words[heads.SCRATCH] = queries + 4 * self.heads * self.width
+        words[heads.COS], words[heads.SIN] = (part.data_ptr() for part in positions)
         for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
             _, step_of_head, step_of_token, _ = tensor.stride()
             words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
             words[step] = size * step_of_head
         self._project(words.buffer_info()[0])
-        if room is None:
-            k, v = cache.update(k, v, self.module.layer_idx)
-            if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
-                k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-        return self._attended(queries, k, v)
+        if room is not None:
+            return self._attended(queries, k, v, work)
+        k, v = cache.update(k, v, self.module.layer_idx)
+        if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
+            k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
+        return self._attended(queries, k, v, self._work(k.shape[2]))
 
-    def _attended(self, queries: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _work(self, context: int) -> Tensor:
+        """Memory for a call, in float32 words: queries, then what one of the bodies needs."""
+        projected = (self.heads + 2 * self.kv_heads) * self.width
+        attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
+        return torch.empty(self.heads * self.width + max(projected, attended))
+
+    def _attended(self, queries: int, k: Tensor, v: Tensor, work: Tensor) -> Tensor:
         """queries [heads * width] over k, v [1, kv_heads, tokens, width], and projected."""
-        context, size, words = k.shape[2], self.dtype.itemsize, array("q", self._attending)
-        scores = torch.empty(self.heads * (context + 2 * self.width) + self.kv_heads * self.width)
-        mixed = torch.empty_like(queries)
+        size, words = self.dtype.itemsize, array("q", self._attending)
         out = torch.empty(1, 1, words[heads.A_ROWS], dtype=self.dtype)
-        words[heads.Q], words[heads.CONTEXT] = queries.data_ptr(), context
+        words[heads.Q], words[heads.CONTEXT] = queries, k.shape[2]
         words[heads.K], words[heads.V] = k.data_ptr(), v.data_ptr()
         _, words[heads.K_HEAD], words[heads.K_ROW], _ = (size * n for n in k.stride())
         _, words[heads.V_HEAD], words[heads.V_ROW], _ = (size * n for n in v.stride())
-        words[heads.SCORES], words[heads.MIXED] = scores.data_ptr(), mixed.data_ptr()
+        words[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
+        words[heads.SCORES] = words[heads.MIXED] + 4 * self.heads * self.width
         words[heads.A_OUT] = out.data_ptr()
         self._attend(words.buffer_info()[0])
         return out

@@ -44,18 +44,18 @@ F = np.float32(0)
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 # The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 32
+WAVE_WORDS = 33
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
-    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP,
+    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP, NARROW,
 ) = range(WAVE_WORDS)  # fmt: skip
 
 # The words of `combine`.
 (
     TOKENS_COUNT, HIDDEN_SIZE, C_ROUTED, C_EXPERTS, C_STARTS, C_TOKENS, C_ROWS, C_OUT, C_WEIGHTS,
-    SUMS, RESULT, C_BIAS, C_ROUNDS, ROUND_PRODUCT, ROUND_SUM,
-) = range(1, 16)  # fmt: skip
+    SUMS, RESULT, C_BIAS, C_ROUNDS, ROUND_PRODUCT, ROUND_SUM, C_NARROW,
+) = range(1, 17)  # fmt: skip
 
 
 @njit(error_model="numpy")
@@ -282,7 +282,11 @@ def wave(kind, stamp, by_columns):
         width, code, rounds = word(p, WIDTH), word(p, ACTIVATION), word(p, ROUNDS)
         interleaved = word(p, INTERLEAVED)
         limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
-        mid, act = word(p, MID), word(p, ACT)
+        mid, act, inputs = word(p, MID), word(p, ACT), word(p, X)
+        if word(p, NARROW) != 0:  # one token, not yet widened: each thread does it for itself
+            for i in range(hidden):
+                put(F, scratch, i, get(kind, inputs, i))
+            inputs, scratch = scratch, scratch + 4 * hidden
         slots = p + 8 * WAVE_WORDS
         experts = slots + 8 * count
         done = experts + 8 * count
@@ -304,7 +308,7 @@ def wave(kind, stamp, by_columns):
                 first, n = c0 * (pairs // runs), (c1 - c0) * (pairs // runs)
                 offset, K, columns = word(p, UP_OFFSET), hidden, width
                 block, carry = BLOCK if by_columns else hidden, 0
-                x, xi, out, oi = word(p, X), word(p, TOKENS), mid, 0
+                x, xi, out, oi = inputs, word(p, TOKENS), mid, 0
             else:
                 e, c0 = (unit - up_total) // downs, (unit - up_total) % downs * down_step
                 if up_total != 0:
@@ -364,6 +368,7 @@ def combine(kind, stamp):
         )
         bias, rounds = word(p, C_BIAS), word(p, C_ROUNDS)
         round_product, round_sum = word(p, ROUND_PRODUCT), word(p, ROUND_SUM)
+        narrow = word(p, C_NARROW) != 0
         size = size_of(kind)
         while True:
             c0 = claim(p, 0, 1) * 256
@@ -380,7 +385,11 @@ def combine(kind, stamp):
                     b = bias + size * (expert * hidden + c0) if bias != 0 else 0
                     finish(kind, y, b, n, rounds)
                     total = sums + 4 * (word(token_of, j) * hidden + c0)
-                    weight = get(F, weights, word(row_of, j))
+                    weight = (
+                        get(kind, weights, word(row_of, j))
+                        if narrow
+                        else get(F, weights, word(row_of, j))
+                    )
                     if round_product and round_sum:
                         for c in range(n):
                             v = rounded(kind, get(F, y, c) * weight)

@@ -50,7 +50,8 @@ class Plan:
         self.combine: Body = body(compiled.combine, layer.dtype)
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums.
         rows = compiled.GROUP * max(layer.hidden, layer.inner)
-        self.scratch = 4 * max(rows, compiled.BLOCK * compiled.STRIP * compiled.LANES + 1024)
+        strip = compiled.BLOCK * compiled.STRIP * compiled.LANES + 1024
+        self.scratch = 4 * (max(rows, strip) + -(-layer.hidden // 16) * 16)  # and one token's x
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
         # Channels and columns claimed together; a transposed matrix is read along its long rows
         # where each expert has one token, and in narrow strips for several tokens at once.
@@ -81,15 +82,16 @@ class Step:
     """
 
     __slots__ = (
-        *("buffer", "layer", "out", "routing", "routing_words", "sums", "weights", "words"),
-        *("x", "x32"),
+        *("buffer", "kept", "layer", "narrow", "out", "routing", "routing_words", "sums"),
+        *("weights", "words", "x"),
     )
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
         self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
-        self.x32 = x if x.dtype is torch.float32 else x.float()
-        if not self.x32.is_contiguous():
-            self.x32 = self.x32.contiguous()
+        # One token stays as it is: torch's conversion takes longer than the kernel's own.
+        self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
+        wide = x if self.narrow else x.float().contiguous()
+        self.kept = wide  # its memory is in use until the last wave
         (tokens, top_k), entries, count = routing.shape, len(routing.rows), len(routing.experts)
         act = entries * layer.width
         self.out = act + entries * layer.inner
@@ -98,7 +100,7 @@ class Step:
         experts, start = routing.address, self.buffer.data_ptr()
         at = experts + 8 * (2 * count + 1)
         self.routing_words = count, experts, experts + 8 * count, at, at + 16 * entries
-        self.words = self.x32.data_ptr(), start, start + 4 * act, start + 4 * self.out
+        self.words = wide.data_ptr(), start, start + 4 * act, start + 4 * self.out
 
     def matrix(self, start: int, rows: int, columns: int) -> Tensor:
         """A part of the buffer as a matrix."""
@@ -160,7 +162,8 @@ class Fused:
         dtype = layer.recipe.sum_dtype(x, step.weights)
         product = x.dtype if rounds and step.weights.dtype == x.dtype else torch.float32
         weights = step.weights
-        if weights.dtype is not torch.float32 or not weights.is_contiguous():
+        narrow = weights.dtype is layer.dtype and weights.is_contiguous()
+        if not narrow:
             weights = weights.float().contiguous()
         result = torch.empty(tokens, hidden, dtype=x.dtype)
         out = step.words[3]
@@ -171,7 +174,7 @@ class Fused:
                 *(out + 4 * (step.sums - step.out), result.data_ptr()),
                 *(0 if bias is None else bias.data_ptr(), int(rounds)),
                 int(x.dtype in (product, dtype)),
-                int(dtype == x.dtype),
+                *(int(dtype == x.dtype), int(narrow)),
             ],
         )
         plan.combine(words.buffer_info()[0], len(routing.rows) * hidden > _SERIAL)
@@ -195,7 +198,7 @@ class Fused:
             "q",
             [
                 *(0, 0, up, down, count, *step.routing_words, carry, *step.words),
-                *(scratch, stride, *plan.tail, *steps, *slots, *experts, *[0] * count),
+                *(scratch, stride, *plan.tail, *steps, step.narrow, *slots, *experts, *[0] * count),
             ],
         )
         plan.wave(words.buffer_info()[0])
