@@ -3,7 +3,8 @@
 `greenroom doctor` measures one and `simulate --machine` takes it. The file is JSON:
 
     {"format": "greenroom-machine", "version": 1, "host": {...},
-     "links": [{"source": "disk", "target": "host", "bandwidth": 1.6e9, "latency": 8e-5, "lanes": 2}],
+     "links": [{"source": "disk", "target": "host",
+                "bandwidth": 1.6e9, "latency": 8e-5, "lanes": 2}],
      "processors": [{"name": "cpu", "memory": "host",
                      "expert": {"nbytes": [3145728], "tokens": [1, 16], "seconds": [[2e-4, 6e-4]]},
                      "dense": {...the same...}}]}

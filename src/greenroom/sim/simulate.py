@@ -77,7 +77,7 @@ def simulate(
     scheduler = Scheduler(
         pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed
     )
-    clock = _Clock(scheduler, costs)
+    clock = Clock(scheduler, costs)
     ends: list[float] = []
     under_way = None
     for step in steps:
@@ -102,7 +102,7 @@ def simulate(
     )
 
 
-class _Clock:
+class Clock:
     """Simulated time: an event heap, one processor and one chain of links."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
