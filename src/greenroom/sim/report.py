@@ -15,8 +15,6 @@ FLOOR = "OPT, not pinned: the floor"
 COLUMNS = (
     ("policy", "policy"),
     ("capacity", "capacity"),
-    ("requests", "requests"),
-    ("misses", "misses"),
     ("miss_ratio", "miss ratio"),
     ("above", "above floor"),
     ("ttft_s", "TTFT p50"),
@@ -24,6 +22,8 @@ COLUMNS = (
     ("tpot_p95_s", "TPOT p95"),
     ("tokens_per_s", "tokens/s"),
     ("stall_share", "stalled"),
+    ("requests", "requests"),
+    ("misses", "misses"),
 )
 
 
@@ -96,7 +96,7 @@ class Report:
             key=lambda row: float(row["miss_ratio"]),
         )
         least = dict(self.floor)[capacity]
-        share = f"{capacity / self.experts:.0%}"
+        share = f"{100 * capacity / self.experts:.0f} %"
         tiles = [
             (f"{best['requests']:,}", "requests"),
             (str(best["policy"]), f"fewest misses at {share} ({capacity:,} experts)"),
@@ -145,16 +145,16 @@ class Report:
         if value is None:
             return "-"
         if key == "capacity":
-            return f"{value:,} ({value / self.experts:.0%})"
+            return f"{value:,} ({100 * value / self.experts:.0f} %)"
         if key in ("miss_ratio", "stall_share"):
             return _percent(value)
         if key == "above":
             return f"{100 * value:+.1f} %"
-        if key.endswith("_s") and key != "tokens_per_s":
+        if key in ("ttft_s", "tpot_s", "tpot_p95_s"):
             return show_time(value)
-        return f"{value:,.3g}" if isinstance(value, float) else escape(f"{value:,}") if isinstance(
-            value, int
-        ) else str(value)  # fmt: skip
+        if isinstance(value, float):
+            return f"{value:,.3g}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def show_time(seconds: float) -> str:
