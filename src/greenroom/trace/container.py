@@ -40,7 +40,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
+        return prod(self.shape) * int(np.dtype(self.dtype).itemsize)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             written = 0
             for part in tensor.parts:
                 data = np.ascontiguousarray(part, tensor.dtype)
-                file.write(memoryview(data.reshape(-1).view(np.uint8)))
+                file.write(data.reshape(-1).view(np.uint8).data)
                 written += data.nbytes
             if written != tensor.nbytes:
                 raise ValueError(f"{name}: {written} bytes for {tensor.nbytes}")

@@ -6,21 +6,17 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import TraceError
-from greenroom.trace import container
+from greenroom.trace import container, journal
 from greenroom.trace.container import Tensor
+from greenroom.trace.metadata import FORMAT, VERSION, metadata, named
 from greenroom.trace.trace import Experts, GateInputs, Prediction, Trace
-
-FORMAT = "greenroom.trace"
-VERSION = 1
-T = TypeVar("T")
 
 
 def load(path: str | Path) -> Trace:
@@ -35,10 +31,8 @@ def load(path: str | Path) -> Trace:
             head = file.read(4)
         if head[:2] == b"PK":
             return _checked(path, _read_npz)
-        if head == b"GRTJ":
-            from greenroom.trace.journal import read as read_journal
-
-            return _checked(path, read_journal)
+        if head == journal.MAGIC:
+            return _checked(path, journal.read)
         return _checked(path, _read)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -46,13 +40,8 @@ def load(path: str | Path) -> Trace:
 
 
 def _unfinished(path: Path) -> str:
-    journal = journal_of(path)
-    return f"; a recording that did not end is at {journal}" if journal.is_file() else ""
-
-
-def journal_of(path: Path) -> Path:
-    """Where a recording grows until it is whole."""
-    return path.with_name(path.name + ".journal")
+    grows = journal.journal_of(path)
+    return f"; a recording that did not end is at {grows}" if grows.is_file() else ""
 
 
 def _checked(path: Path, reader: Any) -> Trace:
@@ -67,7 +56,7 @@ def _checked(path: Path, reader: Any) -> Trace:
 
 def save(trace: Trace, path: str | Path) -> None:
     """Write a trace: beside, then renamed, so that it is there whole or not at all."""
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "experts": trace.experts,
         "experts_per_layer": trace.experts_per_layer,
         "request_starts": trace.request_starts,
@@ -91,24 +80,6 @@ def save(trace: Trace, path: str | Path) -> None:
         {name: Tensor(array.dtype, array.shape, [array]) for name, array in tensors.items()},
         metadata(names, trace.meta, {name: p.distance for name, p in trace.predictions.items()}),
     )
-
-
-def named(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
-    """(distinct labels by first appearance, the number of each label)."""
-    numbers: dict[str, int] = {}
-    found = [numbers.setdefault(label, len(numbers)) for label in labels]
-    return list(numbers), np.array(found, np.int32)
-
-
-def metadata(names: list[str], meta: dict[str, Any], distances: dict[str, int]) -> dict[str, str]:
-    """The `__metadata__` of a trace file."""
-    return {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "labels": json.dumps(names),
-        "meta": json.dumps(meta),
-        "predictions": json.dumps(distances),
-    }
 
 
 def _read(path: Path) -> Trace:

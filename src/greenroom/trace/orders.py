@@ -6,6 +6,7 @@ The orders are defined in docs/design.md; they differ in what a step is (see cor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from greenroom.errors import UnknownName
 from greenroom.trace.trace import Trace, starts_of
 
 ORDERS = ("natural", "rounds", "runtime")
+Counted = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 _BINS = 1 << 18  # passes x experts that are counted at a time: they fit in a core's cache
 
 
@@ -34,10 +36,11 @@ def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> St
 
 
 def _dense(trace: Trace) -> NDArray[np.int32]:
-    return trace.experts + trace.offsets[:-1, None].astype(np.int32)
+    dense: NDArray[np.int32] = trace.experts + trace.offsets[:-1, None].astype(np.int32)
+    return dense
 
 
-def _by_token(trace: Trace, steps: int, layer: NDArray[np.int32]) -> dict[str, NDArray]:  # type: ignore[type-arg]
+def _by_token(trace: Trace, steps: int, layer: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
     """What natural order and rounds share: `steps` a token, of these layers."""
     tokens = trace.tokens
     request = np.repeat(np.arange(trace.requests, dtype=np.int32), np.diff(trace.request_starts))
@@ -75,22 +78,21 @@ def _rounds(trace: Trace) -> Stream:
 
 def _runtime(trace: Trace) -> Stream:
     passes, layers = trace.passes, trace.layers
-    pieces, starts, rows, weights = [], [], [], []
+    parts: list[Counted] = []
     for first, last in _blocks(trace):
-        found = _count(trace, first, last)
-        for whole, part in zip((pieces, starts, rows, weights), found, strict=True):
-            whole.append(part)
+        parts.append(_count(trace, first, last))
+    pieces, counts, rows, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     request = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
     return Stream(
-        pieces=np.concatenate(pieces),
-        starts=starts_of(np.concatenate(starts)),
+        pieces=pieces,
+        starts=starts_of(counts),
         now=np.arange(passes * layers, dtype=np.int64),
         layer=np.tile(np.arange(layers, dtype=np.int32), passes),
         token=np.repeat(np.arange(passes, dtype=np.int64), layers),
         request=np.repeat(request.astype(np.int32), layers),
         prefill=np.repeat(trace.pass_prefill, layers),
-        rows=np.concatenate(rows),
-        weights=np.concatenate(weights),
+        rows=rows,
+        weights=weights,
     )
 
 
@@ -101,7 +103,7 @@ def _blocks(trace: Trace) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, trace.passes)
 
 
-def _count(trace: Trace, first: int, last: int) -> tuple[NDArray, NDArray, NDArray, NDArray]:  # type: ignore[type-arg]
+def _count(trace: Trace, first: int, last: int) -> Counted:
     """(pieces, pieces a step, rows, weights) of some passes: a bin for each pass and expert."""
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from greenroom.core.pieces import Ints
 from greenroom.errors import TraceError
 
-Experts = NDArray[np.uint8] | NDArray[np.uint16]
+Experts = NDArray[Any]  # uint8 or uint16
 _BLOCK = 1 << 16  # tokens that are checked at a time: bounds the memory of a check
 
 
