@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from greenroom.core.layout import SlotLayout
 from greenroom.core.machine import Table
-from greenroom.runtime.kernels import LayerExperts, Recipe, Routing, accelerate, kernel
+from greenroom.runtime.kernels import Kernel, LayerExperts, Recipe, Routing, accelerate, kernel
 from greenroom.runtime.slots import HostSlots
 
 STREAMED = 96 << 20  # bytes of weights that take turns
@@ -30,14 +30,41 @@ TOKENS = (1, 16, 128)
 class Experts(nn.Module):
     """A SwiGLU experts module whose weights lie in slots."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, transposed: bool = False) -> None:
         super().__init__()
         self.num_experts, self.has_gate, self.is_concatenated = experts, True, True
-        self.has_bias = self.has_post_expert_norm = self.is_transposed = False
+        self.has_bias = self.has_post_expert_norm = False
+        self.is_transposed = transposed
 
     def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
         gate, up = h.chunk(2, dim=-1)
         return silu(gate) * up
+
+
+def random_layer(hidden: int, inner: int, experts: int, transposed: bool = False) -> LayerExperts:
+    """A layer of bf16 experts, all resident; expert e lies in slot e.
+
+    All have the same small random weights: drawing them takes longer than any measurement.
+    """
+    up, down = (2 * inner, hidden), (hidden, inner)
+    if transposed:
+        up, down = up[::-1], down[::-1]
+    layout = SlotLayout.pack([("gate_up_proj", up, "bfloat16"), ("down_proj", down, "bfloat16")])
+    slots = HostSlots(experts, layout.nbytes)
+    for spec in layout.tensors:
+        drawn = (torch.randn(spec.shape) / 30).bfloat16()
+        for slot in range(experts):
+            slots.tensor(slot, spec).copy_(drawn)
+    return LayerExperts(Experts(experts, transposed), layout, slots, Recipe())
+
+
+def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A whole step of `random_layer` in one wave: x [T, H], index and weights [T, K] -> [T, H]."""
+    routing = Routing.of(index.numpy(), layer.num_experts)
+    state = chosen.begin(layer, x, routing, weights)
+    ids = routing.experts.tolist()
+    chosen.wave(state, ids, ids)
+    return chosen.combine(state)
 
 
 @torch.no_grad()
@@ -48,43 +75,22 @@ def expert_times(seconds: float, shapes: Sequence[tuple[int, int]] = SHAPES) -> 
     """
     sizes, rows = [], []
     for hidden, inner in shapes:
-        layout = SlotLayout.pack(
-            [("gate_up_proj", (2 * inner, hidden), "bfloat16"),
-             ("down_proj", (hidden, inner), "bfloat16")]
-        )  # fmt: skip
-        count = max(2 * TOGETHER, STREAMED // layout.nbytes // TOGETHER * TOGETHER)
-        slots = HostSlots(count, layout.nbytes)
-        _fill(slots, count)
-        layer = LayerExperts(Experts(count), layout, slots, Recipe())
-        sizes.append(layout.nbytes)
+        nbytes = 6 * hidden * inner
+        layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
+        sizes.append(nbytes)
         rows.append([_step_time(layer, tokens, seconds) / TOGETHER for tokens in TOKENS])
-        slots.close()
     return _table(sizes, rows)
 
 
-def _fill(slots: HostSlots, count: int) -> None:
-    """Small random bf16 weights, made once and copied: drawing them all would take longest."""
-    drawn = (torch.randn(slots.stride // 2) / 30).bfloat16().view(torch.uint8).numpy()
-    for slot in range(count):
-        slots.bytes(slot)[: drawn.size] = drawn
-
-
 def _step_time(layer: LayerExperts, tokens: int, seconds: float) -> float:
+    """A step in which every token chooses the same four experts, others in every step."""
     chosen = kernel("numba")
     x = torch.randn(tokens, layer.hidden).bfloat16()
     weights = torch.full((tokens, TOGETHER), 1 / TOGETHER).bfloat16()
-    turns: Iterator[int] = itertools.cycle(range(0, layer.num_experts, TOGETHER))
-
-    def step() -> None:
-        first = next(turns)
-        index = torch.arange(first, first + TOGETHER).expand(tokens, -1).contiguous()
-        routing = Routing.of(index.numpy(), layer.num_experts)
-        state = chosen.begin(layer, x, routing, weights)
-        ids = routing.experts.tolist()
-        chosen.wave(state, ids, ids)
-        chosen.combine(state)
-
-    return typical(step, seconds)
+    firsts = range(0, layer.num_experts, TOGETHER)
+    together = [torch.arange(n, n + TOGETHER).expand(tokens, -1).contiguous() for n in firsts]
+    turns = itertools.cycle(together)
+    return typical(lambda: step(chosen, layer, x, next(turns), weights), seconds)
 
 
 @torch.no_grad()
@@ -110,12 +116,12 @@ def dense_times(seconds: float, shapes: Sequence[tuple[int, int]] = DENSE) -> Ta
     return _table(sizes, rows)
 
 
-def typical(work: Callable[[], object], seconds: float, least: int = 3) -> float:
-    """The median time of a call, after one that warms up."""
+def typical(work: Callable[[], object], seconds: float) -> float:
+    """The median time of a call, after one that warms up; at least one call is timed."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
