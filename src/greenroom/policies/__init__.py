@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from greenroom.core.policy import Policy
 from greenroom.errors import UnknownName
+from greenroom.policies.arc import arc
+from greenroom.policies.fate import fate
 from greenroom.policies.fifo import fifo
+from greenroom.policies.hobbit import hobbit
+from greenroom.policies.hybrimoe import hybrimoe
+from greenroom.policies.lcp import lcp
 from greenroom.policies.lfu import lfu, lfu_in_cache
+from greenroom.policies.lfuda import lfuda
+from greenroom.policies.llru import llru
 from greenroom.policies.lru import lru
+from greenroom.policies.marking import marking
+from greenroom.policies.moe_infinity import moe_infinity
+from greenroom.policies.opt import opt
+from greenroom.policies.random import random
+from greenroom.policies.s3fifo import s3fifo
+from greenroom.policies.sieve import sieve
+from greenroom.policies.static import static
 
-POLICIES: dict[str, Policy] = {p.name: p for p in (lru, fifo, lfu, lfu_in_cache)}
+POLICIES: dict[str, Policy] = {
+    p.name: p
+    for p in (
+        *(lru, fifo, lfu, lfu_in_cache, random, marking, opt),
+        *(llru, lcp, moe_infinity, static),
+        *(s3fifo, sieve, arc, lfuda),
+        *(hobbit, hybrimoe, fate),
+    )
+}
 DEFAULT = "lru"
 
 

@@ -12,45 +12,45 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, Setup, State, compiled
-from greenroom.policies import heaps
-from greenroom.policies.heaps import Heaps
+from greenroom.policies import buckets
+from greenroom.policies.buckets import Buckets
 
 
 class Own(NamedTuple):
-    heaps: Heaps  # key: requests
+    buckets: Buckets  # key: requests
     count: Ints  # [P] requests
 
 
 def memory(setup: Setup) -> Own:
-    return Own(heaps.empty(setup), np.zeros(setup.pieces, np.int64))
+    return Own(buckets.empty(setup), np.zeros(setup.pieces, np.int64))
 
 
 @compiled
 def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
     own.count[piece] += 1
-    heaps.rise(own.heaps, piece, own.count[piece], now.index)
+    buckets.rise(own.buckets, state.group_of[piece], piece, own.count[piece])
 
 
 @compiled
 def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
     own.count[piece] += 1
-    heaps.push(own.heaps, state.group_of[piece], piece, own.count[piece], now.index)
+    buckets.place(own.buckets, state.group_of[piece], piece, own.count[piece])
 
 
 @compiled
 def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    heaps.drop(own.heaps, state.group_of[piece], piece)
+    buckets.drop(own.buckets, piece)
 
 
 @compiled
 def forget(state: State, own: Own, piece: int, now: Now) -> None:
-    on_evict(state, own, piece, now)
+    buckets.drop(own.buckets, piece)
     own.count[piece] = 0
 
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    return int(heaps.lowest(own.heaps, group, state))
+    return int(buckets.lowest(own.buckets, group, state))
 
 
 lfu = Policy("lfu", memory, victim, on_hit, on_insert, on_evict)

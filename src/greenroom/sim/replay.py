@@ -66,9 +66,7 @@ def replay(
     misses = 0
     for begin, end in _parts(stream, reset):
         state = empty_state(layer, sizes)
-        setup = policy.setup(
-            layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream
-        )
+        setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         own = policy.memory(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
