@@ -62,7 +62,7 @@ def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> fl
     """Read from memory by that many threads, best pass: a compiled loop that adds eight bytes."""
     import numba
 
-    @numba.njit(nogil=True, fastmath=True)  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True, fastmath=True)
     def total(values: np.ndarray) -> int:
         result = 0
         for i in range(values.size):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,13 @@ def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights:
 
 
 @torch.no_grad()
-def expert_times(seconds: float, shapes: Sequence[tuple[int, int]] = SHAPES) -> Table:
+def expert_times(seconds: float) -> Table:
     """Seconds of one bf16 SwiGLU expert in a step of four, all resident.
 
     Each of size and tokens is measured for about `seconds`.
     """
     sizes, rows = [], []
-    for hidden, inner in shapes:
+    for hidden, inner in SHAPES:
         nbytes = 6 * hidden * inner
         layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
         sizes.append(nbytes)
@@ -94,10 +94,10 @@ def _step_time(layer: LayerExperts, tokens: int, seconds: float) -> float:
 
 
 @torch.no_grad()
-def dense_times(seconds: float, shapes: Sequence[tuple[int, int]] = DENSE) -> Table:
+def dense_times(seconds: float) -> Table:
     """Seconds of one bf16 linear layer without bias, as Greenroom computes it."""
     sizes, rows = [], []
-    for height, width in shapes:
+    for height, width in DENSE:
         nbytes = 2 * height * width
         model = nn.ModuleList(
             nn.Linear(width, height, bias=False, dtype=torch.bfloat16)

@@ -146,8 +146,9 @@ def _decisions(
             cache = Cache(pieces, capacity, policy, scope, seed, stream)
         before = request
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
+        asked = stream.pieces[part].astype(np.int64)
         served = cache.serve(
-            stream.pieces[part],
+            asked,
             int(stream.now[s]),
             pin,
             token=int(stream.token[s]),
@@ -156,7 +157,7 @@ def _decisions(
             weights=stream.weights[part],
         )
         if served.pinned:
-            cache.release(stream.pieces[part])
+            cache.release(asked)
         missed[part], slots[part] = served.hits == 0, served.slots
     return missed, slots
 
@@ -220,7 +221,7 @@ def _step_times(
             0,
             int(stream.layer[s]),
             stream.pieces[part].astype(np.int64),
-            stream.rows[part] if stream.rows.size else None,
+            stream.rows[part].astype(np.int64) if stream.rows.size else None,
             int(tokens[s]),
         )
         result[i] = each.step(step, missed[part], None if slots is None else slots[part])
