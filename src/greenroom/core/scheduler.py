@@ -103,7 +103,14 @@ class Scheduler:
         if self.step is not None:
             raise RuntimeError("a step is under way")
         now = event.step * self.pieces.layers + event.layer
-        served = self.cache.serve(event.experts, now, self.pin)
+        served = self.cache.serve(
+            event.experts,
+            now,
+            self.pin,
+            request=event.request,
+            rows=event.rows,
+            weights=event.weights,
+        )
         misses = np.flatnonzero(served.hits == 0).tolist()
         self.counts.steps += 1
         self.counts.requests += event.experts.size

@@ -59,7 +59,6 @@ def on_use(state: State, own: Own, piece: int, now: Now) -> None:
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     tokens = now.token - own.begin[0] + 1
-    recency, frequency = own.weight[0] / tokens, own.weight[1] / tokens
     best, least = -1, np.inf
     for slot in range(state.first[group], state.first[group + 1]):
         resident = state.piece_in[slot]
@@ -68,7 +67,9 @@ def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
         ahead = own.layer[resident] - now.layer
         if ahead < 0:
             ahead += own.near.size
-        score = recency * own.last[resident] + frequency * own.count[resident] + own.near[ahead]
+        score = own.weight[0] * own.last[resident] / tokens
+        score += own.weight[1] * own.count[resident] / tokens
+        score += own.near[ahead]
         if score < least or (score == least and own.index[resident] < own.index[best]):
             best, least = resident, score
     return int(best)

@@ -41,19 +41,24 @@ def memory(setup: Setup) -> Own:
 
 
 @compiled
+def part(rows: Rows, weights: Weights, i: int) -> float:
+    """What request i of a step counts."""
+    if weights.size:
+        return float(weights[i])
+    return float(rows[i]) if rows.size else 1.0
+
+
+@compiled
 def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
     alpha = own.alpha[0]
     for piece in range(own.begin[now.layer], own.begin[now.layer + 1]):
         own.score[piece] *= 1 - alpha
-    total = float(pieces.size)
-    if weights.size:
-        total = weights.sum()
-    elif rows.size:
-        total = float(rows.sum())
+    total = 0.0
+    for i in range(pieces.size):
+        total += part(rows, weights, i)
     if total > 0:
         for i in range(pieces.size):
-            share = weights[i] if weights.size else rows[i] if rows.size else 1.0
-            own.score[pieces[i]] += alpha * share / total
+            own.score[pieces[i]] += alpha * (part(rows, weights, i) / total)
 
 
 @compiled

@@ -44,7 +44,7 @@ class Own(NamedTuple):
     collection: Ints  # [C, P]
     counts: Ints  # [P, C] the same, so that one piece's counts are together
     dots: Ints  # [C] products of the current EAM with each of the collection
-    norms: Floats  # [C] lengths of those in the collection
+    squares: Ints  # [C] squared lengths of those in the collection
     scores: Floats  # [C, P] the scores that each would give as pEAM
     mixed: Floats  # [P] scores where pEAM is a sum of several, or the current EAM
     summed: Ints  # [P] that sum
@@ -63,7 +63,7 @@ def memory(setup: Setup) -> Own:
         collection=np.zeros((capacity, pieces), np.int64),
         counts=np.zeros((pieces, capacity), np.int64),
         dots=np.zeros(capacity, np.int64),
-        norms=np.ones(capacity),
+        squares=np.ones(capacity, np.int64),
         scores=np.zeros((capacity, pieces)),
         mixed=np.zeros(pieces),
         summed=np.zeros(pieces, np.int64),
@@ -89,6 +89,13 @@ def score(eam: Ints, begin: Ints, scores: Floats) -> None:
 
 
 @compiled
+def like(dot: int, square: int) -> float:
+    """What ranks as the cosine with a vector of that squared length does; equal where it is equal,
+    since nothing but the quotient is rounded."""
+    return float(dot) * float(dot) / float(square)
+
+
+@compiled
 def nearest(own: Own, eam: Ints) -> int:
     """The place in the collection that is nearest to an EAM, the first of equals."""
     best, most = -1, -1.0
@@ -96,8 +103,9 @@ def nearest(own: Own, eam: Ints) -> int:
         dot = 0
         for piece in range(eam.size):
             dot += eam[piece] * own.collection[place, piece]
-        if dot / own.norms[place] > most:
-            best, most = place, dot / own.norms[place]
+        closeness = like(dot, own.squares[place])
+        if closeness > most:
+            best, most = place, closeness
     return best
 
 
@@ -105,16 +113,16 @@ def nearest(own: Own, eam: Ints) -> int:
 def keep(own: Own, eam: Ints) -> None:
     """Put an EAM into the collection."""
     size = own.numbers[SIZE]
-    if size < own.norms.size:
+    if size < own.squares.size:
         place = size
         own.numbers[SIZE] += 1
     else:
         place = nearest(own, eam)
-    square = 0.0
+    square = 0
     for piece in range(eam.size):
         square += eam[piece] * eam[piece]
         own.collection[place, piece] = own.counts[piece, place] = eam[piece]
-    own.norms[place] = np.sqrt(square)
+    own.squares[place] = square
     score(own.collection[place], own.begin, own.scores[place])
 
 
@@ -153,7 +161,7 @@ def match(own: Own) -> int:
         return -1
     most, best, equals = -1.0, 0, 0
     for place in range(size):
-        cosine = own.dots[place] / own.norms[place]
+        cosine = like(own.dots[place], own.squares[place])
         if cosine > most:
             most, best, equals = cosine, place, 1
         elif cosine == most:
@@ -162,7 +170,7 @@ def match(own: Own) -> int:
         return best
     own.summed[:] = 0
     for place in range(best, size):
-        if own.dots[place] / own.norms[place] == most:
+        if like(own.dots[place], own.squares[place]) == most:
             for piece in range(own.summed.size):
                 own.summed[piece] += own.collection[place, piece]
     score(own.summed, own.begin, own.mixed)

@@ -57,6 +57,20 @@ def _look_ahead(
             asks[end[group]] = piece
 
 
+@njit(nogil=True, cache=True)
+def next_uses(pieces: Ids, count: int) -> Ints:
+    """For each request the index of the next one for the same piece; ids are below `count`.
+
+    Pieces that are not requested again have indices past the end, no two the same.
+    """
+    after = pieces.size + np.arange(count)
+    result = np.empty(pieces.size, np.int64)
+    for i in range(pieces.size - 1, -1, -1):
+        result[i] = after[pieces[i]]
+        after[pieces[i]] = i
+    return result
+
+
 def memory(setup: Setup) -> Own:
     pieces = setup.known.pieces
     kind = np.int32 if pieces.size < 2**31 else np.int64
