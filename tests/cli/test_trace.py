@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
@@ -22,6 +24,15 @@ from tests.trace.test_trace import small
 
 FEW = ("--cache", "25%", "--max-new-tokens", 6, "--kernels", "eager")
 CHAT = [{"role": "user", "content": "Why?"}]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models: threads would wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -137,7 +148,7 @@ def test_what_was_recorded_outlives_a_kill(folder: Path, cli: Run, tmp_path: Pat
     """Killed with -9 in the middle, then gone on with: the same trace as without."""
     prompts, out = tmp_path / "p.txt", tmp_path / "t"
     prompts.write_text("\n".join(f"Tale number {n}" for n in range(24)))
-    options = ("--cache", "25%", "--max-new-tokens", 8, "--temperature", 0, "--kernels", "eager")
+    options = ("--cache", "25%", "--max-new-tokens", 8, "--temperature", 0, "--threads", 1)
     command = ("trace", "record", folder, "--prompts", prompts, *options, "-o")
     process = start(*command, out)
     journal = journal_of(out)

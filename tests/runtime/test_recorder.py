@@ -130,12 +130,12 @@ def test_memory_is_bounded_by_flushing(start, tmp_path, monkeypatch):
     recorder = start(model)
     sizes = []
     with recorder.request(0, "", 1):
-        for _ in range(40):
+        for _ in range(60):
             model([1], TOKEN)
             sizes.append((tmp_path / "j").stat().st_size)
             assert len(recorder._passes) < 20
-    assert len(set(sizes)) > 3
-    assert load(tmp_path / "j").tokens == 40
+    assert len(set(sizes)) >= 4
+    assert load(tmp_path / "j").tokens == 60
     assert load(tmp_path / "j").requests == 1
 
 

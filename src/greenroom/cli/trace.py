@@ -68,6 +68,7 @@ def record(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     bars(loading=True)
     model, tokenizer = load_with(args.model, load)
+    began = False
     try:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
         model.greenroom.reset_stats()
@@ -75,6 +76,8 @@ def record(args: argparse.Namespace) -> None:
         with tqdm(total=len(prompts), unit=" requests", disable=shown) as bar:
 
             def progress(done: int, tokens: int) -> None:
+                nonlocal began
+                began = True
                 if done and not tokens:
                     print(f"going on after {done} requests of an earlier run", file=sys.stderr)
                 bar.set_postfix(tokens=tokens, refresh=False)
@@ -92,7 +95,7 @@ def record(args: argparse.Namespace) -> None:
             )
         stats = model.greenroom.stats()
     except BaseException:
-        if (journal := journal_of(args.out)).exists():
+        if began and (journal := journal_of(args.out)).exists():
             print(f"what was recorded is in {journal}: the same command goes on", file=sys.stderr)
         raise
     finally:
