@@ -1,9 +1,9 @@
 """How long a trace takes on a machine: TTFT, TPOT and stalls of every request, in simulated time.
 
-Who is missed is decided first, by the compiled replay. Then every step is timed by the event
-machine of the runtime (`simulate.Clock`), which is given these decisions. With demand transfers
-alone no transfer outlives its step, so steps that ask for the same (as many experts, as many of
-them missing, as many tokens) take the same time, and one of them is timed for all.
+Who is missed is decided first, by the compiled replay. Then the steps are timed: in one compiled
+call, and where a step waits for slots of its own by the event machine of the runtime, which is
+given these decisions. `simulate.simulate` runs the event machine over everything; it gives the same
+times, a thousand times slower.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from greenroom.core.stream import Stream
 from greenroom.policies import policy as policy_of
 from greenroom.sim.replay import replay
 from greenroom.sim.simulate import Clock, TraceStep
+from greenroom.sim.steps import step_times
 from greenroom.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -89,7 +90,7 @@ def times(
     offsets = trace.offsets
     missed, slots = _decisions(stream, offsets, capacity, policy, scope, pin, seed, reset)
     each = Chunked(offsets, expert_bytes, chunk_bytes, costs)
-    seconds, stall, compute = _step_times(trace, stream, missed, slots, each)
+    seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
     ends = np.zeros(trace.passes + 1)
     np.add.at(ends, stream.token + 1, seconds)
     ttft, gaps = by_request(trace, ends[1:])
@@ -167,17 +168,18 @@ class Chunked:
 
     def __init__(self, offsets: Ints, expert_bytes: int, chunk_bytes: int, costs: Costs) -> None:
         layers, experts = len(offsets) - 1, int(offsets[-1])
-        chunks = max(1, -(-expert_bytes // chunk_bytes))
-        pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [chunks] * experts)
+        self.costs, self.expert_bytes = costs, expert_bytes
+        self.chunks = max(1, -(-expert_bytes // chunk_bytes))
+        pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
         scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
         self._script = _Script(layers)
         scheduler.cache = self._script  # type: ignore[assignment]
         self._clock = Clock(scheduler, costs)
 
-    def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints | None) -> Floats:
+    def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
         """[3]: seconds, stall, compute. A slot of -1 is one that no other request has."""
         own = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
-        given = own if slots is None else np.where(slots < 0, own, slots)
+        given = np.where(slots < 0, own, slots)
         hits = (~missed).astype(np.int64)
         self._script.served = Served(given, hits, np.full_like(given, -1), False)
         clock = self._clock
@@ -198,32 +200,25 @@ class _Script:
         return self.served
 
 
-def _step_times(
+def _seconds(
     trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: Chunked
-) -> tuple[Floats, Floats, Floats]:
-    """(seconds, stall, compute) of each step."""
-    steps = stream.layer.size
-    if steps == 0:
-        return np.zeros(0), np.zeros(0), np.zeros(0)
-    first = stream.starts[:-1]
-    sizes = np.diff(stream.starts)
-    misses = np.add.reduceat(missed.astype(np.int64), first)
+) -> Floats:
+    """[S, 3]: seconds, stall and compute of each step."""
     tokens = np.diff(trace.pass_starts)[stream.token]
-    most = np.maximum.reduceat(stream.rows, first) if stream.rows.size else np.ones(steps, int)
-    alike = (most == 1) if slots is None else np.zeros(steps, np.bool_)
-    key = (sizes * (sizes.max() + 1) + misses) * (tokens.max() + 1) + tokens
-    key = np.where(alike, key, -1 - np.arange(steps))  # the others are each their own kind
-    _, chosen, kind = np.unique(key, return_index=True, return_inverse=True)
-    result = np.empty((chosen.size, 3))
-    for i, s in enumerate(chosen.tolist()):
+    found = step_times(
+        stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks
+    )
+    for s in range(0 if slots is None else stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        step = TraceStep(
-            0,
-            int(stream.layer[s]),
-            stream.pieces[part].astype(np.int64),
-            stream.rows[part].astype(np.int64) if stream.rows.size else None,
-            int(tokens[s]),
-        )
-        result[i] = each.step(step, missed[part], None if slots is None else slots[part])
-    found = result[kind.reshape(-1)]
-    return found[:, 0], found[:, 1], found[:, 2]
+        assert slots is not None
+        own = slots[part][slots[part] >= 0]
+        if np.unique(own).size < own.size:
+            step = TraceStep(
+                0,
+                int(stream.layer[s]),
+                stream.pieces[part].astype(np.int64),
+                stream.rows[part].astype(np.int64) if stream.rows.size else None,
+                int(tokens[s]),
+            )
+            found[s] = each.step(step, missed[part], slots[part])
+    return found
