@@ -1,33 +1,34 @@
-"""NEXT-USE: evict the expert whose next use is expected to lie farthest ahead. Ours; see
-docs/policies.md for how it was found and what it gains.
+"""NEXT-USE: evict the expert whose next use is expected to lie farthest ahead. Greenroom's own.
 
-OPT evicts the expert with the farthest next use. This policy estimates it, for every expert of a
-layer each time that layer was served, as
+OPT evicts the expert with the farthest next use. This policy estimates it for all experts of a
+layer whenever that layer is served, as
 
-    value = E[discount ** (T - 1)],   T = steps at this layer until the expert is used
+    value = E[discount ** (T - 1)],   T = steps of this layer until the expert is used
 
-which is 1 for an expert of the next token and falls towards 0. The estimate is a logistic function
-of what is known when the layer was served:
+which is 1 for an expert of the next token and falls towards 0. The estimate is an S-shaped function
+of a sum of what is known at that moment:
 
-  - links: which experts were used by this token, by the one before it, and by this token one layer
-    earlier. Each set of n experts is a vector with 1/sqrt(n) at its members (so its length is 1),
-    and every pair (expert used, expert to come) has a weight: a token-to-token Markov estimate that
-    is trained to predict instead of counted;
+  - links: which experts this token used, which the token before it, and which this token used one
+    layer earlier. A set of n experts counts 1/sqrt(n) for each of them, and every pair (expert
+    used, expert to come) has a weight: a Markov estimate, trained to predict instead of counted;
   - shares, as logarithms relative to the layer's mean: of the last few tokens, of this prompt, and
-    of the last few hundred tokens. The prompt's begins as the long-run share and becomes its own.
+    of the past when the prompt began. The prompt's begins as that of the past.
 
-Everything is learnt while it runs, from nothing, by temporal differences (Sutton, 1988): when the
-layer is served again, the value of an expert should have been 1 if it is used now, and
-discount * (its new value) if not; every weight moves along that error. So a horizon of many tokens
-is learnt one step at a time, and nothing needs the future.
+All weights are learnt while it runs, from nothing, by temporal differences (Sutton, 1988): when the
+layer is served again, an expert's value should have been 1 if it is used now, discount * (its new
+value) if not; every weight moves along that error. So a horizon of many tokens is learnt one step
+at a time, and the future is not needed.
 
 The victim has the smallest value * exp(-distance * d / layers), where d layers pass until its layer
-comes again: of two experts that wait equally many tokens, the one just served goes first.
+comes again: of two experts that wait for equally many tokens, the one just served goes first. The
+experts of the step that is being served go last. Ties go to the lowest id.
+
+How it was found, what it gains and what failed: docs/policies.md.
 """
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -46,235 +47,289 @@ from greenroom.core.policy import (
     compiled,
 )
 
-SHORT, LONG, PROMPT, BIAS = range(4)  # weights of a layer; the first three are features
+SHORT, LONG, PROMPT, CONSTANT = range(4)
 FEATURES = 3
-SAME, BEFORE, BELOW = range(3)  # sets: of this step, of the layer's last, of the layer below
-SETS = 3
-FLOOR = 0.02  # of the mean share: no logarithm is taken of less
+SAME, BEFORE, BELOW, NOW = range(4)  # sets: this token's, the one before's, the layer below's;
+SETS = 3  # NOW is what becomes SAME when the old estimates have been learnt from
+INITIAL = np.array([0.0, 0.0, 0.5, 0.0])  # a prompt's share is worth something from the start
+LEAST = 0.02  # of the mean share: no logarithm is taken of less
 GONE = np.inf
 
 
 class Own(NamedTuple):
-    """L layers, P pieces, E experts in the largest layer. `begin[l] + e` is a piece."""
+    """L layers, P pieces, E experts in the largest layer; [L, E] holds a number for each expert."""
 
-    begin: Ints  # [L + 1]
+    begin: Ints  # [L + 1] the first piece of each layer
     layer: Ints  # [P]
     one_group: bool  # all layers share a group
     seen: Ints  # [L] steps of the layer
-    shares: Floats  # [2, P] of the steps in which a piece was used, SHORT and LONG
-    prompt: Ints  # [P] uses in this prompt
-    prompt_steps: Ints  # [L] steps in this prompt
-    features: Floats  # [FEATURES, P] of the estimates that stand
-    sets: Ints  # [SETS, L, E] pieces: what the estimates that stand were made from
-    set_sizes: Ints  # [SETS, L]
-    links: Floats  # [SETS, P, E] from a piece to the experts of the layer that is estimated
-    weights: Floats  # [L, FEATURES + 1]
-    value: Floats  # [P] the estimates
-    key: Floats  # [P] the value of a resident, infinite for others
+    long: Floats  # [L, E] share of the steps so far in which it was used, decayed
+    mean: Floats  # [L] of `long` over the layer's experts
+    prompt_steps: Ints  # [L] steps of the layer in this prompt
+    uses: Ints  # [L, E] in this prompt
+    level: Floats  # [L] `mean` when the prompt began
+    prior: Floats  # [L, E] uses, in units of `level`, that the prompt began with
+    current: Floats  # [FEATURES, L, E]; PROMPT's is the logarithm of uses, not yet of a share
+    features: Floats  # [FEATURES, L, E] what the estimates that stand were made from
+    sets: Ints  # [SETS + 1, L, E] likewise: experts
+    set_sizes: Ints  # [SETS + 1, L]
+    links: Weights  # [SETS, L, E, E] from an expert of a set to each expert of the layer
+    weights: Floats  # [L, FEATURES + 1] of the features, and the constant
+    value: Floats  # [L, E] the estimates
+    key: Floats  # [L, E] the value of a resident, infinite for others
     floor: Floats  # [L] no resident of the layer has a smaller key
-    used: Floats  # [E] 1 where the step uses an expert: scratch
-    error: Floats  # [E] scratch
-    now: Ints  # [1] the serial number of the step
-    served: Ints  # [P] the last step that used a piece
-    keep: Floats  # [2] what a share keeps in a step, SHORT and LONG
+    used: Floats  # [E] 1 where the step uses an expert; scratch
+    error: Weights  # [E] scratch
+    steps: Ints  # [1] so far
+    last_step: Ints  # [L, E] in which it was used
+    nearness: Floats  # [L + 1] exp(-distance * d / L)
     discount: float
     rate: float
     link_rate: float
-    prior: float
-    nearness: Floats  # [L + 1] exp(-distance * d / L)
+    prior_tokens: float
+    keep_short: float  # what a share keeps from step to step
+    keep_long: float
 
 
 def memory(setup: Setup) -> Own:
-    layers, pieces = setup.layers, setup.pieces
+    layers = setup.layers
     begin = np.searchsorted(setup.layer, np.arange(layers + 1)).astype(np.int64)
-    widest = int(np.diff(begin).max())
-    o = setup.options
+    each = (layers, int(np.diff(begin).max()))
+    given = setup.options
     return Own(
         begin=begin,
         layer=setup.layer.astype(np.int64),
         one_group=setup.groups == 1,
         seen=np.zeros(layers, np.int64),
-        shares=np.zeros((2, pieces)),
-        prompt=np.zeros(pieces, np.int64),
+        long=np.zeros(each),
+        mean=np.zeros(layers),
         prompt_steps=np.zeros(layers, np.int64),
-        features=np.zeros((FEATURES, pieces)),
-        sets=np.zeros((SETS, layers, widest), np.int64),
-        set_sizes=np.zeros((SETS, layers), np.int64),
-        links=np.zeros((SETS, pieces, widest)),
-        weights=np.zeros((layers, FEATURES + 1)),
-        value=np.zeros(pieces),
-        key=np.full(pieces, GONE),
+        uses=np.zeros(each, np.int64),
+        level=np.zeros(layers),
+        prior=np.zeros(each),
+        current=np.zeros((FEATURES, *each)),
+        features=np.zeros((FEATURES, *each)),
+        sets=np.zeros((SETS + 1, *each), np.int64),
+        set_sizes=np.zeros((SETS + 1, layers), np.int64),
+        links=np.zeros((SETS, *each, each[1]), np.float32),
+        weights=np.tile(INITIAL, (layers, 1)),
+        value=np.zeros(each),
+        key=np.full(each, GONE),
         floor=np.full(layers, GONE),
-        used=np.zeros(widest),
-        error=np.zeros(widest),
-        now=np.zeros(1, np.int64),
-        served=np.full(pieces, -1, np.int64),
-        keep=np.exp2(-1.0 / np.array([o["short"], o["long"]])),
-        discount=o["discount"],
-        rate=o["rate"],
-        link_rate=o["link-rate"],
-        prior=o["prior"],
-        nearness=np.exp(-o["distance"] * np.arange(layers + 1) / layers),
+        used=np.zeros(each[1]),
+        error=np.zeros(each[1], np.float32),
+        steps=np.zeros(1, np.int64),
+        last_step=np.zeros(each, np.int64),
+        nearness=np.exp(-given["distance"] * np.arange(layers + 1) / layers),
+        discount=given["discount"],
+        rate=given["rate"],
+        link_rate=given["link-rate"],
+        prior_tokens=given["prior"],
+        keep_short=0.5 ** (1 / given["short"]),
+        keep_long=0.5 ** (1 / given["long"]),
     )
 
 
 @compiled
 def on_request(state: State, own: Own, now: Now) -> None:
-    own.prompt[:] = 0
     own.prompt_steps[:] = 0
 
 
 @compiled
 def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
     layer = now.layer
-    begin = own.begin[layer]
-    experts = own.begin[layer + 1] - begin
-    own.now[0] += 1
-    own.used[:] = 0.0
-    for piece in pieces:
-        own.used[piece - begin] = 1.0
-        own.prompt[piece] += 1
-        own.served[piece] = own.now[0]
-    own.prompt_steps[layer] += 1
-    if own.seen[layer] == 0:
-        # Nothing is known: every expert is as likely as this step has experts.
-        share = min(pieces.size / experts, 0.5)
-        own.weights[layer, BIAS] = log(share / (1.0 - share))
-        own.weights[layer, PROMPT] = 0.5
-        own.shares[:, begin : begin + experts] = share
-    for i in range(experts):
-        for h in range(2):
-            share = own.shares[h, begin + i]
-            own.shares[h, begin + i] = share + (1.0 - own.keep[h]) * (own.used[i] - share)
-    _learn(own, layer, begin, experts, pieces)
+    experts = own.begin[layer + 1] - own.begin[layer]
+    own.steps[0] += 1
+    _observe(own, layer, experts, pieces)
+    _estimate(own, layer, experts)
+    _learn(own, layer, experts)
+    _remember(own, layer, experts)
     own.seen[layer] += 1
     own.floor[layer] = GONE
-    for piece in range(begin, begin + experts):
-        if state.slot_of[piece] >= 0:
-            own.key[piece] = own.value[piece]
-            own.floor[layer] = min(own.floor[layer], own.value[piece])
-
-
-@compiled
-def _learn(own: Own, layer: int, begin: int, experts: int, pieces: Ids) -> None:
-    """Make the layer's estimates anew, and move the weights of the old ones along their error."""
-    weights, error, features = own.weights[layer], own.error, own.features
-    mean = 0.0
-    for piece in range(begin, begin + experts):
-        mean += own.shares[LONG, piece]
-    mean /= experts
-    # The new estimates need the new sets, the error's gradient the old ones: keep `sets` for now.
-    below = layer - 1 if layer > 0 else own.begin.size - 2
-    error[:] = 0.0
-    _add_links(own, SAME, pieces, begin, experts)
-    _add_links(own, BEFORE, own.sets[SAME, layer, : own.set_sizes[SAME, layer]], begin, experts)
-    if below != layer:
-        _add_links(own, BELOW, own.sets[SAME, below, : own.set_sizes[SAME, below]], begin, experts)
-    slope0 = slope1 = slope2 = slope3 = 0.0
-    known = own.seen[layer] > 0
-    scale = 1.0 / (own.prompt_steps[layer] + own.prior)
     for i in range(experts):
-        piece = begin + i
-        long = own.shares[LONG, piece] / mean + FLOOR
-        short = log(own.shares[SHORT, piece] / mean + FLOOR)
-        prompt = log((own.prompt[piece] / mean + own.prior * long) * scale)
-        long = log(long)
-        score = (
-            error[i]
-            + weights[BIAS]
-            + weights[SHORT] * short
-            + weights[LONG] * long
-            + weights[PROMPT] * prompt
+        if own.key[layer, i] < GONE:
+            own.key[layer, i] = own.value[layer, i]
+            own.floor[layer] = min(own.floor[layer], own.value[layer, i])
+
+
+@compiled
+def _observe(own: Own, layer: int, experts: int, pieces: Ids) -> None:
+    """Count the step. Only what is used needs a logarithm: other shares just decay."""
+    share = pieces.size / experts
+    if own.seen[layer] == 0:
+        # Nothing is known: every expert is as likely as this step has experts.
+        own.mean[layer] = share = min(share, 0.5)
+        own.weights[layer, CONSTANT] = (2.0 * share - 1.0) / sqrt(share - share * share)
+        for i in range(experts):
+            own.long[layer, i] = share
+    if own.prompt_steps[layer] == 0:
+        _begin_prompt(own, layer, experts)
+    own.prompt_steps[layer] += 1
+    decay, least, gain = log(own.keep_short), log(LEAST), 1.0 - own.keep_long
+    own.mean[layer] += gain * (share - own.mean[layer])
+    for i in range(experts):
+        own.used[i] = 0.0
+        own.long[layer, i] *= own.keep_long
+        own.current[SHORT, layer, i] = max(own.current[SHORT, layer, i] + decay, least)
+    own.set_sizes[NOW, layer] = pieces.size
+    for j in range(pieces.size):
+        i = pieces[j] - own.begin[layer]
+        own.sets[NOW, layer, j] = i
+        own.used[i] = 1.0
+        own.last_step[layer, i] = own.steps[0]
+        own.uses[layer, i] += 1
+        own.long[layer, i] += gain
+        recent = exp(own.current[SHORT, layer, i]) + (1.0 - own.keep_short) / own.level[layer]
+        own.current[SHORT, layer, i] = log(recent)
+        uses = own.prior[layer, i] + own.uses[layer, i] / own.level[layer]
+        own.current[PROMPT, layer, i] = log(uses)
+
+
+@compiled
+def _begin_prompt(own: Own, layer: int, experts: int) -> None:
+    """The prompt's shares begin as those of the past."""
+    own.level[layer] = own.mean[layer]
+    for i in range(experts):
+        relative = own.long[layer, i] / own.mean[layer] + LEAST
+        own.uses[layer, i] = 0
+        own.prior[layer, i] = own.prior_tokens * relative
+        own.current[LONG, layer, i] = log(relative)
+        own.current[PROMPT, layer, i] = log(own.prior[layer, i])
+
+
+@compiled
+def _estimate(own: Own, layer: int, experts: int) -> None:
+    """Put the new values' scores into `error`."""
+    total = log(own.prompt_steps[layer] + own.prior_tokens)
+    constant = own.weights[layer, CONSTANT] - own.weights[layer, PROMPT] * total
+    short, long, prompt = (
+        own.weights[layer, SHORT],
+        own.weights[layer, LONG],
+        own.weights[layer, PROMPT],
+    )
+    for i in range(experts):
+        own.error[i] = constant + (
+            short * own.current[SHORT, layer, i]
+            + long * own.current[LONG, layer, i]
+            + prompt * own.current[PROMPT, layer, i]
         )
-        value = 1.0 / (1.0 + exp(-score))
-        # What the value should have been, less what it was.
-        miss = own.used[i] + (1.0 - own.used[i]) * own.discount * value - own.value[piece]
-        slope0 += miss * features[SHORT, piece]
-        slope1 += miss * features[LONG, piece]
-        slope2 += miss * features[PROMPT, piece]
-        slope3 += miss
-        error[i] = miss
-        own.value[piece] = value
-        features[SHORT, piece] = short
-        features[LONG, piece] = long
-        features[PROMPT, piece] = prompt
-    if known:
-        step = own.rate / experts
-        weights[SHORT] += step * slope0
-        weights[LONG] += step * slope1
-        weights[PROMPT] += step * slope2
-        weights[BIAS] += 4.0 * step * slope3
-        for kind in range(SETS):
-            _move_links(own, kind, own.sets[kind, layer, : own.set_sizes[kind, layer]], experts)
-    _keep_set(own, BEFORE, layer, own.sets[SAME, layer, : own.set_sizes[SAME, layer]])
-    _keep_set(own, SAME, layer, pieces)
-    if below != layer:
-        _keep_set(own, BELOW, layer, own.sets[SAME, below, : own.set_sizes[SAME, below]])
+    lower = layer - 1 if layer > 0 else own.seen.size - 1
+    _add_links(own, SAME, layer, experts, NOW, layer)
+    _add_links(own, BEFORE, layer, experts, SAME, layer)
+    _add_links(own, BELOW, layer, experts, SAME, lower)
 
 
 @compiled
-def _add_links(own: Own, kind: int, pieces: Ids, begin: int, experts: int) -> None:
-    """Add to `error` what a set says of each expert of the layer."""
-    if pieces.size:
-        strength = 1.0 / np.sqrt(pieces.size)
-        for piece in pieces:
+def _add_links(own: Own, kind: int, layer: int, experts: int, whose: int, where: int) -> None:
+    """Add what a set announces to the scores."""
+    size = own.set_sizes[whose, where]
+    strength = np.float32(1.0 / sqrt(max(size, 1)))
+    for j in range(size):
+        expert = own.sets[whose, where, j]
+        for i in range(experts):
+            own.error[i] += strength * own.links[kind, layer, expert, i]
+
+
+@compiled
+def _learn(own: Own, layer: int, experts: int) -> None:
+    """Turn scores into values and errors, and move the weights that made the old values."""
+    by_short = by_long = by_prompt = by_constant = 0.0
+    for i in range(experts):
+        half = 0.5 * own.error[i]
+        value = 0.5 + 0.5 * np.divide(half, sqrt(1.0 + half * half))
+        wanted = own.used[i] + (1.0 - own.used[i]) * own.discount * value
+        own.error[i] = wanted - own.value[layer, i]
+        own.value[layer, i] = value
+    for i in range(experts):
+        by_short += own.error[i] * own.features[SHORT, layer, i]
+        by_long += own.error[i] * own.features[LONG, layer, i]
+        by_prompt += own.error[i] * own.features[PROMPT, layer, i]
+        by_constant += own.error[i]
+    if own.seen[layer] == 0:
+        return  # there were no old values
+    step = own.rate / experts
+    own.weights[layer, SHORT] += step * by_short
+    own.weights[layer, LONG] += step * by_long
+    own.weights[layer, PROMPT] += step * by_prompt
+    own.weights[layer, CONSTANT] += 4.0 * step * by_constant
+    for kind in range(SETS):
+        size = own.set_sizes[kind, layer]
+        strength = np.float32(own.link_rate / sqrt(max(size, 1)))
+        for j in range(size):
+            expert = own.sets[kind, layer, j]
             for i in range(experts):
-                own.error[i] += strength * own.links[kind, piece, i]
+                own.links[kind, layer, expert, i] += strength * own.error[i]
 
 
 @compiled
-def _move_links(own: Own, kind: int, pieces: Ids, experts: int) -> None:
-    """Move what a set says of each expert of the layer along `error`."""
-    if pieces.size:
-        step = own.link_rate / np.sqrt(pieces.size)
-        for piece in pieces:
-            for i in range(experts):
-                own.links[kind, piece, i] += step * own.error[i]
+def _remember(own: Own, layer: int, experts: int) -> None:
+    """Keep what the new estimates were made from, to learn from it next time."""
+    total = log(own.prompt_steps[layer] + own.prior_tokens)
+    for i in range(experts):
+        own.features[SHORT, layer, i] = own.current[SHORT, layer, i]
+        own.features[LONG, layer, i] = own.current[LONG, layer, i]
+        own.features[PROMPT, layer, i] = own.current[PROMPT, layer, i] - total
+    lower = layer - 1 if layer > 0 else own.seen.size - 1
+    _copy_set(own, SAME, layer, BEFORE, layer)
+    _copy_set(own, SAME, lower, BELOW, layer)
+    _copy_set(own, NOW, layer, SAME, layer)
 
 
 @compiled
-def _keep_set(own: Own, kind: int, layer: int, pieces: Ids) -> None:
-    own.set_sizes[kind, layer] = pieces.size
-    for i in range(pieces.size):
-        own.sets[kind, layer, i] = pieces[i]
+def _copy_set(own: Own, whose: int, where: int, kind: int, layer: int) -> None:
+    size = own.set_sizes[whose, where]
+    own.set_sizes[kind, layer] = size
+    for j in range(size):
+        own.sets[kind, layer, j] = own.sets[whose, where, j]
 
 
 @compiled
 def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    own.key[piece] = own.value[piece]
     layer = own.layer[piece]
-    own.floor[layer] = min(own.floor[layer], own.value[piece])
+    expert = piece - own.begin[layer]
+    own.key[layer, expert] = own.value[layer, expert]
+    own.floor[layer] = min(own.floor[layer], own.value[layer, expert])
 
 
 @compiled
 def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    own.key[piece] = GONE
+    layer = own.layer[piece]
+    own.key[layer, piece - own.begin[layer]] = GONE
 
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     layers = own.floor.size
-    best, least = -1, GONE
+    first, bound = now.layer, GONE
     for layer in range(layers):
-        if not own.one_group and layer != group:
+        lowest = own.floor[layer] * own.nearness[_ahead(layer, now.layer, layers)]
+        if lowest < bound:
+            first, bound = layer, lowest
+    best, least = -1, GONE
+    # The likeliest layer first; then most floors show that there is nothing smaller.
+    for order in range(-1, layers):
+        layer = order if order >= 0 else first
+        nearness = own.nearness[_ahead(layer, now.layer, layers)]
+        if own.floor[layer] * nearness > least or not (own.one_group or layer == group):
             continue
-        ahead = (layer - now.layer - 1) % layers + 1
-        nearness = own.nearness[ahead]
-        if own.floor[layer] * nearness >= least:
-            continue
-        floor = GONE
-        for p in range(own.begin[layer], own.begin[layer + 1]):
-            key = own.key[p]
+        begin, floor = own.begin[layer], GONE
+        for i in range(own.begin[layer + 1] - begin):
+            key = own.key[layer, i]
             floor = min(floor, key)
-            if key == GONE or state.pinned[p] > 0:
-                continue
             key *= nearness
-            if own.served[p] == own.now[0]:
-                key += 1.0  # the step being served needs it: after all others
-            if key < least:
-                best, least = p, key
+            if key <= least and key < GONE and state.pinned[begin + i] == 0:
+                if own.last_step[layer, i] == own.steps[0]:
+                    key += 1.0  # the step that is being served needs it
+                if key < least or (key == least and begin + i < best):
+                    best, least = begin + i, key
         own.floor[layer] = floor
     return best
+
+
+@compiled
+def _ahead(layer: int, now: int, layers: int) -> int:
+    """Layers until this one comes again, 1 .. layers. (A remainder would be ten times slower.)"""
+    return layer - now if layer > now else layer - now + layers
 
 
 next_use = Policy(
@@ -286,14 +341,12 @@ next_use = Policy(
     on_step=on_step,
     on_request=on_request,
     options=(
-        Option("discount", 0.8, "a next use one token farther is worth this much of it", 0.0, 0.99),
-        Option("distance", 0.5, "how much a round of layers counts against an expert", 0.0),
+        Option("discount", 0.8, "what a use is worth that is one token farther", 0.0, 0.99),
+        Option("distance", 0.5, "how much a round of layers counts against an expert", 0.0, 9.0),
         Option("short", 3.0, "half-life in tokens of the share of the last few", 0.1),
-        Option("long", 1000.0, "half-life in tokens of the long-run share", 0.1),
-        Option(
-            "prior", 10.0, "tokens after which a prompt's own share outweighs the long-run", 0.1
-        ),
-        Option("rate", 0.02, "learning rate of the shares' weights", 0.0),
-        Option("link-rate", 0.2, "learning rate of the links", 0.0),
+        Option("long", 1000.0, "half-life in tokens of the share of the past", 0.1),
+        Option("prior", 10.0, "tokens of its own that outweigh the past in a prompt", 0.1),
+        Option("rate", 0.02, "learning rate of the shares' weights", 0.0, 1.0),
+        Option("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
     ),
 )
