@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.errors import UsageError
-from greenroom.trace import load, locality
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.trace import load, locality, stream
 from tests.trace import reference
 from tests.trace.strategies import SETTINGS, traces
 from tests.trace.test_trace import small
@@ -61,6 +63,17 @@ def test_reuse_equals_the_reference(trace):
         assert {d: n for d, n in enumerate(counted[:-1].tolist()) if n} == dict(distances)
         assert counted[-1] == len({expert for _, expert in reference.uses(trace, layer)})
         assert {g: n for g, n in enumerate(found.gaps[layer].tolist()) if n} == dict(gaps)
+
+
+@SETTINGS
+@given(traces(even=True), st.integers(1, 7))
+def test_reuse_distances_say_what_lru_hits(trace, slots):
+    found = locality.reuse(trace)
+    hits = sum(int(counts[:-1][:slots].sum()) for counts in found.distances)
+    capacity = min(slots * trace.layers, int(trace.offsets[-1]))
+    requests = stream(trace, "natural")
+    lru = replay(requests, trace.offsets, capacity, policy("lru"), scope="per-layer", pin="none")
+    assert lru.requests - lru.misses == hits
 
 
 def test_long_gaps_are_counted_together(monkeypatch):

@@ -72,8 +72,7 @@ def record(args: argparse.Namespace) -> None:
     try:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
         model.greenroom.reset_stats()
-        shown = None if sys.stderr.isatty() else True  # tqdm: None hides it where there is none
-        with tqdm(total=len(prompts), unit=" requests", disable=shown) as bar:
+        with tqdm(total=len(prompts), unit=" requests", disable=not sys.stderr.isatty()) as bar:
 
             def progress(done: int, tokens: int) -> None:
                 nonlocal began

@@ -60,7 +60,7 @@ class Recorder:
         self._seen, self._flushed = 0, time.monotonic()
         self._random = np.random.default_rng([self._seed, number])
         self._layers: list[dict[str, NDArray[Any]]] = []
-        self._ids = np.empty(0, np.int32)
+        self._given = self._ids = np.empty(0, np.int32)  # of the next pass, and of this one
         self._passes: list[tuple[int, bool]] = []
         self._parts: list[dict[str, NDArray[Any]]] = []
         self._open = True
@@ -76,8 +76,7 @@ class Recorder:
 
     def _embed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._open and args and not args[0].is_meta:
-            self._end_pass()
-            self._ids = args[0].flatten().numpy().astype(np.int32)
+            self._given = args[0].flatten().cpu().numpy().astype(np.int32)
 
     def _listener(self, layer: int) -> Any:
         def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,14 +97,16 @@ class Recorder:
                 f"a pass went to MoE layer {layer} after {len(self._layers)} others: a trace needs"
                 " every layer in every pass"
             )
+        if layer == 0:
+            self._ids = self._given
         if layer == 0 and self._header.gate_inputs:
             self._sampled = np.flatnonzero(self._random.random(len(index)) < self._rate)
-        taken: dict[str, NDArray[Any]] = {"experts": index.numpy().astype(np.uint16)}
+        taken: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
         if self._header.weights:
-            taken["weights"] = weights.detach().to(torch.float16).numpy()
+            taken["weights"] = weights.detach().to(torch.float16).cpu().numpy()
         if self._header.gate_inputs:
             rows = x.detach().reshape(len(index), -1)[torch.from_numpy(self._sampled)]
-            taken["inputs"] = rows.to(torch.float32).numpy()
+            taken["inputs"] = rows.to(torch.float32).cpu().numpy()
         self._layers.append(taken)
 
     @property

@@ -142,6 +142,15 @@ def _ids(array: NDArray[Any]) -> Experts:
     return array.astype(np.uint8 if not array.size or array.max() < 1 << 8 else np.uint16)
 
 
+def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:
+    """An array of an npz in our type, None where it is not there."""
+    if name not in arrays:
+        return None
+    if arrays[name].dtype.kind not in kinds:
+        raise TraceError(f"{name} are {arrays[name].dtype}, but must be {np.dtype(dtype)}")
+    return arrays[name].astype(dtype)
+
+
 def _read_npz(path: Path) -> Trace:
     """`experts`, `offsets` (of requests), `labels`, `phase`, `meta`; `weights`, `token_ids`."""
     try:
@@ -152,7 +161,7 @@ def _read_npz(path: Path) -> Trace:
     missing = [n for n in ("experts", "offsets", "phase", "meta") if n not in arrays]
     if missing:
         raise TraceError(f"{path}: an npz without {', '.join(missing)}: not a routing trace")
-    experts, starts = _ids(arrays["experts"]), arrays["offsets"].astype(np.int64)
+    experts, starts = _ids(arrays["experts"]), _cast(arrays, "offsets", "iu", np.int64)
     try:
         meta = dict(json.loads(str(arrays["meta"])))
         most = np.array(meta["experts_per_layer"], np.int64)
@@ -165,7 +174,6 @@ def _read_npz(path: Path) -> Trace:
         raise TraceError(f"{path}: phase must be decode or prefill, not {phase!r}")
     passes = starts if phase == "prefill" else np.arange(len(experts) + 1, dtype=np.int64)
     labels = arrays.get("labels", np.full(max(len(starts) - 1, 0), ""))
-    weights, token_ids = arrays.get("weights"), arrays.get("token_ids")
     return Trace(
         experts=experts,
         experts_per_layer=np.broadcast_to(most, experts.shape[1:2]).copy(),
@@ -173,7 +181,7 @@ def _read_npz(path: Path) -> Trace:
         pass_starts=passes,
         pass_prefill=np.full(len(passes) - 1, phase == "prefill"),
         labels=tuple(str(label) for label in labels.tolist()),
-        weights=None if weights is None else weights.astype(np.float16),
-        token_ids=None if token_ids is None else token_ids.astype(np.int32),
+        weights=_cast(arrays, "weights", "f", np.float16),
+        token_ids=_cast(arrays, "token_ids", "iu", np.int32),
         meta=meta,
     )

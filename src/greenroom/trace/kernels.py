@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
+def _compiled(function: Any) -> Any:
+    """The function compiled, and its machine code kept on disk where a folder can be written."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        return njit(nogil=True)(function)
+
+
+@_compiled
 def reuse(ids: NDArray[Any], experts: int, distances: Ints, gaps: Ints) -> None:
     """Reuse of one layer's experts; `ids` [tokens, top_k].
 
@@ -40,7 +48,7 @@ def reuse(ids: NDArray[Any], experts: int, distances: Ints, gaps: Ints) -> None:
             last[expert] = token
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) -> int:
     """Every window of m tokens inside a request; `ids` [tokens, n], distinct in a row.
 

@@ -143,7 +143,7 @@ def _windows(
     ids: NDArray[Any], trace: Trace, length: int, experts: int
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
     values, ranks = np.zeros(length + 1, np.int64), np.zeros(experts, np.int64)
-    return kernels.windows(ids, trace.request_starts, length, values, ranks), values, ranks
+    return int(kernels.windows(ids, trace.request_starts, length, values, ranks)), values, ranks
 
 
 def _best_f1(values: NDArray[np.int64]) -> float:

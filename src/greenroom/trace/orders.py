@@ -107,6 +107,8 @@ def _count(trace: Trace, first: int, last: int) -> Counted:
     """(pieces, pieces a step, rows, weights) of some passes: a bin for each pass and expert."""
     total, layers = int(trace.offsets[-1]), trace.layers
     begin, end = trace.pass_starts[first], trace.pass_starts[last]
+    if end - begin == last - first:
+        return _sorted(trace, begin, end)
     lengths = np.diff(trace.pass_starts[first : last + 1])
     base = np.repeat(np.arange(last - first, dtype=np.int64) * total, lengths)
     bins = trace.experts[begin:end] + (base[:, None] + trace.offsets[:-1])[..., None]
@@ -122,3 +124,15 @@ def _count(trace: Trace, first: int, last: int) -> Counted:
         given = trace.weights[begin:end].ravel()
         weights = np.bincount(bins.ravel(), given, counts.size)[used].astype(np.float32)
     return pieces.astype(np.int32), steps, counts[used].astype(np.int32), weights
+
+
+def _sorted(trace: Trace, begin: int, end: int) -> Counted:
+    """`_count` of passes of one token each, where only the order within a step is to be found."""
+    experts = trace.experts[begin:end]
+    order = np.argsort(experts, axis=2)
+    dense = np.take_along_axis(experts, order, 2) + trace.offsets[:-1, None].astype(np.int32)
+    weights = np.empty(0, np.float32)
+    if trace.weights is not None:
+        weights = np.take_along_axis(trace.weights[begin:end], order, 2).astype(np.float32).ravel()
+    steps = np.full(len(experts) * trace.layers, trace.top_k)
+    return dense.ravel(), steps, np.ones(dense.size, np.int32), weights
