@@ -18,23 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import random
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import machine, table
-from memlimit import drop_page_cache
 
-ALIGN = 4096
-READ_BYTES = 1_200_000_000  # a case of the disk's
-RAM_BYTES = 512 << 20
+from greenroom.runtime.measure import disk_bandwidth, ram_bandwidth
 
 
 @dataclass(frozen=True)
@@ -67,70 +58,6 @@ def token_bytes(folder: Path) -> TokenBytes:
                 dense += size
     n, top_k = config["num_experts"], config["num_experts_per_tok"]
     return TokenBytes(dense, experts * top_k // n, experts // (n * config["num_hidden_layers"]))
-
-
-def ram_bandwidth(threads: int, passes: int = 12) -> float:
-    """Bytes a second read from memory by that many threads, best pass."""
-    import numba
-
-    @numba.njit(nogil=True, fastmath=True)
-    def total(values: np.ndarray) -> int:
-        result = 0
-        for i in range(values.size):
-            result += values[i]
-        return result
-
-    values = np.ones(RAM_BYTES // 8, np.int64)
-    parts = np.array_split(values, threads)
-    total(parts[0][:8])
-
-    def one_pass() -> float:
-        return run_threads([lambda part=part: total(part) for part in parts])
-
-    return float(values.nbytes / min(one_pass() for _ in range(passes)))
-
-
-def run_threads(work: list[Callable[[], Any]]) -> float:
-    """Seconds until all have ended."""
-    threads = [threading.Thread(target=each) for each in work]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - start
-
-
-def disk_bandwidth(files: list[Path], size: int, threads: int, direct: bool) -> float:
-    """Bytes a second of random reads of `size` bytes (rounded up to 4 KiB), cold."""
-    size = -(-size // ALIGN) * ALIGN
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    drop_page_cache(files)
-    handles = [os.open(path, flags) for path in files]
-    places = [
-        (handle, block * size)
-        for handle, path in zip(handles, files, strict=True)
-        for block in range(path.stat().st_size // size)
-    ]
-    random.Random(threads).shuffle(places)  # every block at most once: none is cached by itself
-    places = places[: READ_BYTES // size]
-    try:
-        if not direct:
-            for handle in handles:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
-
-        def read(mine: list[tuple[int, int]]) -> None:
-            buffer = mmap.mmap(-1, size)
-            for handle, offset in mine:
-                if os.preadv(handle, [buffer], offset) != size:
-                    raise OSError("short read")
-
-        parts = [places[i::threads] for i in range(threads)]
-        seconds = run_threads([lambda part=part: read(part) for part in parts])
-    finally:
-        for handle in handles:
-            os.close(handle)
-    return len(places) * size / seconds
 
 
 def floor(folder: Path, threads: int = 2) -> dict[str, Any]:

@@ -17,40 +17,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
-from greenroom.core.layout import SlotLayout
-from greenroom.runtime.kernels import Kernel, LayerExperts, Routing, accelerate, kernel
-from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.kernels import Routing, accelerate, kernel
+from greenroom.runtime.measure_kernels import random_layer, step
 
 EXPERTS, TOP_K = 48, 8
 SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
-
-
-class Experts(nn.Module):
-    """A SwiGLU experts module whose weights lie in slots."""
-
-    def __init__(self, transposed: bool) -> None:
-        super().__init__()
-        self.num_experts, self.has_gate, self.is_concatenated = EXPERTS, True, True
-        self.has_bias = self.has_post_expert_norm = False
-        self.is_transposed = transposed
-
-    def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return silu(gate) * up
-
-
-def layer(hidden: int, inner: int, transposed: bool) -> LayerExperts:
-    """A layer of random experts, all resident."""
-    shapes = [(2 * inner, hidden), (hidden, inner)]
-    up, down = (shape[::-1] if transposed else shape for shape in shapes)
-    layout = SlotLayout.pack([("gate_up_proj", up, "bfloat16"), ("down_proj", down, "bfloat16")])
-    slots = HostSlots(EXPERTS, layout.nbytes)
-    for slot in range(EXPERTS):
-        for spec in layout.tensors:
-            slots.tensor(slot, spec).copy_(torch.randn(spec.shape) / 30)
-    return LayerExperts(Experts(transposed), layout, slots)
 
 
 class Clock:
@@ -75,22 +48,12 @@ class Clock:
 _READ = torch.ones(48 << 20)
 
 
-def step(chosen: Kernel, experts: LayerExperts, case: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A whole step in one wave; expert e lies in slot e."""
-    x, index, weights = case
-    routing = Routing.of(index.numpy(), EXPERTS)
-    state = chosen.begin(experts, x, routing, weights)
-    ids = routing.experts.tolist()
-    chosen.wave(state, ids, ids)
-    return chosen.combine(state)
-
-
 def expert_rows(clock: Clock) -> None:
     """Experts: both kernels, one token and prompts, plain and transposed."""
     print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'numba ms':>10}{'gain':>7}", end="")
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
     for hidden, inner, transposed in SHAPES:
-        experts = layer(hidden, inner, transposed)
+        experts = random_layer(hidden, inner, EXPERTS, transposed)
         for tokens in (1, 16, 128):
             cases = []
             for _ in range(4):
@@ -101,8 +64,8 @@ def expert_rows(clock: Clock) -> None:
             floor, times = clock.floor(), []
             for name in ("eager", "numba"):
                 chosen, turn = kernel(name), iter(range(1 << 30))
-                step(chosen, experts, cases[0])
-                run = lambda: step(chosen, experts, cases[next(turn) % 4])  # noqa: E731, B023
+                step(chosen, experts, *cases[0])
+                run = lambda: step(chosen, experts, *cases[next(turn) % 4])  # noqa: E731, B023
                 times.append(clock.best(run))
             distinct = float(np.mean([len(case[1].unique()) for case in cases]))
             speed = distinct * experts.layout.nbytes / times[1]
@@ -131,7 +94,7 @@ def dense_rows(clock: Clock) -> None:
 
 def call_rows(clock: Clock) -> None:
     """Microseconds a call where there is next to nothing to compute."""
-    experts, chosen = layer(64, 64, False), kernel("numba")
+    experts, chosen = random_layer(64, 64, EXPERTS), kernel("numba")
     x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
     weights = torch.ones(1, TOP_K).bfloat16()
     routing = Routing.of(index.numpy(), EXPERTS)

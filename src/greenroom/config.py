@@ -135,6 +135,102 @@ class SamplingConfig:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class RecordConfig:
+    """What a recorded trace holds beside the experts."""
+
+    weights: bool = _option(False, "record the gate's weights too")
+    token_ids: bool = _option(False, "record the token ids too")
+    gate_inputs: float = _option(
+        0.0, "record the hidden states that go to the experts, of this share of the tokens", "RATE"
+    )
+    raw: bool = _option(False, "apply no chat template to prompts that are text")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gate_inputs <= 1:
+            raise UsageError(f"--gate-inputs must be from 0 to 1, got {self.gate_inputs}")
+
+
+@dataclass(frozen=True, slots=True)
+class SynthConfig:
+    """What every synthetic trace has."""
+
+    layers: int = _option(32, "MoE layers", "N")
+    experts: int = _option(8, "experts of a layer", "N")
+    top_k: int = _option(1, "experts that a token uses in each layer", "N")
+    tokens: int = _option(10_000, "tokens, shared out evenly among the requests", "N")
+    requests: int = _option(1, "requests", "N")
+    prompt_tokens: int = _option(0, "tokens of each request that are one prefill pass", "N")
+    seed: int = _option(0, "makes the trace repeatable", "N")
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "experts", "top_k", "tokens", "requests"):
+            _at_least(self, name, 1)
+        for name in ("prompt_tokens", "seed"):
+            _at_least(self, name, 0)
+        if self.experts > 1 << 16:
+            raise UsageError(f"--experts must be at most {1 << 16}, got {self.experts}")
+        if self.top_k > self.experts:
+            raise UsageError(f"--top-k {self.top_k} needs more than {self.experts} experts")
+        if self.requests > self.tokens:
+            raise UsageError(f"--requests {self.requests} needs more than {self.tokens} tokens")
+        if self.prompt_tokens > (least := self.tokens // self.requests):
+            raise UsageError(
+                f"--prompt-tokens {self.prompt_tokens}: a request has only {least} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ZipfConfig(SynthConfig):
+    """Independent draws: expert j of a layer, from 1, is used in proportion to 1 / (j + b)^a.
+
+    Layered paging (LLRU), 5.1. Figure 6 (a) has a = 2 and 1 to 15 layers of 1 to 15 experts; (b)
+    has 32 layers of 8 experts and a from 0 to 8; one expert a layer both.
+    """
+
+    a: float = _option(1.0, "exponent of the Zipf law; 0 is uniform", "A")
+    b: float = _option(0.0, "shift of the Zipf law; makes the first experts more alike", "B")
+
+    def __post_init__(self) -> None:
+        SynthConfig.__post_init__(self)
+        for name in ("a", "b"):
+            _at_least(self, name, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicsConfig(SynthConfig):
+    """Requests whose tokens keep to the tastes of their topic, and to what was just used.
+
+    Each topic likes the experts of each layer by a normal draw, sharpened by `skew`. A token keeps
+    each expert of the token before with probability `stickiness`, and draws the others by its
+    topic's tastes (softmax). All tastes drift from one request to the next: 0 never, 1 anew.
+    """
+
+    layers: int = _option(16, "MoE layers", "N")
+    experts: int = _option(64, "experts of a layer", "N")
+    top_k: int = _option(8, "experts that a token uses in each layer", "N")
+    requests: int = _option(50, "requests", "N")
+    topics: int = _option(8, "topics; each request has one", "N")
+    stickiness: float = _option(0.3, "chance that the next token uses an expert again", "P")
+    drift: float = _option(0.02, "how far tastes move from request to request, 0 to 1", "D")
+    skew: float = _option(1.0, "how strong tastes are; 0 likes all experts alike", "S")
+
+    def __post_init__(self) -> None:
+        SynthConfig.__post_init__(self)
+        _at_least(self, "topics", 1)
+        _at_least(self, "skew", 0)
+        for name in ("stickiness", "drift"):
+            _at_least(self, name, 0)
+            if getattr(self, name) > 1:
+                raise UsageError(f"--{name} must be at most 1, got {getattr(self, name)}")
+
+
+def _at_least(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if not least <= value < float("inf"):
+        raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
 def _check_choices(config: Any) -> None:
     for option in fields(config):
         choices, value = option.metadata["choices"], getattr(config, option.name)

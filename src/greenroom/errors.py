@@ -9,8 +9,10 @@ GreenroomError            one clear line; the command line prints it and exits w
 |   +-- NotMoE            a dense model: there are no experts to stream
 |   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
 |   +-- CheckpointError   a damaged checkpoint: a shard, header, shape or type is wrong
++-- TraceError            a trace that is damaged, of another version, or cannot be right
 +-- StoreError            reading an expert failed while answering (its cause is the disk's own)
 +-- DeviceError           the device refused memory or a copy
++-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (full disk, no permission)
 +-- VerifyError           the outputs differ where they must not
 +-- ClosedError           the model was detached, or its threads have ended
@@ -60,12 +62,20 @@ class CheckpointError(ModelError):
     """A damaged checkpoint: a missing or truncated shard, a bad header, a wrong shape or type."""
 
 
+class TraceError(GreenroomError):
+    """A trace that is damaged, of another version, or holds what no model can have routed."""
+
+
 class StoreError(GreenroomError):
     """Reading an expert failed while answering; the disk's own error is the cause."""
 
 
 class DeviceError(GreenroomError):
     """The device refused memory or a copy."""
+
+
+class ProfileError(GreenroomError):
+    """A machine profile that cannot be read: damaged, or of another version."""
 
 
 class OutputError(GreenroomError):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.cost import Costs, Link
+from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
 from greenroom.sim.simulate import TraceStep, simulate
@@ -11,6 +11,11 @@ from greenroom.sim.simulate import TraceStep, simulate
 
 def steps(*experts: list[int]) -> list[TraceStep]:
     return [TraceStep(i, 0, np.array(e, np.int64)) for i, e in enumerate(experts)]
+
+
+def costs_of(*links: Link, expert: float = 0.0, dense: float = 0.0) -> Costs:
+    """An expert takes `expert` a token."""
+    return Costs(links, Work(((1, expert),)), Work.constant(dense))
 
 
 PIECES = Pieces.whole([0, 4], [1000])
@@ -25,7 +30,7 @@ def test_counts_of_a_hand_worked_trace():
 
 def test_time_of_a_hand_worked_step():
     """Two misses of one second each on a link, half a second of latency, 0.25 s to compute one."""
-    costs = Costs(Link(bandwidth=1000, latency=0.5), expert=0.25, dense=2.0)
+    costs = costs_of(Link(bandwidth=1000, latency=0.5), expert=0.25, dense=2.0)
     result = simulate(steps([0, 1], [0]), PIECES, 4, policy("lru"), costs=costs)
     # 2.0 dense; first lands at 3.5, computed by 3.75; second lands at 4.5, computed by 4.75;
     # then 2.0 dense and 0.25 for a hit.
@@ -34,7 +39,7 @@ def test_time_of_a_hand_worked_step():
 
 
 def test_a_hit_hides_a_transfer():
-    costs = Costs(Link(bandwidth=1000), expert=5.0, dense=0.0)
+    costs = costs_of(Link(bandwidth=1000), expert=5.0)
     result = simulate(steps([0], [0, 1]), PIECES, 4, policy("lru"), costs=costs)
     assert result.stall == pytest.approx(1.0)  # only the first, cold one
     assert result.seconds == pytest.approx(1 + 5 + 5 + 5)
@@ -42,7 +47,7 @@ def test_a_hit_hides_a_transfer():
 
 def test_chunks_of_a_piece_add_up():
     pieces = Pieces.whole([0, 4], [1001], [3, 3, 3, 3])
-    costs = Costs(Link(bandwidth=1001, lanes=1), expert=0.0, dense=0.0)
+    costs = costs_of(Link(bandwidth=1001, lanes=1))
     result = simulate(steps([0]), pieces, 4, policy("lru"), costs=costs)
     assert result.bytes_moved == 1001
     assert result.seconds == pytest.approx(1.0)

@@ -27,13 +27,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    from greenroom.cli import run, verify
+    from greenroom.cli import doctor, run, simulate, trace, verify
 
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
     top.set_defaults(main=lambda args: print(top.format_help(), end=""))
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (run, verify):
+    for command in (run, verify, simulate, doctor, trace):
         command.add_to(commands)
     return top
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import typing
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any, TypeVar
 
-from greenroom.config import LoadConfig, SamplingConfig
-
-Config = TypeVar("Config", LoadConfig, SamplingConfig)
+Config = TypeVar("Config")
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Config], title: str) -> None:
     """One option a field, in a group of its own."""
     group = parser.add_argument_group(title)
     types = typing.get_type_hints(config)
-    for option in fields(config):
+    for option in _fields(config):
+        name = f"--{option.name.replace('_', '-')}"
+        if option.default is False:
+            group.add_argument(name, action="store_true", help=option.metadata["help"])
+            continue
         kinds = {int, float, str} & set(
             typing.get_args(types[option.name]) or (types[option.name],)
         )
@@ -25,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
         if option.default is not None and "default" not in text:
             text += " (default: %(default)s)"
         group.add_argument(
-            f"--{option.name.replace('_', '-')}",
+            name,
             type=kind,
             default=option.default,
             metavar=choices_of(config, option.name) or option.metadata["metavar"],
@@ -33,13 +35,17 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
         )
 
 
+def _fields(config: type) -> tuple[Field[Any], ...]:
+    return fields(config)
+
+
 def take(args: argparse.Namespace, config: type[Config]) -> Config:
     """The config that the arguments say, checked."""
-    return config(**{option.name: getattr(args, option.name) for option in fields(config)})
+    return config(**{option.name: getattr(args, option.name) for option in _fields(config)})
 
 
 def choices_of(config: type[Config], name: str) -> str | None:
     """The names that an option takes, as its help shows them; None where it takes any value."""
-    option = next(option for option in fields(config) if option.name == name)
+    option = next(option for option in _fields(config) if option.name == name)
     choices = option.metadata["choices"]
     return "|".join(choices) if choices else None

@@ -6,16 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Policy, State
+from greenroom.core.policy import (
+    NO_ROWS,
+    NO_WEIGHTS,
+    Ids,
+    Now,
+    Policy,
+    Rows,
+    State,
+    Weights,
+    compiled,
+)
+from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UnknownName
 
 SCOPES = ("shared", "per-layer")
+PINS = ("step", "none")
+BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
 
 
 def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
@@ -23,88 +36,171 @@ def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
 
     `per-layer` gives capacity // layers each, and one more to the first capacity % layers.
     """
+    if scope not in SCOPES:
+        raise UnknownName("scope", scope, SCOPES)
+    if capacity < 1:
+        raise BudgetError(f"a cache needs at least one slot: {capacity}")
     if scope == "shared":
         return [capacity]
-    if scope == "per-layer":
-        if capacity < layers:
-            raise BudgetError(
-                f"scope per-layer needs a slot for each of {layers} layers: {capacity}"
-            )
-        return [capacity // layers + (i < capacity % layers) for i in range(layers)]
-    raise UnknownName("scope", scope, SCOPES)
+    if capacity < layers:
+        raise BudgetError(f"scope per-layer needs a slot for each of {layers} layers: {capacity}")
+    return [capacity // layers + (i < capacity % layers) for i in range(layers)]
+
+
+def check_pin(pin: str) -> None:
+    """UnknownName unless it says how a step's pieces are protected."""
+    if pin not in PINS:
+        raise UnknownName("pin", pin, PINS)
+
+
+def empty_state(layer: Ints, sizes: Sequence[int]) -> State:
+    """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's."""
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    total = int(first[-1])
+    # Stacks: the lowest slot of a group is on top.
+    free = [slot for a, b in pairwise(first.tolist()) for slot in range(b - 1, a - 1, -1)]
+    return State(
+        slot_of=np.full(layer.size, -1, np.int64),
+        piece_in=np.full(total, -1, np.int64),
+        pinned=np.zeros(layer.size, np.int64),
+        group_of=np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64),
+        free=np.array(free, np.int64),
+        first=first,
+        free_count=np.asarray(sizes, np.int64),
+    )
+
+
+def preload(state: State, pieces: Ints) -> None:
+    """Give slots to pieces that are there from the start."""
+    for piece in pieces.tolist():
+        group = state.group_of[piece]
+        state.free_count[group] -= 1
+        slot = state.free[state.first[group] + state.free_count[group]]
+        state.slot_of[piece], state.piece_in[slot] = slot, piece
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """What became of a step's requests, in their order.
 
-    `slots[i]` is where request i is or will be, `hits[i]` is 1 where it already was, `evicted[i]`
-    is the piece that made room, or -1. `misses` are the hits that are 0. `pinned` says that the
+    `slots[i]` is where request i is or will be (-1: it passes through a scratch slot), `hits[i]` is
+    1 where it already was, `evicted[i]` is the piece that made room, or -1. `pinned` says that the
     step's pieces await a `release`.
     """
 
     slots: Ints
     hits: Ints
     evicted: Ints
-    misses: int
     pinned: bool
 
+    @property
+    def misses(self) -> int:
+        return int(self.hits.size - self.hits.sum())
 
-@cache
-def bind(policy: Policy) -> tuple[Any, Any, Any]:
-    """(serve, evict, evict_victim) for a policy, each compiled when it is first called."""
-    on_hit, on_insert, on_evict, victim = (
+
+class Bound(NamedTuple):
+    """A policy's functions in the cache's, each compiled when it is first called."""
+
+    miss: Any  # (state, own, piece, now) -> (slot | BYPASS | STUCK, evicted piece or -1)
+    serve: Any  # one step, from Python
+    evict: Any
+    evict_victim: Any
+
+
+def bind(policy: Policy) -> Bound:
+    """The cache's functions for a policy; compiled once for all its settings."""
+    return _bind(
+        policy.victim,
         policy.on_hit,
         policy.on_insert,
         policy.on_evict,
-        policy.victim,
+        policy.on_step,
+        policy.on_request,
+        policy.preload is not None,
     )
 
+
+@cache
+def _bind(
+    victim: Any,
+    on_hit: Any,
+    on_insert: Any,
+    on_evict: Any,
+    on_step: Any,
+    on_request: Any,
+    bypass: bool,
+) -> Bound:
     @njit(nogil=True)
-    def evict(state: State, piece: int, now: int) -> None:
+    def evict(state: State, own: Any, piece: int, now: Now) -> None:
         slot, group = state.slot_of[piece], state.group_of[piece]
-        on_evict(state, piece, now)
+        on_evict(state, own, piece, now)
         state.slot_of[piece] = -1
         state.piece_in[slot] = -1
         state.free[state.first[group] + state.free_count[group]] = slot
         state.free_count[group] += 1
 
+    @compiled
+    def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+        """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
+        if bypass:
+            return BYPASS, -1
+        group = state.group_of[piece]
+        evicted = -1
+        if state.free_count[group] == 0:
+            evicted = victim(state, own, group, piece, now)
+            if evicted < 0:
+                return STUCK, -1
+            on_evict(state, own, evicted, now)
+            slot = state.slot_of[evicted]
+            state.slot_of[evicted] = -1
+        else:
+            state.free_count[group] -= 1
+            slot = state.free[state.first[group] + state.free_count[group]]
+        state.slot_of[piece], state.piece_in[slot] = slot, piece
+        on_insert(state, own, piece, now)
+        return slot, evicted
+
     @njit(nogil=True)
-    def serve(state: State, pieces: Ints, now: int, pin: bool, out: Ints) -> int:
-        """Request the pieces one by one; out [3, n]: slots, hits, evicted. Misses, or -1."""
+    def serve(
+        state: State,
+        own: Any,
+        pieces: Ids,
+        rows: Rows,
+        weights: Weights,
+        now: Now,
+        begins: bool,
+        pin: bool,
+        out: Ints,
+    ) -> bool:
+        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck."""
+        if begins:
+            on_request(state, own, now)
+        on_step(state, own, pieces, rows, weights, now)
         if pin:
             for piece in pieces:
                 state.pinned[piece] += 1
-        misses = 0
-        for i, piece in enumerate(pieces):
-            out[1, i], out[2, i] = 1, -1
-            if state.slot_of[piece] >= 0:
-                on_hit(state, piece, now)
+        for i in range(pieces.size):
+            piece = pieces[i]
+            at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
+            out[0, i], out[1, i], out[2, i] = state.slot_of[piece], 1, -1
+            if out[0, i] >= 0:
+                on_hit(state, own, piece, at)
             else:
-                misses += 1
                 out[1, i] = 0
-                group = state.group_of[piece]
-                if state.free_count[group] == 0:
-                    out[2, i] = victim(state, group, now)
-                    if out[2, i] < 0:
-                        return -1
-                    evict(state, out[2, i], now)
-                state.free_count[group] -= 1
-                slot = state.free[state.first[group] + state.free_count[group]]
-                state.slot_of[piece], state.piece_in[slot] = slot, piece
-                on_insert(state, piece, now)
-            out[0, i] = state.slot_of[piece]
-        return misses
+                out[0, i], out[2, i] = miss(state, own, piece, at)
+                if out[0, i] == STUCK:
+                    return False
+        return True
 
     @njit(nogil=True)
-    def evict_victim(state: State, group: int, now: int) -> int:
+    def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
         """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
-        piece = victim(state, group, now)
+        piece = int(victim(state, own, group, -1, now))
         if piece >= 0:
-            evict(state, piece, now)
-        return int(piece)
+            evict(state, own, piece, now)
+        return piece
 
-    return serve, evict, evict_victim
+    return Bound(miss, serve, evict, evict_victim)
 
 
 def compile_for(policy: Policy) -> None:
@@ -115,48 +211,81 @@ def compile_for(policy: Policy) -> None:
 class Cache:
     """Slots for pieces, in groups of a fixed capacity, under one policy.
 
-    A miss always inserts (demand paging, no bypass). The pieces of a step are pinned while it is
-    served, unless their group has fewer slots than the step asks of it.
+    A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
+    pieces of a step are pinned while it is served, unless their group has fewer slots than the
+    step asks of it. `trace` is for policies that must know the whole of it.
     """
 
     def __init__(
-        self, pieces: Pieces, capacity: int, policy: Policy, scope: str = "shared", seed: int = 0
+        self,
+        pieces: Pieces,
+        capacity: int,
+        policy: Policy,
+        scope: str = "shared",
+        seed: int = 0,
+        trace: Stream | None = None,
     ) -> None:
         self.pieces, self.policy, self.scope = pieces, policy, scope
-        self._serve, self._evict, self._evict_victim = bind(policy)
+        self._bound = bind(policy)
         sizes = split_capacity(capacity, pieces.layers, scope)
-        group_of = np.zeros(len(pieces), np.int64) if len(sizes) == 1 else pieces.layer.copy()
-        ints, floats = policy.memory(len(pieces), len(sizes), seed)
-        self.state = State(
-            slot_of=np.full(len(pieces), -1, np.int64),
-            piece_in=np.empty(0, np.int64),
-            pinned=np.zeros(len(pieces), np.int64),
-            group_of=group_of,
-            free=np.empty(0, np.int64),
-            first=np.zeros(len(sizes) + 1, np.int64),
-            free_count=np.zeros(len(sizes), np.int64),
-            ints=ints,
-            floats=floats,
+        self.state = empty_state(pieces.layer, sizes)
+        setup = policy.setup(
+            pieces.layer, self.state.group_of, tuple(sizes), pieces.layers, seed, trace
         )
-        self._allocate(sizes)
+        self.own = policy.memory(setup)
+        if policy.preload is not None:
+            preload(self.state, policy.preload(setup))
+        self._now = Now(0, 0, -1, 0, 0)
 
     @property
     def capacity(self) -> int:
         return self.state.piece_in.size
 
-    def serve(self, pieces: Ints, now: int, pin: str = "step") -> Served:
-        """Request distinct pieces of one layer, in this order.
+    def serve(
+        self,
+        pieces: Ints,
+        now: int,
+        pin: str = "step",
+        *,
+        token: int | None = None,
+        request: int = 0,
+        rows: Rows | None = None,
+        weights: Weights | None = None,
+    ) -> Served:
+        """Request distinct pieces of one layer, in this order, at logical time `now`.
 
-        With pin="step" they stay pinned until `release`; a step larger than its group is not.
+        `token` is the pass (now // layers where it is not given), `request` the prompt; `rows` and
+        `weights` are as in `Stream`. With pin="step" the pieces stay pinned until `release`; a step
+        larger than its group is not.
         """
-        group = self.state.group_of[pieces[0]] if pieces.size else 0
+        check_pin(pin)
+        piece = int(pieces[0]) if pieces.size else 0
+        group = self.state.group_of[piece]
         room = self.state.first[group + 1] - self.state.first[group]
         pinned = pin == "step" and pieces.size <= room
+        at = Now(
+            now,
+            now // self.pieces.layers if token is None else token,
+            request,
+            int(self.pieces.layer[piece]),
+            self._now.index,
+        )
         out = np.empty((3, pieces.size), np.int64)
-        misses = self._serve(self.state, pieces, now, pinned, out)
-        if misses < 0:
+        served = self._bound.serve(
+            self.state,
+            self.own,
+            pieces,
+            NO_ROWS if rows is None else rows,
+            NO_WEIGHTS if weights is None else weights,
+            at,
+            request != self._now.request,
+            pinned,
+            out,
+        )
+        self._now = at._replace(index=at.index + pieces.size)
+        if not served:
             raise RuntimeError("no piece can be evicted: every resident is pinned")
-        return Served(out[0], out[1], out[2], int(misses), pinned)
+        return Served(out[0], out[1], out[2], pinned)
 
     def release(self, pieces: Ints) -> None:
         """Undo the pins of a step that is over."""
@@ -165,7 +294,7 @@ class Cache:
     def remove(self, piece: int, now: int) -> None:
         """Forget a piece whose bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
-            self._evict(self.state, piece, now)
+            self._bound.evict(self.state, self.own, piece, self._now)
 
     def residents(self) -> Ints:
         """Pieces that have a slot, ascending."""
@@ -181,33 +310,27 @@ class Cache:
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]
             for _ in range(len(held) - size):
-                if self._evict_victim(state, group, now) < 0:
+                if self._bound.evict_victim(state, self.own, group, self._now) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
         return self._allocate(sizes)
 
     def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
         """Lay out slots for the groups; keep each resident's slot where the group still has it."""
         old = {int(p): int(self.state.slot_of[p]) for p in self.residents()}
-        first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self.state.first[:] = first
-        total = int(first[-1])
-        grows = total > self.capacity
-        self.state = self.state._replace(
-            piece_in=np.full(total, -1, np.int64), free=np.empty(total, np.int64)
-        )
-        state, homeless = self.state, []
+        pinned, grows = self.state.pinned, sum(sizes) > self.capacity
+        self.state = state = empty_state(self.pieces.layer, sizes)._replace(pinned=pinned)
+        first, homeless = state.first, []
         for piece, slot in old.items():
             group = state.group_of[piece]
             if first[group] <= slot < first[group + 1]:
-                state.piece_in[slot] = piece
+                state.slot_of[piece], state.piece_in[slot] = slot, piece
             else:
                 homeless.append(piece)
         moves = []
         for piece in homeless:
             group = state.group_of[piece]
             slot = next(s for s in range(first[group], first[group + 1]) if state.piece_in[s] < 0)
-            state.piece_in[slot] = piece
-            state.slot_of[piece] = slot
+            state.slot_of[piece], state.piece_in[slot] = slot, piece
             moves.append((piece, old[piece], slot))
         for group, (begin, end) in enumerate(pairwise(first)):
             free = [s for s in range(end - 1, begin - 1, -1) if state.piece_in[s] < 0]

@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from greenroom.core.pieces import Ints
+from greenroom.core.policy import Rows, Weights
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct)."""
+    """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct).
+
+    `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
+    each expert, `weights` the sums of their gate weights, where they are known: some policies look.
+    """
 
     step: int
     layer: int
     experts: Ints
+    request: int = 0
+    rows: Rows | None = None
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,13 +103,20 @@ class Scheduler:
         if self.step is not None:
             raise RuntimeError("a step is under way")
         now = event.step * self.pieces.layers + event.layer
-        served = self.cache.serve(event.experts, now, self.pin)
-        size = event.experts.size
+        served = self.cache.serve(
+            event.experts,
+            now,
+            self.pin,
+            request=event.request,
+            rows=event.rows,
+            weights=event.weights,
+        )
+        size, misses = event.experts.size, served.misses
         self.counts.steps += 1
         self.counts.requests += size
-        self.counts.hits += size - served.misses
+        self.counts.hits += size - misses
         step = self.step = Step(now, event.experts, served, [], {}, {}, uncomputed=size)
-        if served.misses == 0:  # nothing to choose: the usual step of a large cache
+        if misses == 0:  # nothing to choose: the usual step of a large cache
             step.wave = list(range(size))
             actions.append(Compute(event.experts, served.slots))
             return

@@ -15,6 +15,7 @@ from greenroom.config import SamplingConfig
 from greenroom.errors import UsageError
 
 OnText = Callable[[str], None]
+Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
 
 @dataclass(slots=True)
@@ -46,11 +47,16 @@ class Answer:
         return len(self.gaps) / sum(self.gaps) if self.gaps else None
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = False) -> torch.Tensor:
-    """Token ids [1, T]; a chat template is applied where the tokenizer has one, unless `raw`."""
-    if tokenizer.chat_template and not raw:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False) -> torch.Tensor:
+    """Token ids [1, T]; a chat template is applied where the tokenizer has one.
+
+    A text is taken as it is if `raw`; messages need a template.
+    """
+    if not isinstance(prompt, str) and not tokenizer.chat_template:
+        raise UsageError("the model has no chat template: give prompts that are text")
+    if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
         ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,
@@ -65,7 +71,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = False) -
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: Prompt,
     sampling: SamplingConfig,
     *,
     raw: bool = False,

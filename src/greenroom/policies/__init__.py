@@ -4,17 +4,45 @@ from __future__ import annotations
 
 from greenroom.core.policy import Policy
 from greenroom.errors import UnknownName
+from greenroom.policies.arc import arc
+from greenroom.policies.fate import fate
 from greenroom.policies.fifo import fifo
-from greenroom.policies.lfu import lfu
+from greenroom.policies.hobbit import hobbit
+from greenroom.policies.hybrimoe import hybrimoe
+from greenroom.policies.lcp import lcp
+from greenroom.policies.lfu import lfu, lfu_in_cache
+from greenroom.policies.lfuda import lfuda
+from greenroom.policies.llru import llru
 from greenroom.policies.lru import lru
+from greenroom.policies.marking import marking
+from greenroom.policies.moe_infinity import moe_infinity
+from greenroom.policies.opt import opt
+from greenroom.policies.random import random
+from greenroom.policies.s3fifo import s3fifo
+from greenroom.policies.sieve import sieve
+from greenroom.policies.static import static
 
-POLICIES: dict[str, Policy] = {p.name: p for p in (lru, fifo, lfu)}
+POLICIES: dict[str, Policy] = {
+    p.name: p
+    for p in (
+        *(lru, fifo, lfu, lfu_in_cache, random, marking, opt),
+        *(llru, lcp, moe_infinity, static),
+        *(s3fifo, sieve, arc, lfuda),
+        *(hobbit, hybrimoe, fate),
+    )
+}
 DEFAULT = "lru"
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name; `auto` is the default one. UnknownName lists the names."""
+    """The policy of that name; `auto` is the default one.
+
+    Options follow a colon: `moe-infinity:matching=request,capacity=50`. UnknownName lists the
+    names of policies or options that there are.
+    """
+    base, colon, options = name.partition(":")
     try:
-        return POLICIES[DEFAULT if name == "auto" else name]
+        found = POLICIES[DEFAULT if base == "auto" else base]
     except KeyError:
-        raise UnknownName("policy", name, ["auto", *POLICIES]) from None
+        raise UnknownName("policy", base, ["auto", *POLICIES]) from None
+    return found.configured(options) if colon else found

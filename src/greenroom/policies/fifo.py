@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from greenroom.core.policy import Policy, State, compiled
+from greenroom.core.policy import Policy
 from greenroom.policies import lists
 from greenroom.policies.lru import on_evict, on_insert, victim
 
-
-@compiled
-def on_hit(state: State, piece: int, now: int) -> None:
-    pass
-
-
-fifo = Policy("fifo", lists.memory, on_hit, on_insert, on_evict, victim)
+fifo = Policy("fifo", lists.one_a_group, victim, on_insert=on_insert, on_evict=on_evict)

@@ -1,54 +1,57 @@
-"""LFU: evict the piece with the fewest requests since the start; counts survive eviction.
+"""LFU: evict the piece with the fewest requests.
 
-Ties go to the piece requested least recently.
+`lfu` counts since the start, and counts survive eviction ("perfect LFU"); `lfu-in-cache` counts
+since the piece was brought in. Ties go to the piece requested least recently.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, Policy, State, compiled
+from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.policies import buckets
+from greenroom.policies.buckets import Buckets
 
 
-def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
-    """`ints`: requests of each piece, the serial number of its last request, a counter."""
-    return np.zeros(2 * pieces + 1, np.int64), np.empty(0)
+class Own(NamedTuple):
+    buckets: Buckets  # key: requests
+    count: Ints  # [P] requests
 
 
-@compiled
-def on_hit(state: State, piece: int, now: int) -> None:
-    pieces = state.slot_of.size
-    state.ints[2 * pieces] += 1
-    state.ints[piece] += 1
-    state.ints[pieces + piece] = state.ints[2 * pieces]
-
-
-@compiled
-def on_insert(state: State, piece: int, now: int) -> None:
-    on_hit(state, piece, now)
+def memory(setup: Setup) -> Own:
+    return Own(buckets.empty(setup), np.zeros(setup.pieces, np.int64))
 
 
 @compiled
-def on_evict(state: State, piece: int, now: int) -> None:
-    pass
+def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
+    own.count[piece] += 1
+    buckets.rise(own.buckets, state.group_of[piece], piece, own.count[piece])
 
 
 @compiled
-def victim(state: State, group: int, now: int) -> int:
-    pieces = state.slot_of.size
-    best = -1
-    for slot in range(state.first[group], state.first[group + 1]):
-        piece = state.piece_in[slot]
-        if piece < 0 or state.pinned[piece] > 0:
-            continue
-        if best >= 0:
-            fewer = state.ints[piece] - state.ints[best]
-            older = state.ints[pieces + piece] - state.ints[pieces + best]
-            if fewer > 0 or (fewer == 0 and older > 0):
-                continue
-        best = piece
-    return best
+def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
+    own.count[piece] += 1
+    buckets.place(own.buckets, state.group_of[piece], piece, own.count[piece])
 
 
-lfu = Policy("lfu", memory, on_hit, on_insert, on_evict, victim)
+@compiled
+def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
+    buckets.drop(own.buckets, piece)
+
+
+@compiled
+def forget(state: State, own: Own, piece: int, now: Now) -> None:
+    buckets.drop(own.buckets, piece)
+    own.count[piece] = 0
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    return int(buckets.lowest(own.buckets, group, state))
+
+
+lfu = Policy("lfu", memory, victim, on_hit, on_insert, on_evict)
+lfu_in_cache = Policy("lfu-in-cache", memory, victim, on_hit, on_insert, forget)

@@ -1,52 +1,59 @@
-"""Circular doubly linked lists in a flat array, one a group: what queue-like policies keep.
+"""Circular doubly linked lists in two flat arrays: what queue-like policies keep.
 
-Nodes 0 .. P-1 are pieces, node P + g is the head of group g's list; `ints[n]` is the node before
-n, `ints[N + n]` the node after it, N = P + G.
+Nodes 0 .. P-1 are pieces, node P + i is the head of list i. A piece is in one list at most.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Floats, State, compiled
+from greenroom.core.policy import Setup, State, compiled
 
 
-def memory(pieces: int, groups: int, seed: int) -> tuple[Ints, Floats]:
-    """Empty lists: every node points at itself."""
-    nodes = np.arange(pieces + groups, dtype=np.int64)
-    return np.concatenate([nodes, nodes]), np.empty(0)
+class Lists(NamedTuple):
+    """P pieces and N lists; the node after a head is the front of its list, the one before it the
+    back."""
+
+    before: Ints  # [P + N]
+    after: Ints  # [P + N]
+
+
+def empty(pieces: int, lists: int) -> Lists:
+    """Lists with nothing in them: every node points at itself."""
+    return Lists(*(np.arange(pieces + lists, dtype=np.int64) for _ in range(2)))
+
+
+def one_a_group(setup: Setup) -> Lists:
+    """The memory of a policy that keeps the residents of each group in one list."""
+    return empty(setup.pieces, setup.groups)
 
 
 @compiled
-def unlink(state: State, piece: int) -> None:
+def unlink(lists: Lists, piece: int) -> None:
     """Take a piece out of its list."""
-    links = state.ints
-    n = links.size // 2
-    before, after = links[piece], links[n + piece]
-    links[n + before] = after
-    links[after] = before
+    before, after = lists.before[piece], lists.after[piece]
+    lists.after[before] = after
+    lists.before[after] = before
 
 
 @compiled
-def push(state: State, piece: int) -> None:
-    """Put a piece at the front of its group's list."""
-    links = state.ints
-    n = links.size // 2
-    head = state.slot_of.size + state.group_of[piece]
-    first = links[n + head]
-    links[piece], links[n + piece] = head, first
-    links[n + head] = piece
-    links[first] = piece
+def push(lists: Lists, head: int, piece: int) -> None:
+    """Put a piece at the front of the list with that head."""
+    first = lists.after[head]
+    lists.before[piece], lists.after[piece] = head, first
+    lists.after[head] = piece
+    lists.before[first] = piece
 
 
 @compiled
-def last(state: State, group: int) -> int:
-    """The piece nearest the back of the group's list that is not pinned, or -1."""
-    head = state.slot_of.size + group
-    piece = state.ints[head]
+def last(lists: Lists, head: int, state: State) -> int:
+    """The piece nearest the back of the list that is not pinned, or -1."""
+    piece = lists.before[head]
     while piece != head:
         if state.pinned[piece] == 0:
             return int(piece)
-        piece = state.ints[piece]
+        piece = lists.before[piece]
     return -1

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from greenroom.core.policy import Policy, State, compiled
+from greenroom.core.policy import Now, Policy, State, compiled
 from greenroom.policies import lists
+from greenroom.policies.lists import Lists
 
 
 @compiled
-def on_hit(state: State, piece: int, now: int) -> None:
-    lists.unlink(state, piece)
-    lists.push(state, piece)
+def on_hit(state: State, own: Lists, piece: int, now: Now) -> None:
+    lists.unlink(own, piece)
+    lists.push(own, state.slot_of.size + state.group_of[piece], piece)
 
 
 @compiled
-def on_insert(state: State, piece: int, now: int) -> None:
-    lists.push(state, piece)
+def on_insert(state: State, own: Lists, piece: int, now: Now) -> None:
+    lists.push(own, state.slot_of.size + state.group_of[piece], piece)
 
 
 @compiled
-def on_evict(state: State, piece: int, now: int) -> None:
-    lists.unlink(state, piece)
+def on_evict(state: State, own: Lists, piece: int, now: Now) -> None:
+    lists.unlink(own, piece)
 
 
 @compiled
-def victim(state: State, group: int, now: int) -> int:
-    return int(lists.last(state, group))
+def victim(state: State, own: Lists, group: int, piece: int, now: Now) -> int:
+    return int(lists.last(own, state.slot_of.size + group, state))
 
 
-lru = Policy("lru", lists.memory, on_hit, on_insert, on_evict, victim)
+lru = Policy("lru", lists.one_a_group, victim, on_hit, on_insert, on_evict)

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from greenroom.core.cost import Costs, Link
+import numpy as np
+
+from greenroom.core.cost import FREE, Chain, Costs
 from greenroom.core.events import (
     Action,
     Compute,
@@ -22,20 +24,27 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.scheduler import Scheduler
 
-FREE = Costs(Link(bandwidth=float("inf")), expert=0.0, dense=0.0)
-
 
 class TraceStep(NamedTuple):
-    """One layer of one pass: dense expert ids, ascending and distinct."""
+    """One layer of one pass: dense expert ids, ascending and distinct.
+
+    `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
+    experts[i] (one each where it is not given).
+    """
 
     step: int
     layer: int
     experts: Ints
+    rows: Ints | None = None
+    tokens: int = 1
 
 
 @dataclass
 class Result:
-    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait."""
+    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait.
+
+    `pass_ends[i]` is when the i-th pass was over; with it go `bytes_moved` and `miss_ids`.
+    """
 
     policy: str
     capacity: int
@@ -44,7 +53,9 @@ class Result:
     seconds: float = 0.0
     stall: float = 0.0
     bytes_moved: int = 0
+    compute: float = 0.0
     miss_ids: list[int] = field(default_factory=list)
+    pass_ends: list[float] = field(default_factory=list)
 
     @property
     def miss_ratio(self) -> float:
@@ -64,11 +75,18 @@ def simulate(
 ) -> Result:
     """Run the steps one after another. Requests are in `runtime` order: ascending id in a step."""
     scheduler = Scheduler(
-        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.link.lanes, seed=seed
+        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed
     )
-    clock = _Clock(scheduler, costs)
+    clock = Clock(scheduler, costs)
+    ends: list[float] = []
+    under_way = None
     for step in steps:
-        clock.run(Routed(step.step, step.layer, step.experts))
+        if under_way not in (None, step.step):
+            ends.append(clock.now)
+        under_way = step.step
+        clock.run(step)
+    if under_way is not None:
+        ends.append(clock.now)
     counts = scheduler.counts
     return Result(
         policy.name,
@@ -78,26 +96,32 @@ def simulate(
         clock.now,
         clock.stall,
         clock.bytes_moved,
+        clock.compute,
         clock.fetched,
+        ends,
     )
 
 
-class _Clock:
-    """Simulated time: an event heap, one compute unit and one link."""
+class Clock:
+    """Simulated time: an event heap, one processor and one chain of links."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
         self.scheduler, self.costs = scheduler, costs
-        self.now = self.stall = 0.0
+        self.now = self.stall = self.compute = 0.0
         self.bytes_moved = 0
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
-        self._link_free = 0.0
+        self._chain = Chain(costs.links)
+        self._step: TraceStep
 
-    def run(self, routed: Routed) -> None:
+    def run(self, step: TraceStep) -> None:
         """One step, from its routing to its end."""
-        self.now += self.costs.dense
-        finished = self._carry_out(self.scheduler.on(routed))
+        self._step = step
+        dense = self.costs.dense.seconds(step.tokens)
+        self.now += dense
+        self.compute += dense
+        finished = self._carry_out(self.scheduler.on(Routed(step.step, step.layer, step.experts)))
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.wave
             due, _, event = heapq.heappop(self._heap)
@@ -111,25 +135,32 @@ class _Clock:
         for action in actions:
             match action:
                 case StartChunk(lane, piece, _, chunk):
-                    self._at(self._arrival(piece, chunk), Landed(lane, piece))
+                    nbytes = self._nbytes(piece, chunk)
+                    self.bytes_moved += nbytes
+                    self._at(self._chain.send(nbytes, self.now), Landed(lane, piece))
                     if chunk == 0:
                         self.fetched.append(piece)
                 case Compute(experts, _):
-                    self._at(self.now + experts.size * self.costs.expert, Computed())
+                    seconds = self._seconds(experts)
+                    self.compute += seconds
+                    self._at(self.now + seconds, Computed())
                 case Finish():
                     finished = True
         return finished
 
-    def _arrival(self, piece: int, chunk: int) -> float:
-        """Chunks of a piece are equal but for the last; the link carries one at a time."""
-        total, chunks = (
-            int(self.scheduler.pieces.nbytes[piece]),
-            int(self.scheduler.pieces.chunks[piece]),
-        )
-        nbytes = total // chunks + (total % chunks if chunk == chunks - 1 else 0)
-        self.bytes_moved += nbytes
-        self._link_free = max(self.now, self._link_free) + nbytes / self.costs.link.bandwidth
-        return self._link_free + self.costs.link.latency
+    def _nbytes(self, piece: int, chunk: int) -> int:
+        """Chunks of a piece are equal but for the last."""
+        total = int(self.scheduler.pieces.nbytes[piece])
+        chunks = int(self.scheduler.pieces.chunks[piece])
+        return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
+
+    def _seconds(self, experts: Ints) -> float:
+        """What a wave takes: its experts one after another."""
+        step, work = self._step, self.costs.expert
+        if step.rows is None:
+            return experts.size * work.seconds(1)
+        rows = step.rows[np.searchsorted(step.experts, experts)]
+        return sum(work.seconds(n) for n in rows.tolist())
 
     def _at(self, due: float, event: Event) -> None:
         self._serial += 1

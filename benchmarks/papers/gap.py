@@ -1,0 +1,106 @@
+"""The share of the gap between LRU and OPT that each policy closes on requests it was not tuned on.
+
+    python benchmarks/papers/gap.py TRACE... [--policies "auto;llru"] [--pin none] [--json OUT]
+
+Requests 0, 2, 4, ... of a trace are for tuning (`--half tuning`), 1, 3, 5, ... are reported. Shared
+scope, natural order, 20, 40 and 60 % of all experts; requests as stored and in two shuffled orders.
+
+    gap closed = (LRU's misses - the policy's) / (LRU's misses - OPT's)
+
+LRU is pinned as the policy is; OPT, the floor of everything, is not. A policy that must know the
+trace beforehand is left out. Cells are means over the request orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from greenroom.policies import POLICIES, policy
+from greenroom.sim.replay import replay
+from greenroom.trace import Trace, load, stream
+
+SHARES = (20, 40, 60)
+ORDERS = (None, 1, 2)  # as stored, and the seeds of the shuffles
+Cell = tuple[str, int, str]  # trace, % of all experts, pin
+
+
+def half_of(trace: Trace, half: str, seed: int | None) -> Trace:
+    """The requests for tuning or those for reporting, shuffled where there is a seed."""
+    chosen = np.arange(half == "report", trace.requests, 2)
+    if seed is not None:
+        chosen = np.random.default_rng(seed).permutation(chosen)
+    return trace.select(chosen)
+
+
+def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, list[float]]]) -> None:
+    """Add each policy's share of the gap, once for each order of the requests."""
+    whole = load(path)
+    experts = int(whole.offsets[-1])
+    for seed in ORDERS[: args.orders]:
+        trace = half_of(whole, args.half, seed)
+        requests = stream(trace.head(args.limit or trace.tokens), "natural")
+        for share in SHARES:
+            capacity = experts * share // 100
+
+            def misses(name: str, pin: str, capacity: int = capacity) -> int:
+                return replay(requests, whole.offsets, capacity, policy(name), pin=pin).misses
+
+            floor = misses("opt", "none")
+            for pin in args.pin:
+                lru = misses("lru", pin)
+                for name in args.policies:
+                    gap = (lru - misses(name, pin)) / max(lru - floor, 1)
+                    gaps[name][path.stem, share, pin].append(gap)
+                    where = f"{path.stem} {share} % pin {pin} order {seed or 'stored'}"
+                    print(f"{where}: {name} {gap:.1%}", file=sys.stderr, flush=True)
+
+
+def table(gaps: dict[str, dict[Cell, list[float]]], pin: str, traces: list[str]) -> str:
+    """Markdown: a row a policy, best first; per cent."""
+    lines = [f"| pin {pin} | " + " | ".join(f"{t} {'/'.join(map(str, SHARES))}" for t in traces)]
+    lines[0] += " | mean |"
+    lines.append("|---|" + "--:|" * (len(traces) + 1))
+    rows = []
+    for name, cells in gaps.items():
+        means = {cell: float(np.mean(values)) for cell, values in cells.items()}
+        shown = [
+            " / ".join(f"{100 * means[t, share, pin]:.1f}" for share in SHARES) for t in traces
+        ]
+        mean = float(np.mean([means[t, share, pin] for t in traces for share in SHARES]))
+        rows.append((mean, f"| {name} | " + " | ".join(shown) + f" | {100 * mean:.1f} |"))
+    return "\n".join(lines + [row for _, row in sorted(rows, reverse=True)])
+
+
+def main() -> None:
+    online = [p for p in POLICIES if not POLICIES[p].needs_trace and p != "lru"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--policies", type=lambda t: t.split(";"), default=online, metavar="P;P")
+    parser.add_argument("--pin", nargs="+", choices=("none", "step"), default=["none", "step"])
+    parser.add_argument("--half", choices=("report", "tuning"), default="report")
+    parser.add_argument("--orders", type=int, choices=(1, 2, 3), default=3)
+    parser.add_argument("--limit", type=int, help="tokens of each half")
+    parser.add_argument("--json", type=Path, help="where to write every figure")
+    args = parser.parse_args()
+    gaps: dict[str, dict[Cell, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for path in args.traces:
+        measure(path, args, gaps)
+    for pin in args.pin:
+        print(table(gaps, pin, [path.stem for path in args.traces]), end="\n\n")
+    if args.json:
+        figures = [
+            {"policy": name, "trace": t, "percent": share, "pin": pin, "gap_closed": values}
+            for name, cells in gaps.items()
+            for (t, share, pin), values in cells.items()
+        ]
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Files that a command writes, and tables that it prints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from greenroom.errors import OutputError
+
+
+def check_target(path: Path) -> None:
+    """OutputError where a file cannot be written there: said before the work, not after it."""
+    if path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside, then rename: the name never has half a file. OutputError where it fails."""
+    check_target(path)
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        if name is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table for a terminal: the first `left` columns to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def show(line: list[str]) -> str:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([show(lines[0]), "  ".join("-" * w for w in widths), *map(show, lines[1:])])

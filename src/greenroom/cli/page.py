@@ -1,0 +1,60 @@
+"""The report of `greenroom simulate`: what to draw, from a study and its rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from greenroom.cli.simulate import command
+from greenroom.sim.report import Report
+from greenroom.sim.sweep import Cell, Row, Study, counts, grid
+
+Go = Callable[[Study, list[Cell]], list[Row]]
+
+
+def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[Row], go: Go) -> str:
+    """HTML. Curves have more points than were asked for; `go` runs the cells that lack."""
+    trace, counted = study.trace, replace(study, costs=None)
+    experts = int(trace.offsets[-1])
+    least = trace.layers if study.scope == "per-layer" else 1
+    points = list(grid([cell.capacity for cell in cells], experts, least))
+    names = list(dict.fromkeys(cell.policy for cell in cells))
+    wanted = [Cell(name, n, args.pin) for name in names for n in points]
+    wanted += [Cell("opt", n, "none") for n in points]
+    known: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
+    lacking = [cell for cell in dict.fromkeys(wanted) if cell not in known]
+    known |= dict(zip(lacking, go(counted, lacking), strict=True))
+
+    def curve(name: str, pin: str) -> list[tuple[int, float]]:
+        return [(n, known[Cell(name, n, pin)]["miss_ratio"]) for n in points]
+
+    settings: dict[str, Any] = {"order": study.order, "scope": study.scope, "pin": args.pin}
+    settings |= {"seed": study.seed} if study.seed else {}
+    settings |= {"reset": "per request"} if study.reset else {}
+    return Report(
+        title=str(trace.meta.get("model", args.trace.name)),
+        facts=[
+            ("trace", str(args.trace)),
+            ("tokens", f"{trace.tokens:,}"),
+            ("requests", f"{trace.requests:,}"),
+            ("layers", f"{trace.layers:,}"),
+            ("experts", f"{experts:,}"),
+            ("top-k", f"{trace.top_k}"),
+            *((key, str(trace.meta[key])) for key in ("provenance", "note") if key in trace.meta),
+            *_machine(args),
+        ],
+        settings=settings,
+        command=command(args),
+        experts=experts,
+        tokens=trace.tokens,
+        curves={known[Cell(n, points[0], args.pin)]["policy"]: curve(n, args.pin) for n in names},
+        floor=curve("opt", "none"),
+        counts=counts(trace),
+        rows=rows,
+    ).html()
+
+
+def _machine(args: argparse.Namespace) -> list[tuple[str, str]]:
+    return [("machine", args.machine)] if args.machine else []

@@ -1,0 +1,210 @@
+"""`greenroom simulate TRACE`: what a trace would have missed, and how long it would have taken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from greenroom.sim.sweep import Cell, Row, Study
+    from greenroom.trace import Trace
+
+HELP = "replay a trace against policies and capacities"
+ORDERS, SCOPES, PINS = ("natural", "rounds", "runtime"), ("shared", "per-layer"), ("step", "none")
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("simulate", help=HELP, description=HELP)
+    add = parser.add_argument
+    add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
+    add("--policy", required=True, metavar="P[,P...]", help="who is evicted; auto is the default")
+    add("--capacity", required=True, metavar="N[,N...]", help="slots, or 25%% of all experts")
+    add("--order", metavar="|".join(ORDERS),
+        help="how the requests follow one another (default: natural; runtime with --machine,"
+        " since times are those of real passes)")  # fmt: skip
+    add("--scope", default="shared", metavar="|".join(SCOPES),
+        help="one cache for all layers, or one a layer (default: %(default)s)")  # fmt: skip
+    add("--pin", default="step", metavar="|".join(PINS),
+        help="whether the experts of a step are safe while it is served (default: %(default)s)",
+    )  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N",
+        help="of policies that draw lots (default: %(default)s)")  # fmt: skip
+    add("--limit", type=int, metavar="TOKENS", help="only the trace's first tokens")
+    add("--reset", action="store_true", help="begin every request with an empty cache")
+    add("--ray", metavar="ADDRESS", help="run the cells on a Ray cluster; local starts one here")
+    add("--json", action="store_true", help="print an object, or a list of them for several cells")
+    add("--report", metavar="FILE", type=Path, help="write one HTML page with curves and tables")
+    times = parser.add_argument_group("time")
+    times.add_argument("--machine", metavar="FILE",
+                       help="also say how long it takes on the machine of this profile, as"
+                       " `greenroom doctor` writes it; auto is this machine's")  # fmt: skip
+    times.add_argument("--expert-bytes", metavar="SIZE",
+                       help="of one expert: 12MiB (default: what the trace says)")  # fmt: skip
+    times.add_argument("--dense-bytes", metavar="SIZE",
+                       help="of one layer without its experts (default: what the trace says, else"
+                       " 0: such layers then take no time)")  # fmt: skip
+    times.add_argument("--store", metavar="PLACE", help="where the experts wait (default: the"
+                       " profile's first link begins there)")  # fmt: skip
+    times.add_argument("--processor", metavar="NAME", help="what computes them (default: the"
+                       " profile's first)")  # fmt: skip
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    check(args)
+
+    from greenroom.cli.output import check_target, write_whole
+    from greenroom.policies import policy
+    from greenroom.sim.sweep import Cell, Study, capacities, names
+    from greenroom.trace import load
+
+    if args.report is not None:
+        check_target(args.report)
+    policies = names(args.policy)
+    for name in policies:
+        policy(name)
+    trace = load(args.trace)
+    if args.limit is not None:
+        trace = trace.head(args.limit)
+    slots = capacities(args.capacity, int(trace.offsets[-1]))
+    cells = [Cell(name, capacity, args.pin) for name in policies for capacity in slots]
+    study = Study.of(
+        trace, args.order, scope=args.scope, seed=args.seed, reset=args.reset,
+        **timing(args, trace),
+    )  # fmt: skip
+    rows, page = run(args, study, cells)
+    if args.json:
+        print(json.dumps(rows[0] if len(rows) == 1 else rows))
+    else:
+        print(table(rows, trace))
+    if page is not None:
+        write_whole(args.report, page)
+        print(f"report: {args.report}", file=sys.stderr)
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be said before anything heavy is imported; fills in the order's default."""
+    if args.order is None:
+        args.order = "runtime" if args.machine else "natural"
+    for name, known in (("order", ORDERS), ("scope", SCOPES), ("pin", PINS)):
+        if getattr(args, name) not in known:
+            raise UnknownName(name, getattr(args, name), known)
+    if args.limit is not None and args.limit < 1:
+        raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
+    if args.machine is None:
+        for name in ("expert_bytes", "dense_bytes", "store", "processor"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
+    elif args.order != "runtime":
+        raise UsageError("--machine times real passes: leave out --order, or give --order runtime")
+
+
+def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
+    """The costs of this trace's model on the machine of the profile; nothing without one."""
+    if args.machine is None:
+        return {}
+    from greenroom.cli.doctor import default_profile
+    from greenroom.core.machine import Machine
+
+    machine = Machine.load(default_profile() if args.machine == "auto" else args.machine)
+    expert = nbytes(args, trace, "expert_bytes")
+    if expert is None:
+        raise UsageError(
+            "the trace does not say how large an expert is: give --expert-bytes, such as 12MiB"
+        )
+    dense = nbytes(args, trace, "dense_bytes") or 0
+    costs = machine.costs(expert, dense, processor=args.processor, store=args.store)
+    return {"costs": costs, "expert_bytes": expert}
+
+
+def nbytes(args: argparse.Namespace, trace: Trace, name: str) -> int | None:
+    """A size from the option, else from the trace's meta, else None."""
+    from greenroom.config import Amount
+
+    option, given = f"--{name.replace('_', '-')}", getattr(args, name)
+    if given is None:
+        found = trace.meta.get(name)
+        return int(found) if isinstance(found, int | float) and found > 0 else None
+    if given.strip() == "0" and name == "dense_bytes":
+        return 0
+    amount = Amount.parse(given, option)
+    if amount.nbytes is None:
+        raise UsageError(f"{option} {given}: write bytes, as 12MiB")
+    return amount.nbytes
+
+
+def run(args: argparse.Namespace, study: Study, cells: list[Cell]) -> tuple[list[Row], str | None]:
+    """The rows of the cells, and the report's page if one is wanted."""
+    from tqdm import tqdm
+
+    from greenroom.sim.sweep import sweep, sweep_on_ray
+
+    def go(study: Study, cells: list[Cell], what: str) -> list[Row]:
+        with tqdm(total=len(cells), desc=what, unit="cell", disable=None, leave=False) as bar:
+            if args.ray is not None:
+                return sweep_on_ray(study, cells, args.ray, bar.update)
+            return sweep(study, cells, done=bar.update)
+
+    rows = go(study, cells, "simulate")
+    if args.report is None:
+        return rows, None
+    from greenroom.cli.page import page
+
+    return rows, page(args, study, cells, rows, lambda s, c: go(s, c, "curves"))
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command that gives the same again, with every default said."""
+    words = ["greenroom", "simulate", str(args.trace)]
+    for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
+                 "expert_bytes", "dense_bytes", "store", "processor", "ray", "report"):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, *["--reset"] * args.reset, *["--json"] * args.json])
+
+
+def table(rows: list[Row], trace: Trace) -> str:
+    """The rows for people."""
+    from greenroom.cli.output import columns
+    from greenroom.sim.report import show_time
+
+    def show(value: float | None) -> str:
+        return "-" if value is None else show_time(value)
+
+    experts, first = int(trace.offsets[-1]), rows[0]
+    header = ["policy", "capacity", "requests", "misses", "miss ratio"]
+    timed = "seconds" in first
+    if timed:
+        header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
+    lines = []
+    for row in rows:
+        line = [
+            row["policy"],
+            f"{row['capacity']:,} ({row['capacity'] / experts:.0%})",
+            f"{row['requests']:,}",
+            f"{row['misses']:,}",
+            f"{row['miss_ratio']:.2%}",
+        ]
+        if timed:
+            rate = row["tokens_per_s"]
+            line += [
+                show(row["ttft_s"]),
+                show(row["tpot_s"]),
+                show(row["tpot_p95_s"]),
+                "-" if rate is None else f"{rate:.3g}",
+                f"{row['stall_s'] / row['seconds']:.0%}" if row["seconds"] else "-",
+            ]
+        lines.append(line)
+    return (
+        f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
+        f" requests, {experts:,} experts in {trace.layers} layers, top-{trace.top_k}\n"
+        f"order {first['order']}, scope {first['scope']}, pin {first['pin']}\n\n"
+        + columns(header, lines)
+    )

@@ -1,0 +1,89 @@
+"""Record the routing of real prompts: a loaded model, a recorder, one request after another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from greenroom.config import RecordConfig, SamplingConfig
+from greenroom.errors import UsageError
+from greenroom.hf.generate import answer, encode
+from greenroom.runtime.recorder import Recorder
+from greenroom.trace.journal import Header, Journal, journal_of
+from greenroom.trace.prompts import Prompt
+
+
+def record(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    path: Path,
+    *,
+    sampling: SamplingConfig,
+    recording: RecordConfig,
+    name: str,
+    on_request: Callable[[int, int], None] = lambda done, tokens: None,
+) -> int:
+    """Answer every prompt, and leave the trace at `path`. Returns the tokens recorded now.
+
+    While it runs, the trace grows in a journal beside `path`; what was recorded by an earlier run
+    with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
+    is called after every request, and at the start with those of the earlier run.
+    """
+    context = model.greenroom.parts.context
+    lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
+    if (longest := max(lengths)) + 1 > context:
+        raise UsageError(
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, --context has room for"
+            f" {context}: raise it"
+        )
+    catalog = model.greenroom.parts.catalog
+    header = Header(
+        tuple(np.diff(catalog.offsets).tolist()),
+        recording.weights,
+        recording.token_ids,
+        recording.gate_inputs,
+        _meta(name, prompts, sampling, recording),
+    )
+    journal = Journal(journal_of(path), header)
+    try:
+        modules = [model.get_submodule(module) for module in catalog.layers]
+        on_request(journal.requests, 0)
+        with Recorder(modules, model.get_input_embeddings(), journal) as recorder:
+            for number in range(journal.requests, len(prompts)):
+                prompt = prompts[number]
+                with recorder.request(number, prompt.label, lengths[number]):
+                    answer(
+                        model,
+                        tokenizer,
+                        prompt.content,
+                        sampling,
+                        raw=recording.raw,
+                        context=context,
+                    )
+                on_request(number + 1, recorder.tokens)
+            journal.finish(path)
+            return recorder.tokens
+    finally:
+        journal.close()
+
+
+def _meta(
+    name: str, prompts: Sequence[Prompt], sampling: SamplingConfig, recording: RecordConfig
+) -> dict[str, Any]:
+    """What the trace says of itself; an earlier run is gone on with only if all of it is equal."""
+    asked = json.dumps([[prompt.content, prompt.label] for prompt in prompts])
+    return {
+        "model": name,
+        "requests": len(prompts),
+        "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "sampling": asdict(sampling),
+        "raw": recording.raw,
+    }

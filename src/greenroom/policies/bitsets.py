@@ -1,0 +1,85 @@
+"""A set of whole numbers below N as bits, with bits over bits: finds the next lower in a few steps.
+
+Level 0 has a bit for each number; a bit of level k + 1 says that a word of level k is not zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import compiled
+
+ONE = np.uint64(1)
+
+
+class Bits(NamedTuple):
+    words: NDArray[np.uint64]  # all levels, one after another
+    level: Ints  # [levels + 1] level k has words[level[k] : level[k + 1]]
+
+
+def empty(size: int) -> Bits:
+    """The empty set, for numbers below `size`."""
+    counts = [max(1, -(-size // 64))]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // 64))
+    level = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Bits(np.zeros(level[-1], np.uint64), level)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _leading_zeros(typingctx: Any, word: Any) -> Any:
+    """Zeros above the highest bit of a word that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], context.get_constant(types.boolean, True))
+
+    return types.uint64(types.uint64), generate
+
+
+@compiled
+def add(bits: Bits, number: int) -> None:
+    """Take a number in."""
+    i = number
+    for k in range(bits.level.size - 1):
+        word = bits.level[k] + (i >> 6)
+        before = bits.words[word]
+        bits.words[word] = before | (ONE << np.uint64(i & 63))
+        if before != 0:
+            return
+        i >>= 6
+
+
+@compiled
+def discard(bits: Bits, number: int) -> None:
+    """Take a number out that is in."""
+    i = number
+    for k in range(bits.level.size - 1):
+        word = bits.level[k] + (i >> 6)
+        left = bits.words[word] & ~(ONE << np.uint64(i & 63))
+        bits.words[word] = left
+        if left != 0:
+            return
+        i >>= 6
+
+
+@compiled
+def below(bits: Bits, number: int) -> int:
+    """The largest member that is smaller than a number, or -1."""
+    i = number  # look for a bit before bit i of the level
+    for k in range(bits.level.size - 1):
+        rest = bits.words[bits.level[k] + (i >> 6)] if (i & 63) else np.uint64(0)
+        rest &= (ONE << np.uint64(i & 63)) - ONE
+        if rest != 0:
+            i = (i & ~63) | (63 - int(_leading_zeros(rest)))
+            for j in range(k - 1, -1, -1):
+                word = bits.words[bits.level[j] + i]
+                i = (i << 6) | (63 - int(_leading_zeros(word)))
+            return i
+        i >>= 6
+    return -1

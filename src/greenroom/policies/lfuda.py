@@ -1,0 +1,60 @@
+"""LFUDA: least frequently used with dynamic aging (Arlitt et al., 2000, "Evaluating content
+management techniques for Web proxy caches").
+
+Each resident has the key K = C + A: C its requests since it was brought in, A the age of its group
+when it was last requested. The smallest K is evicted and becomes the age. Ties go to the piece
+requested least recently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.policies import buckets
+from greenroom.policies.buckets import Buckets
+
+
+class Own(NamedTuple):
+    buckets: Buckets  # key: K
+    count: Ints  # [P] C
+    age: Ints  # [G] A
+
+
+def memory(setup: Setup) -> Own:
+    return Own(
+        buckets.empty(setup), np.zeros(setup.pieces, np.int64), np.zeros(setup.groups, np.int64)
+    )
+
+
+@compiled
+def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
+    own.count[piece] += 1
+    group = state.group_of[piece]
+    buckets.rise(own.buckets, group, piece, own.count[piece] + own.age[group])
+
+
+@compiled
+def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
+    own.count[piece] = 1
+    group = state.group_of[piece]
+    buckets.place(own.buckets, group, piece, 1 + own.age[group])
+
+
+@compiled
+def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
+    buckets.drop(own.buckets, piece)
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    chosen = buckets.lowest(own.buckets, group, state)
+    if chosen >= 0:
+        own.age[group] = own.buckets.key[own.buckets.bucket_of[chosen]]
+    return int(chosen)
+
+
+lfuda = Policy("lfuda", memory, victim, on_hit, on_insert, on_evict)

@@ -1,0 +1,219 @@
+"""MoE-Infinity: evict what similar prompts used least (MoE-Infinity, sections 4.5 and 4.7,
+algorithm 1; B.1 for a full collection).
+
+An EAM (expert activation matrix) counts the tokens that went to each expert. The collection (EAMC)
+keeps those of past prompts. pEAM is the sum of the EAMs of the collection at the smallest cosine
+distance to the current EAM, and the piece of layer l (from 0) with the smallest
+    (pEAM[l][e] + eps) * (1 - l / L) / sum(pEAM[l])
+is evicted; eps where the row of pEAM is zero. The current EAM is this pass's (`iteration`) or this
+prompt's (`request`); the step being served is in it before its victims are chosen. While the
+collection is empty, the current EAM stands for pEAM. A prompt's EAM enters when the next prompt
+begins; into a full collection, in place of the nearest. Ties go to the piece requested least
+recently.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import (
+    Floats,
+    Ids,
+    Now,
+    Option,
+    Policy,
+    Rows,
+    Setup,
+    State,
+    Weights,
+    compiled,
+)
+
+EPS = 1e-3
+SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
+
+
+class Own(NamedTuple):
+    """C places in the collection. `row` vectors have one entry a piece."""
+
+    prompt: Ints  # [P] EAM of this prompt
+    current: Ints  # [P] EAM that is matched
+    collection: Ints  # [C, P]
+    counts: Ints  # [P, C] the same, so that one piece's counts are together
+    dots: Ints  # [C] products of the current EAM with each of the collection
+    squares: Ints  # [C] squared lengths of those in the collection
+    scores: Floats  # [C, P] the scores that each would give as pEAM
+    mixed: Floats  # [P] scores where pEAM is a sum of several, or the current EAM
+    summed: Ints  # [P] that sum
+    index: Ints  # [P] index of each piece's last request
+    begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
+    numbers: Ints  # SIZE of the collection; TOKEN of the current EAM; which place is SCORED, -1
+    #              for `mixed`, -2 for not yet; whether matching is BY_REQUEST; FIRST prompt
+
+
+def memory(setup: Setup) -> Own:
+    pieces, capacity = setup.pieces, setup.options["capacity"]
+    begin = np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
+    return Own(
+        prompt=np.zeros(pieces, np.int64),
+        current=np.zeros(pieces, np.int64),
+        collection=np.zeros((capacity, pieces), np.int64),
+        counts=np.zeros((pieces, capacity), np.int64),
+        dots=np.zeros(capacity, np.int64),
+        squares=np.ones(capacity, np.int64),
+        scores=np.zeros((capacity, pieces)),
+        mixed=np.zeros(pieces),
+        summed=np.zeros(pieces, np.int64),
+        index=np.zeros(pieces, np.int64),
+        begin=begin,
+        numbers=np.array([0, -1, -2, setup.options["matching"] == "request", 1], np.int64),
+    )
+
+
+@compiled
+def score(eam: Ints, begin: Ints, scores: Floats) -> None:
+    """Write the score of every piece under a pEAM."""
+    layers = begin.size - 1
+    for layer in range(layers):
+        total = 0
+        for piece in range(begin[layer], begin[layer + 1]):
+            total += eam[piece]
+        for piece in range(begin[layer], begin[layer + 1]):
+            if total > 0:
+                scores[piece] = (eam[piece] + EPS) * (1 - layer / layers) / total
+            else:
+                scores[piece] = EPS
+
+
+@compiled
+def like(dot: int, square: int) -> float:
+    """What ranks as the cosine with a vector of that squared length does; equal where it is equal,
+    since nothing but the quotient is rounded."""
+    return float(dot) * float(dot) / float(square)
+
+
+@compiled
+def nearest(own: Own, eam: Ints) -> int:
+    """The place in the collection that is nearest to an EAM, the first of equals."""
+    best, most = -1, -1.0
+    for place in range(own.numbers[SIZE]):
+        dot = 0
+        for piece in range(eam.size):
+            dot += eam[piece] * own.collection[place, piece]
+        closeness = like(dot, own.squares[place])
+        if closeness > most:
+            best, most = place, closeness
+    return best
+
+
+@compiled
+def keep(own: Own, eam: Ints) -> None:
+    """Put an EAM into the collection."""
+    size = own.numbers[SIZE]
+    if size < own.squares.size:
+        place = size
+        own.numbers[SIZE] += 1
+    else:
+        place = nearest(own, eam)
+    square = 0
+    for piece in range(eam.size):
+        square += eam[piece] * eam[piece]
+        own.collection[place, piece] = own.counts[piece, place] = eam[piece]
+    own.squares[place] = square
+    score(own.collection[place], own.begin, own.scores[place])
+
+
+@compiled
+def on_request(state: State, own: Own, now: Now) -> None:
+    if own.numbers[FIRST] == 0:
+        keep(own, own.prompt)
+    own.numbers[FIRST] = 0
+    own.numbers[TOKEN] = -1
+    own.prompt[:] = 0
+
+
+@compiled
+def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
+    numbers = own.numbers
+    if numbers[TOKEN] == -1 or (numbers[TOKEN] != now.token and numbers[BY_REQUEST] == 0):
+        own.current[:] = 0
+        own.dots[:] = 0
+    numbers[TOKEN] = now.token
+    for i in range(pieces.size):
+        piece, tokens = pieces[i], rows[i] if rows.size else 1
+        own.prompt[piece] += tokens
+        own.current[piece] += tokens
+        counts = own.counts[piece]
+        for place in range(numbers[SIZE]):
+            own.dots[place] += tokens * counts[place]
+    numbers[SCORED] = -2
+
+
+@compiled
+def match(own: Own) -> int:
+    """Score all pieces under the pEAM of now: the place whose scores hold, -1 for `mixed`."""
+    size = own.numbers[SIZE]
+    if size == 0:
+        score(own.current, own.begin, own.mixed)
+        return -1
+    most, best, equals = -1.0, 0, 0
+    for place in range(size):
+        cosine = like(own.dots[place], own.squares[place])
+        if cosine > most:
+            most, best, equals = cosine, place, 1
+        elif cosine == most:
+            equals += 1
+    if equals == 1:
+        return best
+    own.summed[:] = 0
+    for place in range(best, size):
+        if like(own.dots[place], own.squares[place]) == most:
+            for piece in range(own.summed.size):
+                own.summed[piece] += own.collection[place, piece]
+    score(own.summed, own.begin, own.mixed)
+    return -1
+
+
+@compiled
+def on_use(state: State, own: Own, piece: int, now: Now) -> None:
+    own.index[piece] = now.index
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    if own.numbers[SCORED] == -2:
+        own.numbers[SCORED] = match(own)
+    place = own.numbers[SCORED]
+    scores = own.scores[place] if place >= 0 else own.mixed
+    best, least = -1, np.inf
+    for slot in range(state.first[group], state.first[group + 1]):
+        resident = state.piece_in[slot]
+        if resident < 0 or state.pinned[resident] > 0:
+            continue
+        value = scores[resident]
+        if value < least or (value == least and own.index[resident] < own.index[best]):
+            best, least = resident, value
+    return int(best)
+
+
+moe_infinity = Policy(
+    "moe-infinity",
+    memory,
+    victim,
+    on_use,
+    on_use,
+    on_step=on_step,
+    on_request=on_request,
+    options=(
+        Option(
+            "matching",
+            "iteration",
+            "which EAM is matched with the collection: this pass's, or this prompt's so far",
+            choices=("iteration", "request"),
+        ),
+        Option("capacity", 100, "EAMs in the collection", 1, 1_000_000),
+    ),
+)

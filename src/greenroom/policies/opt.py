@@ -1,0 +1,132 @@
+"""OPT: evict the piece whose next request is farthest in the future (Belady, 1966).
+
+No policy that must bring in every miss has fewer of them, so long as nothing is pinned. Pieces that
+are never requested again go first, the least recently requested of them before the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Ids, Now, Policy, Setup, State, compiled
+from greenroom.policies import bitsets, lists
+from greenroom.policies.bitsets import Bits
+from greenroom.policies.lists import Lists
+
+NEVER = -1
+
+
+class Own(NamedTuple):
+    """Requests are numbered group by group, in each in the order of the trace.
+
+    Of every resident the number of its next request is in a set: the largest below the end of a
+    group's numbers is the victim's. Numbers are int32 where they fit: they are most of the memory.
+    """
+
+    following: Ids  # [N] number of the next request for the piece of request i, or NEVER
+    asks: Ids  # [N] the piece of each number
+    awaited: Bits
+    next_of: Ints  # [P] a resident's number in `awaited`, or NEVER
+    begin: Ints  # [G + 1] group g has the numbers begin[g] .. begin[g + 1] - 1
+    finished: Lists  # those never requested again, one list a group
+
+
+@njit(nogil=True, cache=True)
+def _look_ahead(
+    pieces: Ids,
+    group_of: Ints,
+    begin: Ints,
+    after: Ids,
+    following: Ids,
+    asks: Ids,
+    reorder: bool,
+) -> None:
+    """Fill `following`, and `asks` where it is not `pieces` itself; `after` [P] is all NEVER."""
+    end = begin[1:].copy()
+    for i in range(pieces.size - 1, -1, -1):
+        piece = pieces[i]
+        group = group_of[piece]
+        end[group] -= 1
+        following[i] = after[piece]
+        after[piece] = end[group]
+        if reorder:
+            asks[end[group]] = piece
+
+
+@njit(nogil=True, cache=True)
+def next_uses(pieces: Ids, count: int) -> Ints:
+    """For each request the index of the next one for the same piece; ids are below `count`.
+
+    Pieces that are not requested again have indices past the end, no two the same.
+    """
+    after = pieces.size + np.arange(count)
+    result = np.empty(pieces.size, np.int64)
+    for i in range(pieces.size - 1, -1, -1):
+        result[i] = after[pieces[i]]
+        after[pieces[i]] = i
+    return result
+
+
+def memory(setup: Setup) -> Own:
+    pieces = setup.known.pieces
+    kind = np.int32 if pieces.size < 2**31 else np.int64
+    sizes = np.bincount(pieces, minlength=setup.pieces)
+    per_group = np.bincount(setup.group_of, weights=sizes, minlength=setup.groups)
+    begin = np.concatenate([[0], np.cumsum(per_group)]).astype(np.int64)
+    following = np.empty(pieces.size, kind)
+    asks = pieces if setup.groups == 1 else np.empty(pieces.size, pieces.dtype)
+    after = np.full(setup.pieces, NEVER, kind)
+    _look_ahead(pieces, setup.group_of, begin, after, following, asks, setup.groups > 1)
+    return Own(
+        following,
+        asks,
+        bitsets.empty(pieces.size + 1),
+        np.full(setup.pieces, NEVER, np.int64),
+        begin,
+        lists.empty(setup.pieces, setup.groups),
+    )
+
+
+@compiled
+def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
+    following = own.following[now.index]
+    own.next_of[piece] = following
+    if following >= 0:
+        bitsets.add(own.awaited, following)
+    else:
+        lists.push(own.finished, state.slot_of.size + state.group_of[piece], piece)
+
+
+@compiled
+def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
+    if own.next_of[piece] >= 0:
+        bitsets.discard(own.awaited, own.next_of[piece])
+    else:
+        lists.unlink(own.finished, piece)
+
+
+@compiled
+def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
+    on_evict(state, own, piece, now)
+    on_insert(state, own, piece, now)
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    chosen = lists.last(own.finished, state.slot_of.size + group, state)
+    if chosen >= 0:
+        return int(chosen)
+    number = bitsets.below(own.awaited, own.begin[group + 1])
+    while number >= own.begin[group]:
+        farthest = own.asks[number]
+        if state.pinned[farthest] == 0:
+            return int(farthest)
+        number = bitsets.below(own.awaited, number)
+    return -1
+
+
+opt = Policy("opt", memory, victim, on_hit, on_insert, on_evict, needs_trace=True)

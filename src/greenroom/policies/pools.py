@@ -1,0 +1,74 @@
+"""Sets of pieces to draw from at random, one a group, as an array with the members in front."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Setup, State, compiled
+from greenroom.policies.dice import Dice, below, dice
+
+
+class Pools(NamedTuple):
+    """The pool of group g is `members[base[g] : base[g] + size[g]]`."""
+
+    members: Ints  # [P]
+    at: Ints  # [P] where in its group's part a piece is, -1 where it is not
+    base: Ints  # [G]
+    size: Ints  # [G]
+    dice: Dice
+
+
+def empty(setup: Setup) -> Pools:
+    """Pools with nothing in them; each has room for all pieces of its group."""
+    sizes = np.bincount(setup.group_of, minlength=setup.groups)
+    return Pools(
+        members=np.zeros(setup.pieces, np.int64),
+        at=np.full(setup.pieces, -1, np.int64),
+        base=(np.cumsum(sizes) - sizes).astype(np.int64),
+        size=np.zeros(setup.groups, np.int64),
+        dice=dice(setup.seed),
+    )
+
+
+@compiled
+def add(pools: Pools, group: int, piece: int) -> None:
+    """Take a piece in that is not in."""
+    i = pools.size[group]
+    pools.members[pools.base[group] + i] = piece
+    pools.at[piece] = i
+    pools.size[group] += 1
+
+
+@compiled
+def swap(pools: Pools, group: int, i: int, j: int) -> None:
+    """Exchange two members' places."""
+    base = pools.base[group]
+    a, b = pools.members[base + i], pools.members[base + j]
+    pools.members[base + i], pools.members[base + j] = b, a
+    pools.at[a], pools.at[b] = j, i
+
+
+@compiled
+def take(pools: Pools, group: int, piece: int) -> None:
+    """Take a piece out, if it is in."""
+    if pools.at[piece] >= 0:
+        swap(pools, group, pools.at[piece], pools.size[group] - 1)
+        pools.size[group] -= 1
+        pools.at[piece] = -1
+
+
+@compiled
+def draw(pools: Pools, group: int, state: State) -> int:
+    """One of those that are not pinned, each as likely as the others; -1 where there is none."""
+    base, left = pools.base[group], pools.size[group]
+    while left > 0:
+        i = below(pools.dice, left)
+        piece = pools.members[base + i]
+        if state.pinned[piece] == 0:
+            return int(piece)
+        left -= 1  # put the pinned ones behind those that are still drawn from
+        swap(pools, group, i, left)
+    return -1

@@ -1,0 +1,144 @@
+"""S3-FIFO (Yang et al., SOSP 2023, "FIFO queues are all you need for cache eviction", section 4,
+algorithm 1).
+
+Three FIFO queues a group: S (small), with a tenth of the slots, for what is new; M (main); G
+(ghost), the ids of what S gave up, as many as M has slots. A hit raises the piece's frequency, to 3
+at most. A miss enters M where G remembers it, else S. While S has its share, its oldest piece goes:
+to M with frequency 0 if it was hit more than once, else out and into G; else M's oldest, which goes
+around once more for each time that it was hit. Pinned pieces are passed over where they stand.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
+from greenroom.policies import lists
+from greenroom.policies.lists import Lists
+
+S, M, G = 0, 1, 2
+MOST = 3  # frequency: two bits
+
+
+class Own(NamedTuple):
+    queues: Lists  # S, M and G of each group, the newest in front
+    inside: Ints  # [P] S, M, G or -1
+    size: Ints  # [3 * groups]
+    frequency: Ints  # [P]
+    share: Floats  # of the slots that are S's
+
+
+def memory(setup: Setup) -> Own:
+    return Own(
+        lists.empty(setup.pieces, 3 * setup.groups),
+        np.full(setup.pieces, -1, np.int64),
+        np.zeros(3 * setup.groups, np.int64),
+        np.zeros(setup.pieces, np.int64),
+        np.array([setup.options["small"]]),
+    )
+
+
+@compiled
+def leave(state: State, own: Own, piece: int) -> None:
+    """Take a piece out of its queue."""
+    own.size[3 * state.group_of[piece] + own.inside[piece]] -= 1
+    own.inside[piece] = -1
+    lists.unlink(own.queues, piece)
+
+
+@compiled
+def enter(state: State, own: Own, piece: int, queue: int) -> None:
+    """Put a piece at the front of a queue of its group."""
+    i = 3 * state.group_of[piece] + queue
+    own.size[i] += 1
+    own.inside[piece] = queue
+    lists.push(own.queues, state.slot_of.size + i, piece)
+
+
+@compiled
+def small(state: State, own: Own, group: int) -> int:
+    """Slots that are S's share, at least one."""
+    slots = state.first[group + 1] - state.first[group]
+    return max(1, int(slots * own.share[0]))
+
+
+@compiled
+def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
+    own.frequency[piece] = min(own.frequency[piece] + 1, MOST)
+
+
+@compiled
+def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
+    own.frequency[piece] = 0
+    if own.inside[piece] == G:
+        leave(state, own, piece)
+        enter(state, own, piece, M)
+    else:
+        enter(state, own, piece, S)
+
+
+@compiled
+def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
+    group, queue = state.group_of[piece], own.inside[piece]
+    leave(state, own, piece)
+    if queue == S:
+        enter(state, own, piece, G)
+        room = state.first[group + 1] - state.first[group] - small(state, own, group)
+        if own.size[3 * group + G] > room:
+            leave(state, own, own.queues.before[state.slot_of.size + 3 * group + G])
+
+
+@compiled
+def from_small(state: State, own: Own, group: int) -> int:
+    """S's oldest piece that was not hit twice; those that were move to M. -1: none is left."""
+    head = state.slot_of.size + 3 * group + S
+    piece = own.queues.before[head]
+    while piece != head:
+        newer = own.queues.before[piece]
+        if state.pinned[piece] == 0:
+            if own.frequency[piece] < 2:
+                return int(piece)
+            leave(state, own, piece)
+            own.frequency[piece] = 0
+            enter(state, own, piece, M)
+        piece = newer
+    return -1
+
+
+@compiled
+def from_main(state: State, own: Own, group: int) -> int:
+    """M's oldest piece that was not hit since it last came by, or -1."""
+    head = state.slot_of.size + 3 * group + M
+    piece = lists.last(own.queues, head, state)
+    while piece >= 0 and own.frequency[piece] > 0:
+        own.frequency[piece] -= 1
+        lists.unlink(own.queues, piece)
+        lists.push(own.queues, head, piece)
+        piece = lists.last(own.queues, head, state)
+    return int(piece)
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    chosen = -1
+    if own.size[3 * group + S] >= small(state, own, group):
+        chosen = from_small(state, own, group)
+    if chosen < 0:
+        chosen = from_main(state, own, group)
+    if chosen < 0:
+        chosen = lists.last(own.queues, state.slot_of.size + 3 * group + S, state)
+    return int(chosen)
+
+
+s3fifo = Policy(
+    "s3fifo",
+    memory,
+    victim,
+    on_hit,
+    on_insert,
+    on_evict,
+    options=(Option("small", 0.1, "share of the slots that the small queue has", 0, 1),),
+)

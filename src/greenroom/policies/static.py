@@ -1,0 +1,93 @@
+"""Static: the most requested pieces stay, all others pass through scratch slots (the baseline of
+ProMoE, section 5.1).
+
+Requests are counted on a named part of the trace, and what was requested most there is resident
+from the start, as many as each group has slots. Equal counts go by the later last request there,
+then by the lower id. It is the only policy that does not bring in every miss.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Now, Option, Policy, Setup, State, compiled
+from greenroom.core.stream import Stream
+from greenroom.errors import UsageError
+
+PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, counted from 0)"
+
+
+class Own(NamedTuple):
+    rank: Ints  # [P] 0 is the piece that was requested most
+
+
+def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
+    """Which steps [S] are in the part of that name. UsageError where it is unknown or empty."""
+    prompts = int(stream.request[-1]) + 1 if stream.request.size else 0
+    begin, dash, end = part.partition("-")
+    if part == "all":
+        steps = np.ones(stream.layer.size, np.bool_)
+    elif part == "first-half":
+        steps = stream.request < (prompts + 1) // 2
+    elif part == "second-half":
+        steps = stream.request >= (prompts + 1) // 2
+    elif part in ("prefill", "decode"):
+        steps = stream.prefill if part == "prefill" else ~stream.prefill
+    elif dash and begin.isdigit() and end.isdigit():
+        steps = (stream.request >= int(begin)) & (stream.request <= int(end))
+    else:
+        raise UsageError(f"part of static must be {PARTS}: {part!r}")
+    if stream.layer.size and not steps.any():
+        raise UsageError(f"part of static is empty: {part!r} of {prompts} prompts")
+    return steps
+
+
+def memory(setup: Setup) -> Own:
+    stream = setup.known
+    steps = part_of(stream, setup.options["part"])
+    chosen = np.flatnonzero(np.repeat(steps, np.diff(stream.starts)))
+    pieces = stream.pieces[chosen]
+    last = np.full(setup.pieces, -1, np.int64)
+    last[pieces] = chosen  # of equal indices the last is kept
+    count = np.bincount(pieces, minlength=setup.pieces)
+    order = np.lexsort((np.arange(setup.pieces), -last, -count))
+    rank = np.empty(setup.pieces, np.int64)
+    rank[order] = np.arange(setup.pieces)
+    return Own(rank)
+
+
+def residents(setup: Setup) -> Ints:
+    """The pieces that stay: the best of each group."""
+    rank = memory(setup).rank
+    chosen = []
+    for group, size in enumerate(setup.sizes):
+        members = np.flatnonzero(setup.group_of == group)
+        chosen.append(members[np.argsort(rank[members])][:size])
+    return np.concatenate(chosen)
+
+
+@compiled
+def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
+    """Only a cache that shrinks asks: the piece that was requested least."""
+    worst = -1
+    for slot in range(state.first[group], state.first[group + 1]):
+        resident = state.piece_in[slot]
+        if resident < 0 or state.pinned[resident] > 0:
+            continue
+        if worst < 0 or own.rank[resident] > own.rank[worst]:
+            worst = resident
+    return int(worst)
+
+
+static = Policy(
+    "static",
+    memory,
+    victim,
+    options=(Option("part", "all", f"where requests are counted: {PARTS}"),),
+    needs_trace=True,
+    preload=residents,
+)

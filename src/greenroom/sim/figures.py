@@ -1,0 +1,153 @@
+"""The report's drawings: SVG that stretches, beside labels that do not.
+
+The SVG is stretched to whatever width the page has (lines keep their width), and labels are HTML at
+percentages of it, so that a telephone shows the same chart with letters of the same size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import pairwise
+from typing import NamedTuple
+
+COLOURS = 8  # --c0 .. in report.css; what comes after them is dashed
+DASHES = ("", "6 5", "1 5")
+SCALE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a layer's mean, between the heat map's colours
+WIDE, HIGH = 1000, 500
+
+Points = Sequence[tuple[int, float]]
+
+
+class Curve(NamedTuple):
+    """Miss ratios by capacity. `style` is its number, -1 for the floor."""
+
+    name: str
+    points: Points
+    style: int
+
+
+def style(number: int) -> str:
+    """The stroke of a curve: colours first, then colours with dashes."""
+    if number < 0:
+        return 'class="curve opt" stroke-dasharray="2 4"'
+    dash = DASHES[number // COLOURS % len(DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'class="curve" stroke="var(--c{number % COLOURS})"{dashed}'
+
+
+def keys(curves: Sequence[Curve]) -> str:
+    """The names of the curves beside a piece of each."""
+    items = (
+        '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
+        f'<path d="M1 6H25" {style(c.style)}/></svg>{escape(c.name)}</li>'
+        for c in curves
+    )
+    return f'<ul class="keys">{"".join(items)}</ul>'
+
+
+def chart(curves: Sequence[Curve], floor: Curve, experts: int) -> str:
+    """Miss ratio over capacity; below `floor` no policy can come."""
+    highest = max(y for c in (*curves, floor) for _, y in c.points)
+    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)
+    top = max(step, math.ceil(round(highest / step, 9)) * step)
+    ticks = [i * step for i in range(round(top / step) + 1)]
+
+    def at(point: tuple[int, float]) -> str:
+        return f"{point[0] / experts * WIDE:.1f} {HIGH - point[1] / top * HIGH:.1f}"
+
+    def line(points: Points) -> str:
+        return "M" + "L".join(at(point) for point in points)
+
+    first, last = floor.points[0][0], floor.points[-1][0]
+    parts = [
+        f'<path class="floor" d="{line(floor.points)}L{at((last, 0))}L{at((first, 0))}Z"/>',
+        *(f'<path class="grid" vector-effect="non-scaling-stroke" d="M{at((0, y))}H{WIDE}"/>'
+          for y in ticks[1:]),
+    ]  # fmt: skip
+    for curve in (floor, *reversed(curves)):
+        parts.append(f'<path {style(curve.style)} d="{line(curve.points)}"/>')
+        if curve.style >= 0:
+            dots = "".join(f"M{at(point)}h0" for point in curve.points)
+            colour = f"var(--c{curve.style % COLOURS})"
+            parts.append(f'<path class="dot" stroke="{colour}" d="{dots}"/>')
+    described = f"Miss ratio over capacity of {', '.join(c.name for c in curves)}"
+    digits = 0 if step >= 0.01 else 1
+    y_labels = "".join(
+        f'<span style="bottom:{100 * y / top:.2f}%">{100 * y:.{digits}f} %</span>' for y in ticks
+    )
+    x_labels = "".join(
+        f'<span style="left:{p}%"{" class=odd" if p % 20 else ""}>{p} %</span>'
+        for p in range(0, 101, 10)
+    )
+    return (
+        f'<div class="chart"><div class="y">{y_labels}</div>'
+        f'<div class="plot"><svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img"'
+        f' aria-label="{escape(described)}">{"".join(parts)}</svg><div class="cursor"></div></div>'
+        f'<div class="x">{x_labels}</div>'
+        f'<div class="axis">capacity, of {experts:,} experts</div></div>'
+    )
+
+
+def level(count: int, mean: float) -> int:
+    """The colour of a cell: 0 never used, then by steps of SCALE times the layer's mean."""
+    if count == 0:
+        return 0
+    return 1 + sum(count >= bound * mean for bound in SCALE)
+
+
+def heat(counts: Sequence[Sequence[int]]) -> str:
+    """Experts by layer: how often each was chosen, against the mean of its layer."""
+    widest, layers = max(len(row) for row in counts), len(counts)
+    parts: dict[int, list[str]] = {}
+    for y, row in enumerate(counts):
+        mean = sum(row) / len(row)
+        for x, run, colour in _runs([level(count, mean) for count in row]):
+            parts.setdefault(colour, []).append(f"M{x} {y}h{run}v1h-{run}z")
+    cells = "".join(
+        f'<path style="fill:var(--h{colour})" d="{"".join(paths)}"/>'
+        for colour, paths in sorted(parts.items())
+    )
+    row_labels = "".join(
+        f'<span style="top:{100 * (y + 0.5) / layers:.2f}%">{y}</span>'
+        for y in _labelled(layers, 16)
+    )
+    column_labels = "".join(
+        f'<span style="left:{100 * (x + 0.5) / widest:.2f}%">{x}</span>'
+        for x in _labelled(widest, 8)
+    )
+    size = f"height:{max(120, min(26, 640 // layers) * layers)}px;min-width:{2 * widest}px"
+    return (
+        '<div class="wide"><div class="map">'
+        f'<div class="rows">{row_labels}</div><div class="heat" style="{size}">'
+        f'<svg viewBox="0 0 {widest} {layers}" preserveAspectRatio="none"'
+        f' shape-rendering="crispEdges" role="img" aria-label="How often each expert was chosen">'
+        f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_scale()}'
+    )
+
+
+def _runs(levels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, length, level) of every run of equal levels."""
+    start = 0
+    for i in range(1, len(levels) + 1):
+        if i == len(levels) or levels[i] != levels[start]:
+            yield start, i - start, levels[start]
+            start = i
+
+
+def _labelled(count: int, most: int) -> range:
+    step = next(s for s in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, 128, 1 << 30) if count / s <= most)
+    return range(0, count, step)
+
+
+def _scale() -> str:
+    bounds = [f"{bound:g}" for bound in SCALE]
+    texts = [
+        "never",
+        f"under {bounds[0]}",
+        *(f"{a} to {b}" for a, b in pairwise(bounds)),
+        f"{bounds[-1]} and more times the layer's mean",
+    ]
+    items = (f'<li><i style="background:var(--h{i})"></i>{t}</li>' for i, t in enumerate(texts))
+    return f'<ul class="scale">{"".join(items)}</ul>'

@@ -1,0 +1,142 @@
+"""Replay a stream of requests against a policy: what would have been missed.
+
+The whole stream is served in one compiled call, by the functions that serve a step in a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from greenroom.core.cache import bind, check_pin, empty_state, preload, split_capacity
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Now, Policy, State
+from greenroom.core.stream import Stream
+from greenroom.errors import UsageError
+from greenroom.sim.checked import check_stream, layers_of
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Counts in requests (one expert of one step each).
+
+    `missed` [N] says which were misses, where that was asked for.
+    """
+
+    requests: int
+    misses: int
+    missed: NDArray[np.bool_] | None = None
+
+    @property
+    def miss_ratio(self) -> float:
+        return self.misses / self.requests if self.requests else 0.0
+
+
+def replay(
+    stream: Stream,
+    offsets: Ints,
+    capacity: int,
+    policy: Policy,
+    *,
+    scope: str = "shared",
+    pin: str = "step",
+    seed: int = 0,
+    reset: bool = False,
+    detail: bool = False,
+) -> Replayed:
+    """Serve a stream from an empty cache of `capacity` slots; `offsets` [layers + 1] are dense ids.
+
+    `pin`: "step" protects the pieces of the step that is served, "none" protects nothing. `reset`
+    starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
+    alone. `detail` asks for `missed`. Releases the GIL. UsageError for a capacity, scope, pin,
+    piece or step that cannot be.
+    """
+    check_pin(pin)
+    layer = layers_of(offsets)
+    check_capacity(capacity, layer.size)
+    check_stream(stream, layer)
+    sizes = split_capacity(capacity, len(offsets) - 1, scope)
+    loop = _bound_loop(policy)
+    missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
+    misses = 0
+    for begin, end in _parts(stream, reset):
+        state = empty_state(layer, sizes)
+        setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
+        own = policy.memory(setup)
+        if policy.preload is not None:
+            preload(state, policy.preload(setup))
+        misses += loop(state, own, stream, begin, end, pin == "step", missed)
+    return Replayed(stream.pieces.size, misses, missed if detail else None)
+
+
+def check_capacity(capacity: int, experts: int) -> None:
+    """UsageError unless there is a slot, and no more slots than experts."""
+    if not 1 <= capacity <= experts:
+        raise UsageError(f"capacity must be between 1 and all {experts} experts: {capacity}")
+
+
+def _parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
+    """Runs of steps [begin, end) that are served by one cache: all, or a prompt's each."""
+    steps = stream.layer.size
+    if not reset or steps == 0:
+        return [(0, steps)]
+    cuts = np.flatnonzero(np.diff(stream.request)) + 1
+    ends = [*cuts.tolist(), steps]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _bound_loop(policy: Policy) -> Any:
+    return _loop(bind(policy).miss, policy.on_hit, policy.on_step, policy.on_request)
+
+
+@cache
+def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
+    @njit(nogil=True)
+    def loop(
+        state: State,
+        own: Any,
+        stream: Stream,
+        begin: int,
+        end: int,
+        pin: bool,
+        missed: NDArray[np.bool_],
+    ) -> int:
+        """Serve steps begin .. end - 1. How many requests were misses."""
+        misses, request = 0, -1
+        for s in range(begin, end):
+            a, b = stream.starts[s], stream.starts[s + 1]
+            clock, token, layer = stream.now[s], stream.token[s], stream.layer[s]
+            now = Now(clock, token, stream.request[s], layer, a)
+            if stream.request[s] != request or s == begin:
+                request = stream.request[s]
+                on_request(state, own, now)
+            on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
+            pinned = False
+            for i in range(a, b):
+                piece = stream.pieces[i]
+                at = Now(clock, token, request, layer, i)
+                if state.slot_of[piece] >= 0:
+                    on_hit(state, own, piece, at)
+                    continue
+                misses += 1
+                if missed.size:
+                    missed[i] = True
+                group = state.group_of[piece]
+                if pin and not pinned and state.free_count[group] == 0:
+                    # Only now does it matter: until a victim is sought, pins change nothing.
+                    pinned = b - a <= state.first[group + 1] - state.first[group]
+                    if pinned:
+                        for j in range(a, b):
+                            state.pinned[stream.pieces[j]] = 1
+                miss(state, own, piece, at)
+            if pinned:
+                for j in range(a, b):
+                    state.pinned[stream.pieces[j]] = 0
+        return misses
+
+    return loop

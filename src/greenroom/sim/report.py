@@ -1,0 +1,181 @@
+"""One page that says what a study found: complete in itself, readable without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from greenroom.sim.figures import Curve, Points, chart, heat, keys
+
+FLOOR = "OPT, not pinned: the floor"
+COLUMNS = (
+    ("policy", "policy"),
+    ("capacity", "capacity"),
+    ("miss_ratio", "miss ratio"),
+    ("above", "above floor"),
+    ("ttft_s", "TTFT p50"),
+    ("tpot_s", "TPOT p50"),
+    ("tpot_p95_s", "TPOT p95"),
+    ("tokens_per_s", "tokens/s"),
+    ("stall_share", "stalled"),
+    ("requests", "requests"),
+    ("misses", "misses"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the page shows.
+
+    facts:  (name, value) of the trace and the machine
+    curves: policy -> (capacity, miss ratio), capacities ascending
+    floor:  the same of OPT without pinning
+    counts: [layer][expert], tokens that chose it
+    rows:   the cells that were asked for, as `--json` prints them
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    settings: Mapping[str, str]
+    command: str
+    experts: int
+    tokens: int
+    curves: Mapping[str, Points]
+    floor: Points
+    counts: Sequence[Sequence[int]]
+    rows: Sequence[Mapping[str, Any]]
+
+    def html(self) -> str:
+        """The page."""
+        curves = self._curves()
+        floor = Curve(FLOOR, self.floor, -1)
+        setting = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        sections = [
+            _card("Miss ratio by capacity", f"{setting}. Shaded: where no policy can come.",
+                  keys([*curves, floor]) + chart(curves, floor, self.experts)),
+            _card("Which experts are used", "One row a layer, one column an expert, by how many"
+                  " tokens chose it.", heat(self.counts)),
+            _card("Results", "The cells that were asked for. Above floor: misses beyond those of"
+                  " OPT without pinning, which knows the future.", self._table()),
+            _card("Made by", "", f"<pre>{escape(self.command)}</pre>{_facts(self.facts)}"),
+        ]  # fmt: skip
+        data = {
+            "experts": self.experts,
+            "tokens": self.tokens,
+            "curves": [{"name": c.name, "points": list(c.points)} for c in (*curves, floor)],
+            "counts": [list(row) for row in self.counts],
+        }
+        page = files("greenroom.sim") / "page"
+        about = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in self.facts[1:6])
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
+            f"<title>{escape(self.title)}: expert caching</title>"
+            f"<style>\n{(page / 'report.css').read_text()}</style></head>\n<body><main>"
+            f'<h1>{escape(self.title)}</h1><p class="about">{about}</p>'
+            f"{self._tiles()}{''.join(sections)}</main>"
+            f'<div class="tip" role="status"></div>'
+            f'<script type="application/json" id="data">{_json(data)}</script>'
+            f"<script>\n{(page / 'report.js').read_text()}</script></body></html>\n"
+        )
+
+    def _curves(self) -> list[Curve]:
+        """In the order of the table's first appearance, so that colours follow the command."""
+        return [Curve(name, points, i) for i, (name, points) in enumerate(self.curves.items())]
+
+    def _tiles(self) -> str:
+        """The best policy at the middle one of the capacities, and what is left to gain."""
+        asked = sorted({row["capacity"] for row in self.rows})
+        capacity = asked[(len(asked) - 1) // 2]
+        there = [row for row in self.rows if row["capacity"] == capacity]
+        able = [row for row in there if row["policy"] != "opt"]  # it knows the future
+        best = min(able or there, key=lambda row: float(row["miss_ratio"]))
+        least = dict(self.floor)[capacity]
+        share = f"{100 * capacity / self.experts:.0f}\u00a0%"
+        tiles = [
+            (f"{best['requests']:,}", "requests"),
+            (str(best["policy"]), f"fewest misses at {share} ({capacity:,} experts)"),
+            (_percent(best["miss_ratio"]), "its miss ratio there"),
+            (_percent(least), "OPT's, the floor, there"),
+        ]
+        return '<div class="tiles">' + "".join(
+            f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
+            for value, text in tiles
+        ) + "</div>"  # fmt: skip
+
+    def _table(self) -> str:
+        floor = dict(self.floor)
+        rows: list[dict[str, Any]] = []
+        for row in self.rows:
+            least = floor[row["capacity"]] * row["requests"]
+            above = row["misses"] / least - 1 if least else 0.0
+            entry = {**row, "above": above}
+            if row.get("seconds"):
+                entry["stall_share"] = row["stall_s"] / row["seconds"]
+            rows.append(entry)
+        rows.sort(key=lambda row: row["capacity"])  # stable: policies as they were named
+        columns = [(k, text) for k, text in COLUMNS if any(row.get(k) is not None for row in rows)]
+        best = {
+            capacity: min(r["misses"] for r in rows if r["capacity"] == capacity)
+            for capacity in {row["capacity"] for row in rows}
+        }
+        body, before = "", None
+        for row in rows:
+            new = ' class="new"' if before not in (None, row["capacity"]) else ""
+            before = row["capacity"]
+            cells = "".join(
+                f"<td{' class=best' if key == 'miss_ratio' and won else ''}>"
+                f"{escape(self._cell(key, row.get(key)))}</td>"
+                for key, _ in columns
+                for won in [row["misses"] == best[row["capacity"]]]
+            )
+            body += f"<tr{new}>{cells}</tr>"
+        head = "".join(f"<th>{escape(text)}</th>" for _, text in columns)
+        return (
+            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+            "</table></div>"
+        )
+
+    def _cell(self, key: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        if key == "capacity":
+            return f"{value:,} ({100 * value / self.experts:.0f} %)"
+        if key in ("miss_ratio", "stall_share"):
+            return _percent(value)
+        if key == "above":
+            return f"{100 * value:+.1f} %"
+        if key in ("ttft_s", "tpot_s", "tpot_p95_s"):
+            return show_time(value)
+        if isinstance(value, float):
+            return f"{value:,.3g}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def show_time(seconds: float) -> str:
+    """12.3 ms, 4.56 s."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _card(title: str, note: str, body: str) -> str:
+    text = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    return "<dl>" + "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts
+    ) + "</dl>"  # fmt: skip
+
+
+def _json(data: Any) -> str:
+    """JSON that cannot end the script element that it is in."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

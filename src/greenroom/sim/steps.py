@@ -1,0 +1,116 @@
+"""What steps take, all of a trace in one compiled call: the event machine's sums, without events.
+
+With demand transfers alone, and a slot of its own for every expert of a step, nothing of a step is
+left when it ends. Then its chunks land in the order in which they start, a lane takes the next
+chunk when its last has landed, and the processor takes experts in the order in which they are
+there: a recurrence. Steps that use a slot twice need the event machine itself (`timed.Chunked`);
+tests hold the two to the same times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from greenroom.core.cost import Costs, Work
+from greenroom.core.pieces import Ints
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def step_times(
+    starts: Ints,
+    missed: Bools,
+    rows: NDArray[np.int32],
+    tokens: Ints,
+    costs: Costs,
+    expert_bytes: int,
+    chunks: int,
+) -> Floats:
+    """[S, 3]: seconds, stall and compute of each step; arrays as in `Stream`, `tokens` [S].
+
+    An expert comes in `chunks` chunks, equal but for the last.
+    """
+    return _step_times(
+        starts,
+        missed,
+        rows,
+        tokens,
+        *_points(costs.expert),
+        *_points(costs.dense),
+        np.array([link.bandwidth for link in costs.links]),
+        np.array([link.latency for link in costs.links]),
+        costs.lanes,
+        expert_bytes,
+        chunks,
+    )
+
+
+def _points(work: Work) -> tuple[Ints, Floats]:
+    tokens, seconds = zip(*work.points, strict=True)
+    return np.array(tokens, np.int64), np.array(seconds, np.float64)
+
+
+@njit(nogil=True, cache=True)
+def _work(at: Ints, seconds: Floats, tokens: int) -> float:
+    """`Work.seconds`."""
+    above = np.searchsorted(at, tokens)
+    if above == 0:
+        return seconds[0]
+    t, s = at[above - 1], seconds[above - 1]
+    if above == at.size:
+        return s * tokens / t
+    return s + (seconds[above] - s) * (tokens - t) / (at[above] - t)
+
+
+@njit(nogil=True, cache=True)
+def _step_times(
+    starts: Ints,
+    missed: Bools,
+    rows: NDArray[np.int32],
+    tokens: Ints,
+    expert_at: Ints,
+    expert_seconds: Floats,
+    dense_at: Ints,
+    dense_seconds: Floats,
+    bandwidth: Floats,
+    latency: Floats,
+    lanes: int,
+    expert_bytes: int,
+    chunks: int,
+) -> Floats:
+    out = np.zeros((tokens.size, 3))
+    free = np.zeros(bandwidth.size)  # when each link has carried what it was given
+    landed = np.zeros(lanes)  # when each lane's last chunk is there, in turn
+    size = expert_bytes // chunks
+    for s in range(tokens.size):
+        dense = _work(dense_at, dense_seconds, tokens[s])
+        free[:] = 0.0
+        landed[:] = 0.0
+        turn, compute, stall, now = 0, 0.0, 0.0, 0.0
+        for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
+            if not missed[i]:
+                now += _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
+        compute = now
+        for i in range(starts[s], starts[s + 1]):
+            if not missed[i]:
+                continue
+            there = 0.0
+            for chunk in range(chunks):
+                nbytes = size + (expert_bytes % chunks if chunk == chunks - 1 else 0)
+                there = landed[turn]
+                for k in range(bandwidth.size):
+                    free[k] = max(there, free[k]) + nbytes / bandwidth[k]
+                    there = free[k] + latency[k]
+                landed[turn] = there
+                turn = (turn + 1) % lanes
+            if there > now:
+                stall += there - now
+                now = there
+            seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
+            now += seconds
+            compute += seconds
+        out[s, 0], out[s, 1], out[s, 2] = dense + now, stall, dense + compute
+    return out

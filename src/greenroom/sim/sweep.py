@@ -1,0 +1,214 @@
+"""Many cells of one trace at once: policies by capacities, on all cores or on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.cost import Costs
+from greenroom.core.stream import Stream
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.sim.timed import times
+from greenroom.trace import Trace, stream
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay: a policy's name (with options) and a capacity in slots."""
+
+    policy: str
+    capacity: int
+    pin: str = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What all cells of a sweep share."""
+
+    trace: Trace
+    requests: Stream
+    order: str
+    scope: str = "shared"
+    seed: int = 0
+    reset: bool = False
+    costs: Costs | None = None
+    expert_bytes: int = 0
+
+    @classmethod
+    def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
+        """A trace's first `limit` tokens (all without it) in an order; UnknownName for it."""
+        trace = trace if limit is None else trace.head(limit)
+        return cls(trace, stream(trace, order), order, **options)
+
+    def run(self, cell: Cell) -> Row:
+        """A cell as `--json` prints it; with costs, how long it takes too."""
+        chosen = policy(cell.policy)
+        how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
+        timed: dict[str, Any] = {}
+        if self.costs is None:
+            done = replay(self.requests, self.trace.offsets, cell.capacity, chosen, **how)  # type: ignore[arg-type]
+            requests, misses = done.requests, done.misses
+        else:
+            found = times(
+                self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
+                **how,  # type: ignore[arg-type]
+            )  # fmt: skip
+            requests, misses, timed = found.requests, found.misses, found.as_json()
+        return {
+            "policy": chosen.name,
+            "order": self.order,
+            "scope": self.scope,
+            "pin": cell.pin,
+            "capacity": cell.capacity,
+            "requests": requests,
+            "misses": misses,
+            "miss_ratio": misses / requests if requests else 0.0,
+            **timed,
+        }
+
+    def warm(self, cell: Cell) -> None:
+        """Compile what a cell needs, on a few steps.
+
+        Two threads that compile the same function at once would both do it, and compiling holds
+        the GIL: so all is compiled before the threads start.
+        """
+        end = min(8, self.requests.layer.size)
+        n = int(self.requests.starts[end])
+        few = {
+            "starts": self.requests.starts[: end + 1],
+            **{name: getattr(self.requests, name)[:end]
+               for name in ("now", "layer", "token", "request", "prefill")},
+            **{name: getattr(self.requests, name)[:n] for name in ("pieces", "rows", "weights")},
+        }  # fmt: skip
+        replay(
+            Stream(**few), self.trace.offsets, cell.capacity, policy(cell.policy),
+            scope=self.scope, pin=cell.pin, seed=self.seed, detail=self.costs is not None,
+        )  # fmt: skip
+
+
+def sweep(
+    study: Study,
+    cells: Sequence[Cell],
+    *,
+    workers: int | None = None,
+    done: Callable[[], object] = lambda: None,
+) -> list[Row]:
+    """The cells' rows, in their order; `done` is called after each. Uses all cores by default."""
+    workers = workers or os.cpu_count() or 1
+    seen = set()
+    for cell in cells:
+        if cell.policy not in seen:
+            seen.add(cell.policy)
+            study.warm(cell)
+    pool = ThreadPoolExecutor(workers, "greenroom-sweep")
+    try:
+        waiting = {pool.submit(study.run, cell): i for i, cell in enumerate(cells)}
+        rows: dict[int, Row] = {}
+        while waiting:
+            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ended:
+                rows[waiting.pop(future)] = future.result()
+                done()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [rows[i] for i in range(len(cells))]
+
+
+def sweep_on_ray(
+    study: Study,
+    cells: Sequence[Cell],
+    address: str,
+    done: Callable[[], object] = lambda: None,
+) -> list[Row]:
+    """The same on a Ray cluster: `address` is `host:port`, `auto`, or `local` for one of its own.
+
+    The trace is sent once; Greenroom must be installed on the nodes. UsageError where there is no
+    Ray or no cluster at the address.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("--ray needs the package ray: pip install 'greenroom[ray]'") from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise UsageError(f"no Ray cluster at {address}: {error}") from error
+    try:
+        shared = ray.put(study)
+        task = ray.remote(num_cpus=1)(_run)
+        waiting = {task.remote(shared, cell): i for i, cell in enumerate(cells)}
+        rows: dict[int, Row] = {}
+        while waiting:
+            ended, _ = ray.wait(list(waiting))
+            for each in ended:
+                rows[waiting.pop(each)] = ray.get(each)
+                done()
+    finally:
+        ray.shutdown()
+    return [rows[i] for i in range(len(cells))]
+
+
+def _run(study: Study, cell: Cell) -> Row:
+    return study.run(cell)
+
+
+def capacities(text: str, experts: int) -> list[int]:
+    """`64,25%`: slots, or a share of all experts, rounded down. UsageError where it cannot be."""
+    return [_capacity(item.strip(), experts) for item in text.split(",")]
+
+
+def _capacity(text: str, experts: int) -> int:
+    from fractions import Fraction
+
+    try:
+        if text.endswith("%"):
+            share = Fraction(text[:-1].strip())
+            if not 0 < share <= 100:
+                raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
+            slots = int(share * experts / 100)
+            if slots == 0:
+                raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
+            return slots
+        slots = int(text)
+    except (ValueError, ZeroDivisionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"--capacity {text!r}: write slots as 64, a share as 25%") from error
+    if not 1 <= slots <= experts:
+        raise UsageError(f"--capacity {slots}: must be from 1 to all {experts} experts")
+    return slots
+
+
+def names(text: str) -> list[str]:
+    """`lru,moe-infinity:matching=request,capacity=50,opt`: an option belongs to the name before."""
+    found: list[str] = []
+    for item in text.split(","):
+        if found and ":" in found[-1] and "=" in item and ":" not in item:
+            found[-1] += f",{item.strip()}"
+        else:
+            found.append(item.strip())
+    return found
+
+
+def counts(trace: Trace) -> list[list[int]]:
+    """[layer][expert]: tokens that chose it."""
+    return [
+        np.bincount(trace.experts[:, layer].reshape(-1), minlength=int(experts)).tolist()
+        for layer, experts in enumerate(trace.experts_per_layer)
+    ]
+
+
+def grid(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
+    """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    points = {int(share * experts) for share in shares} | set(asked)
+    yield from sorted(point for point in points if point >= least)

@@ -1,0 +1,224 @@
+"""How long a trace takes on a machine: TTFT, TPOT and stalls of every request, in simulated time.
+
+Who is missed is decided first, by the compiled replay. Then the steps are timed: in one compiled
+call, and where a step waits for slots of its own by the event machine of the runtime, which is
+given these decisions. `simulate.simulate` runs the event machine over everything; it gives the same
+times, a thousand times slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.cache import Cache, Served, split_capacity
+from greenroom.core.cost import CHUNK_BYTES, Costs
+from greenroom.core.pieces import Ints, Pieces
+from greenroom.core.policy import Policy
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.stream import Stream
+from greenroom.policies import policy as policy_of
+from greenroom.sim.replay import replay
+from greenroom.sim.simulate import Clock, TraceStep
+from greenroom.sim.steps import step_times
+from greenroom.trace import Trace
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds and bytes of a run of R requests, one after another.
+
+    ttft [R]: from a request's start to the end of its prompt's passes (of its first pass, where
+    the trace has no prompts); gaps [D]: what each decode pass after that took, as between two
+    tokens; stall: time with nothing to compute but a wait.
+    """
+
+    requests: int  # experts asked for
+    misses: int
+    ttft: Floats
+    gaps: Floats
+    seconds: float
+    stall: float
+    compute: float
+    bytes_moved: int
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """The fields of a cell: `_s` without more is the median, as `greenroom run` has it."""
+        return {
+            **_spread("ttft", self.ttft),
+            **_spread("tpot", self.gaps),
+            "tokens_per_s": self.gaps.size / float(self.gaps.sum()) if self.gaps.any() else None,
+            "stall_s": self.stall,
+            "compute_s": self.compute,
+            "seconds": self.seconds,
+            "bytes_moved": self.bytes_moved,
+        }
+
+
+def _spread(name: str, values: Floats) -> dict[str, float | None]:
+    found = values.size > 0
+    return {
+        f"{name}_s": float(np.median(values)) if found else None,
+        f"{name}_mean_s": float(np.mean(values)) if found else None,
+        f"{name}_p95_s": float(np.percentile(values, 95)) if found else None,
+    }
+
+
+def times(
+    trace: Trace,
+    stream: Stream,
+    capacity: int,
+    policy: Policy,
+    costs: Costs,
+    expert_bytes: int,
+    *,
+    scope: str = "shared",
+    pin: str = "step",
+    seed: int = 0,
+    reset: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Times:
+    """Time a trace; `stream` is its requests in `runtime` order, `expert_bytes` an expert's size.
+
+    An expert comes in chunks of at most `chunk_bytes`. UsageError as `replay`.
+    """
+    offsets = trace.offsets
+    missed, slots = _decisions(stream, offsets, capacity, policy, scope, pin, seed, reset)
+    each = Chunked(offsets, expert_bytes, chunk_bytes, costs)
+    seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
+    ends = np.zeros(trace.passes + 1)
+    np.add.at(ends, stream.token + 1, seconds)
+    ttft, gaps = by_request(trace, ends[1:])
+    misses = int(missed.sum())
+    return Times(
+        missed.size,
+        misses,
+        ttft,
+        gaps,
+        float(seconds.sum()),
+        float(stall.sum()),
+        float(compute.sum()),
+        misses * expert_bytes,
+    )
+
+
+def by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
+    """(TTFT of each request, time of each decode pass after it), from the time of each pass [P]."""
+    firsts = np.searchsorted(trace.pass_starts, trace.request_starts)
+    ttft = np.zeros(trace.requests)
+    first_tokens = np.zeros(trace.passes, np.bool_)
+    for request, (begin, end) in enumerate(pairwise(firsts.tolist())):
+        decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
+        prompt = max(1, int(decodes[0])) if decodes.size else end - begin
+        ttft[request] = passes[begin : begin + prompt].sum()
+        first_tokens[begin : begin + prompt] = True
+    return ttft, passes[~first_tokens & ~trace.pass_prefill]
+
+
+def _decisions(
+    stream: Stream,
+    offsets: Ints,
+    capacity: int,
+    policy: Policy,
+    scope: str,
+    pin: str,
+    seed: int,
+    reset: bool,
+) -> tuple[NDArray[np.bool_], Ints | None]:
+    """Which requests are misses, [N], and their slots [N] where a step may use a slot twice."""
+    sizes = np.diff(stream.starts)
+    least = min(split_capacity(capacity, len(offsets) - 1, scope))
+    if pin == "step" and (sizes.size == 0 or sizes.max() <= least):
+        options = {"scope": scope, "pin": pin, "seed": seed, "reset": reset, "detail": True}
+        missed = replay(stream, offsets, capacity, policy, **options).missed  # type: ignore[arg-type]
+        assert missed is not None
+        return missed, None
+    missed = np.empty(stream.pieces.size, np.bool_)
+    slots = np.empty(stream.pieces.size, np.int64)
+    pieces = Pieces.whole(offsets.tolist(), [1] * (len(offsets) - 1))
+    cache, before = None, -1
+    for s, request in enumerate(stream.request.tolist()):
+        if cache is None or (reset and request != before):
+            cache = Cache(pieces, capacity, policy, scope, seed, stream)
+        before = request
+        part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
+        asked = stream.pieces[part].astype(np.int64)
+        served = cache.serve(
+            asked,
+            int(stream.now[s]),
+            pin,
+            token=int(stream.token[s]),
+            request=request,
+            rows=stream.rows[part],
+            weights=stream.weights[part],
+        )
+        if served.pinned:
+            cache.release(asked)
+        missed[part], slots[part] = served.hits == 0, served.slots
+    return missed, slots
+
+
+class Chunked:
+    """Times single steps: the scheduler and its clock, with a cache that is told what to say."""
+
+    def __init__(self, offsets: Ints, expert_bytes: int, chunk_bytes: int, costs: Costs) -> None:
+        layers, experts = len(offsets) - 1, int(offsets[-1])
+        self.costs, self.expert_bytes = costs, expert_bytes
+        self.chunks = max(1, -(-expert_bytes // chunk_bytes))
+        pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
+        scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
+        self._script = _Script(layers)
+        scheduler.cache = self._script  # type: ignore[assignment]
+        self._clock = Clock(scheduler, costs)
+
+    def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
+        """[3]: seconds, stall, compute. A slot of -1 is one that no other request has."""
+        own = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
+        given = np.where(slots < 0, own, slots)
+        hits = (~missed).astype(np.int64)
+        self._script.served = Served(given, hits, np.full_like(given, -1), False)
+        clock = self._clock
+        before = clock.now, clock.stall, clock.compute
+        clock.run(step)
+        after = clock.now, clock.stall, clock.compute
+        return np.subtract(after, before)
+
+
+class _Script:
+    """Stands in the cache's place: what becomes of a step's requests is given."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.served: Served
+
+    def serve(self, *_: object, **__: object) -> Served:
+        return self.served
+
+
+def _seconds(
+    trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: Chunked
+) -> Floats:
+    """[S, 3]: seconds, stall and compute of each step."""
+    tokens = np.diff(trace.pass_starts)[stream.token]
+    found = step_times(
+        stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks
+    )
+    for s in range(0 if slots is None else stream.layer.size):
+        part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
+        assert slots is not None
+        own = slots[part][slots[part] >= 0]
+        if np.unique(own).size < own.size:
+            step = TraceStep(
+                0,
+                int(stream.layer[s]),
+                stream.pieces[part].astype(np.int64),
+                stream.rows[part].astype(np.int64) if stream.rows.size else None,
+                int(tokens[s]),
+            )
+            found[s] = each.step(step, missed[part], slots[part])
+    return found

@@ -1,0 +1,11 @@
+"""Traces: recorded routing, its file, its requests in an order, its locality, and synthetic ones.
+
+trace = load("olmoe-1b-7b.npz")
+requests = stream(trace, "runtime")
+"""
+
+from greenroom.trace.file import load, save
+from greenroom.trace.orders import ORDERS, stream
+from greenroom.trace.trace import GateInputs, Prediction, Trace
+
+__all__ = ["ORDERS", "GateInputs", "Prediction", "Trace", "load", "save", "stream"]

@@ -1,0 +1,124 @@
+"""A safetensors file of NumPy arrays: written a piece at a time, read by mapping it.
+
+Format: 8 bytes with the header's length N (little endian), N bytes of JSON, then the data. The JSON
+maps a tensor's name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the data's
+first byte; `__metadata__` maps text to text. Widest types come first, so all are aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import OutputError, TraceError
+
+LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
+DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "I32": np.int32, "I64": np.int64,
+    "F16": np.float16, "F32": np.float32,
+}  # fmt: skip
+_NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
+_ALIGNMENT = 64  # bytes, of the first tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor to be written: its parts, one after another, are its bytes."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    parts: Iterable[NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its final name when all is written, and leaves nothing when it fails."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(draft, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(draft)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """A new file, or none: OutputError where it cannot be written."""
+    width = {name: np.dtype(tensor.dtype).itemsize for name, tensor in tensors.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (-width[item[0]], item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in ordered:
+        header[name] = {
+            "dtype": _NAMES[np.dtype(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with beside(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in ordered:
+            written = 0
+            for part in tensor.parts:
+                data = np.ascontiguousarray(part, tensor.dtype)
+                file.write(data.reshape(-1).view(np.uint8).data)
+                written += data.nbytes
+            if written != tensor.nbytes:
+                raise ValueError(f"{name}: {written} bytes for {tensor.nbytes}")
+
+
+def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """(tensors as read-only views of the mapped file, metadata); TraceError where it is damaged."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > LONGEST or 8 + length > size:
+            raise TraceError(f"{path}: not a trace, or cut off in its header")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        table = {name: _entry(entry) for name, entry in header.items()}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise TraceError(f"{path}: not a trace, or its header is damaged") from error
+    data = 8 + length
+    if (end := data + max((entry[3] for entry in table.values()), default=0)) > size:
+        raise TraceError(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
+    whole = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    return {
+        name: whole[data + begin : data + stop].view(dtype).reshape(shape)
+        for name, (dtype, shape, begin, stop) in table.items()
+    }, metadata
+
+
+def _entry(entry: Any) -> tuple[Any, tuple[int, ...], int, int]:
+    dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError
+    if end - begin != prod(shape) * dtype.itemsize:
+        raise ValueError
+    return dtype, shape, begin, end

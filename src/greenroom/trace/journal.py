@@ -1,0 +1,318 @@
+"""A recording while it grows: segments that are appended whole, so that a kill loses one at most.
+
+Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
+three numbers in 4 bytes each, little endian. The first record is the header: what every segment
+has in common. Each further one is a segment: some passes of one request. What follows the last
+record whose checksum is right was being written when the recording ended, and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import OutputError, TraceError
+from greenroom.trace import container
+from greenroom.trace.container import DTYPES, Tensor
+from greenroom.trace.metadata import metadata, named
+from greenroom.trace.trace import GateInputs, Trace, starts_of
+
+MAGIC = b"GRTJ"
+VERSION = 1
+_TYPES = {"experts": "U16", "weights": "F16", "token_ids": "I32", "sampled": "I64", "inputs": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is recorded: of which layers, and which of the optional fields."""
+
+    experts_per_layer: tuple[int, ...]
+    weights: bool = False
+    token_ids: bool = False
+    gate_inputs: float = 0.0  # the share of tokens that is sampled
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def fields(self) -> list[str]:
+        """The arrays of a segment, in the order in which they are stored."""
+        optional = {"weights": self.weights, "token_ids": self.token_ids}
+        optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
+        return ["experts", *(name for name, wanted in optional.items() if wanted)]
+
+    def dtype(self, name: str) -> Any:
+        narrow = name == "experts" and max(self.experts_per_layer) <= 1 << 8
+        return np.dtype(np.uint8 if narrow else DTYPES[_TYPES[name]])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some passes of one request. `sampled` counts tokens from the segment's first."""
+
+    request: int
+    label: str
+    passes: list[tuple[int, bool]]  # (tokens, prefill)
+    last: bool  # the request ends here
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.passes)
+
+
+def journal_of(path: Path) -> Path:
+    """Where a recording grows until it is whole."""
+    return path.with_name(path.name + ".journal")
+
+
+class Journal:
+    """Appends segments to `path`. A new file, or one with the same header, which is gone on with.
+
+    `requests` is how many requests are whole in it; what there was of a further one is dropped.
+    TraceError where the file holds another recording.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path, self.header, self.requests = path, header, 0
+        try:
+            if path.exists() and path.stat().st_size:
+                self._file = self._resume()
+            else:
+                self._file = open(path, "wb")  # noqa: SIM115
+                self._write(MAGIC + _packed(_as_json(header), b""))
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+    def _resume(self) -> BinaryIO:
+        found, end = _read_header(self.path)
+        if _as_json(found) != _as_json(self.header):
+            raise TraceError(
+                f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
+                " or delete it"
+            )
+        for segment, stop in _segments(self.path, found, end):
+            if segment.last:
+                self.requests, end = segment.request + 1, stop
+        file = open(self.path, "r+b")  # noqa: SIM115
+        file.truncate(end)
+        file.seek(end)
+        return file
+
+    def append(self, segment: Segment) -> None:
+        """Add a segment; it is with the system when this returns, and outlives this process."""
+        arrays, header = segment.arrays, self.header
+        names = header.fields()
+        info = {
+            "request": segment.request,
+            "label": segment.label,
+            "passes": segment.passes,
+            "last": segment.last,
+            "shapes": [arrays[name].shape for name in names],
+        }
+        data = b"".join(arrays[name].astype(header.dtype(name)).tobytes() for name in names)
+        self._write(_packed(info, data))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+    def finish(self, path: Path) -> None:
+        """Make the trace file of what was appended, a segment at a time, and remove the journal."""
+        self._file.close()
+        convert(self.path, path)
+        os.unlink(self.path)
+
+    def close(self) -> None:
+        """Leave the journal as it is."""
+        self._file.close()
+
+
+def convert(source: Path, path: Path) -> None:
+    """Write the trace file of a journal. Memory is that of one segment."""
+    header, end = _read_header(source)
+    whole = _whole(source, header, end)
+    names, labels = named(whole.labels)
+    tensors = {name: _once(array) for name, array in whole.small.items()}
+    tensors["request_labels"] = _once(labels)
+    for name, title in zip(header.fields(), _titles(header), strict=True):
+        if name != "sampled":
+            parts = _parts(source, header, end, name)
+            tensors[title] = Tensor(header.dtype(name), whole.shapes[name], parts)
+    container.write(path, tensors, metadata(names, whole.meta, {}))
+
+
+def _parts(path: Path, header: Header, begin: int, name: str) -> Iterator[NDArray[Any]]:
+    for segment, _ in _segments(path, header, begin):
+        yield segment.arrays[name]
+
+
+def _once(array: NDArray[Any]) -> Tensor:
+    return Tensor(array.dtype, array.shape, [array])
+
+
+def _titles(header: Header) -> list[str]:
+    """The names of a segment's arrays in the trace file."""
+    titles = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
+    return [titles.get(name, name) for name in header.fields()]
+
+
+def read(path: Path) -> Trace:
+    """The trace of all whole segments; TraceError where there is none."""
+    header, end = _read_header(path)
+    whole = _whole(path, header, end)
+    found = [segment.arrays for segment, _ in _segments(path, header, end)]
+    arrays = {name: np.concatenate([part[name] for part in found]) for name in header.fields()}
+    sample = None
+    if "sampled" in arrays:
+        sample = GateInputs(whole.small["gate_inputs.tokens"], arrays["inputs"])
+    return Trace(
+        experts=arrays["experts"],
+        experts_per_layer=whole.small["experts_per_layer"],
+        request_starts=whole.small["request_starts"],
+        pass_starts=whole.small["pass_starts"],
+        pass_prefill=whole.small["pass_prefill"],
+        labels=tuple(whole.labels),
+        weights=arrays.get("weights"),
+        token_ids=arrays.get("token_ids"),
+        gate_inputs=sample,
+        meta=whole.meta,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What a trace needs beside the large arrays: the small ones, the large ones' shapes."""
+
+    small: dict[str, NDArray[Any]]
+    shapes: dict[str, tuple[int, ...]]
+    labels: list[str]
+    meta: dict[str, Any]
+
+
+def _whole(path: Path, header: Header, end: int) -> _Whole:
+    requests: dict[int, int] = {}
+    labels: dict[int, str] = {}
+    passes: list[tuple[int, bool]] = []
+    sampled: list[NDArray[np.int64]] = []
+    rows: dict[str, int] = dict.fromkeys(header.fields(), 0)
+    tails: dict[str, tuple[int, ...]] = {}
+    tokens, complete = 0, True
+    for segment, _ in _segments(path, header, end):
+        labels[segment.request] = segment.label
+        requests[segment.request] = requests.get(segment.request, 0) + segment.tokens
+        passes += segment.passes
+        for name, array in segment.arrays.items():
+            rows[name] += len(array)
+            if array.shape[1:] != tails.setdefault(name, array.shape[1:]):
+                raise TraceError(f"{path}: damaged: {name} changes its shape on the way")
+        if "sampled" in segment.arrays:
+            sampled.append(segment.arrays["sampled"] + tokens)
+        tokens, complete = tokens + segment.tokens, segment.last
+    if not tokens:
+        raise TraceError(f"{path}: nothing was recorded before the recording ended")
+    small: dict[str, NDArray[Any]] = {
+        "experts_per_layer": np.array(header.experts_per_layer, np.int64),
+        "request_starts": starts_of(np.array(list(requests.values()))),
+        "pass_starts": starts_of(np.array([n for n, _ in passes])),
+        "pass_prefill": np.array([prefill for _, prefill in passes], np.bool_),
+    }
+    if sampled:
+        small["gate_inputs.tokens"] = np.concatenate(sampled)
+    shapes = {name: (rows[name], *tails[name]) for name in rows}
+    meta = header.meta if complete else {**header.meta, "last_request": "cut short"}
+    return _Whole(small, shapes, list(labels.values()), meta)
+
+
+def _packed(info: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(info, separators=(",", ":")).encode()
+    check = zlib.crc32(data, zlib.crc32(text))
+    sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
+    return sizes + text + data + check.to_bytes(4, "little")
+
+
+def _as_json(header: Header) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "experts_per_layer": list(header.experts_per_layer),
+        "weights": header.weights,
+        "token_ids": header.token_ids,
+        "gate_inputs": header.gate_inputs,
+        "meta": header.meta,
+    }
+
+
+def _read_header(path: Path) -> tuple[Header, int]:
+    """(header, where the first segment begins)."""
+    with open(path, "rb") as file:
+        record = _next(file) if file.read(4) == MAGIC else None
+        if record is None:
+            raise TraceError(f"{path}: a recording that ended before it began: delete it")
+        info, _ = record
+        if info.get("version") != VERSION:
+            raise TraceError(
+                f"{path}: a journal of version {info.get('version')}; this Greenroom reads"
+                f" {VERSION}"
+            )
+        end = file.tell()
+    try:
+        header = Header(
+            tuple(int(n) for n in info["experts_per_layer"]),
+            bool(info["weights"]),
+            bool(info["token_ids"]),
+            float(info["gate_inputs"]),
+            dict(info["meta"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path}: the journal's header is damaged") from error
+    return header, end
+
+
+def _segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
+    """Each whole segment, and where it ends."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while (record := _next(file)) is not None:
+            info, data = record
+            yield (
+                Segment(
+                    int(info["request"]),
+                    str(info["label"]),
+                    [(int(n), bool(prefill)) for n, prefill in info["passes"]],
+                    bool(info["last"]),
+                    _arrays(header, info["shapes"], data),
+                ),
+                file.tell(),
+            )
+
+
+def _arrays(
+    header: Header, shapes: Sequence[Sequence[int]], data: bytes
+) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    at = 0
+    for name, shape in zip(header.fields(), shapes, strict=True):
+        dtype, count = header.dtype(name), prod(shape)
+        arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += count * dtype.itemsize
+    return arrays
+
+
+def _next(file: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
+    """The next record, or None where there is no whole one."""
+    sizes = file.read(8)
+    text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
+    text, data, check = file.read(text_size), file.read(data_size), file.read(4)
+    if len(check) < 4 or zlib.crc32(data, zlib.crc32(text)) != int.from_bytes(check, "little"):
+        return None
+    info: dict[str, Any] = json.loads(text)
+    return info, data

@@ -1,0 +1,207 @@
+"""How local a trace is: what a cache of experts can hope for, before any is simulated.
+
+All of it is about layers and tokens alone; passes play no part. Means over layers weigh all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import UsageError
+from greenroom.trace import kernels
+from greenroom.trace.trace import Trace
+
+Floats = NDArray[np.float64]
+LONGEST_GAP = 4096  # tokens; longer ones are counted together
+_BLOCK = 1 << 14  # tokens that are compared at a time
+
+
+def adjacent_overlap(trace: Trace) -> Floats:
+    """[layers] the share of a token's experts that the token before it used too.
+
+    Over the tokens that have one before them in their request; 0 where there is none. Routing that
+    is uniform and independent gives top_k / experts.
+    """
+    shared, pairs = np.zeros(trace.layers, np.int64), 0
+    follows = np.ones(trace.tokens, np.bool_)
+    follows[trace.request_starts[:-1]] = False
+    for start in range(1, trace.tokens, _BLOCK):
+        stop = min(start + _BLOCK, trace.tokens)
+        kept = follows[start:stop]
+        before, after = trace.experts[start - 1 : stop - 1], trace.experts[start:stop]
+        same = sum((before[..., i, None] == after).sum(axis=2) for i in range(trace.top_k))
+        shared += np.asarray(same)[kept].sum(axis=0)
+        pairs += int(kept.sum())
+    return shared / max(pairs * trace.top_k, 1)
+
+
+def uniform_overlap(trace: Trace) -> float:
+    """What `adjacent_overlap` would be under uniform routing, as a mean over layers."""
+    return float(np.mean(trace.top_k / trace.experts_per_layer))
+
+
+def popularity(trace: Trace) -> list[NDArray[np.int64]]:
+    """For each layer [experts] how often each expert was used."""
+    return [
+        np.bincount(trace.experts[:, layer].ravel(), minlength=int(experts))
+        for layer, experts in enumerate(trace.experts_per_layer)
+    ]
+
+
+def skew(trace: Trace) -> list[Floats]:
+    """For each layer the CDF of its popularity: [experts] the share of its most used 1, 2, ..."""
+    return [np.cumsum(np.sort(counts)[::-1]) / counts.sum() for counts in popularity(trace)]
+
+
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """Reuse within each layer; a token's experts count in the order stored.
+
+    `distances[layer]` [experts + 1]: uses by the number of distinct other experts of the layer
+    since the last use of the same one; the last entry counts first uses. An LRU cache of c slots a
+    layer hits those below c. `gaps[layer]` [LONGEST_GAP + 1]: by tokens since the last use.
+    """
+
+    distances: list[NDArray[np.int64]]
+    gaps: list[NDArray[np.int64]]
+
+    def median_distance(self) -> list[float]:
+        """For each layer, of the uses that are not first ones; nan where all are."""
+        return [_median(counts[:-1]) for counts in self.distances]
+
+    def median_gap(self) -> list[float]:
+        """For each layer, in tokens."""
+        return [_median(counts) for counts in self.gaps]
+
+
+def _median(counts: NDArray[np.int64]) -> float:
+    """The lower median of values 0, 1, ... that occur so often."""
+    total = counts.sum()
+    return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
+
+
+def reuse(trace: Trace) -> Reuse:
+    """Reuse distances and gaps of each layer, over the whole trace."""
+    found = Reuse([], [])
+    for layer, experts in enumerate(trace.experts_per_layer.tolist()):
+        distances = np.zeros(experts + 1, np.int64)
+        gaps = np.zeros(LONGEST_GAP + 1, np.int64)
+        kernels.reuse(np.ascontiguousarray(trace.experts[:, layer]), experts, distances, gaps)
+        found.distances.append(distances)
+        found.gaps.append(gaps)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Local routing consistency over all windows of `length` tokens ("Not All Models Suit Expert
+    Offloading"; our reading of its abstract, checked against what its published code measures).
+
+    SRP, [layers]: the best F1 between what tokens use and a group of experts that is fixed for
+    their segment. The best groups take the experts used at least t times in the segment, for one t.
+    SCH, `sch[c - 1]`: the share of uses that a cache hits which holds, for each segment, the c
+    experts that it uses most: a mean over layers for `per_layer` (c slots a layer), and `shared`
+    for c slots over all layers.
+    """
+
+    length: int
+    windows: int
+    srp: Floats
+    per_layer: Floats
+    shared: Floats
+
+
+def segments(trace: Trace, length: int) -> Segments:
+    """SRP and SCH of segments of this length; nan where no request is that long."""
+    if length < 1:
+        raise UsageError(f"a segment has at least one token, not {length}")
+    most, uses = trace.experts_per_layer.tolist(), length * trace.top_k
+    srp = np.full(trace.layers, np.nan)
+    per_layer = np.zeros((trace.layers, max(most)))
+    windows = 0
+    for layer, experts in enumerate(most):
+        ids = np.ascontiguousarray(trace.experts[:, layer])
+        windows, values, ranks = _windows(ids, trace, length, experts)
+        if windows:
+            srp[layer] = _best_f1(values)
+        hits = np.cumsum(ranks) / max(windows * uses, 1)
+        per_layer[layer] = np.append(hits, np.full(max(most) - experts, hits[-1]))
+    dense = (trace.experts + trace.offsets[:-1, None]).reshape(trace.tokens, -1)
+    _, _, ranks = _windows(dense, trace, length, int(trace.offsets[-1]))
+    shared = np.cumsum(ranks) / max(windows * uses * trace.layers, 1)
+    if not windows:
+        per_layer[:], shared[:] = np.nan, np.nan
+    return Segments(length, windows, srp, per_layer.mean(axis=0), shared)
+
+
+def _windows(
+    ids: NDArray[Any], trace: Trace, length: int, experts: int
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    values, ranks = np.zeros(length + 1, np.int64), np.zeros(experts, np.int64)
+    return int(kernels.windows(ids, trace.request_starts, length, values, ranks)), values, ranks
+
+
+def _best_f1(values: NDArray[np.int64]) -> float:
+    """`values[v]` (window, expert) pairs have v uses; the best threshold's F1 = 2 hits / both."""
+    length = len(values) - 1
+    hits = np.cumsum((values * np.arange(length + 1))[:0:-1])[::-1]  # of thresholds 1 ... length
+    taken = np.cumsum(values[:0:-1])[::-1] * length
+    return float(np.max(2 * hits / (taken + hits[0])))
+
+
+def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> dict[str, Any]:
+    """The figures that `trace info` prints: JSON types only, shares in [0, 1].
+
+    SCH is given for caches of `multiples` times top_k experts a layer.
+    """
+    curves, found = skew(trace), reuse(trace)
+    first = sum(int(counts[-1]) for counts in found.distances)
+    distances = [counts[:-1] for counts in found.distances]
+    hits = [np.cumsum(counts) / trace.tokens / trace.top_k for counts in distances]
+    sizes = [m * trace.top_k for m in multiples if m * trace.top_k <= trace.experts_per_layer.min()]
+    overlap = adjacent_overlap(trace)
+    return {
+        "overlap": float(overlap.mean()),
+        "overlap_uniform": uniform_overlap(trace),
+        "overlap_by_layer": _rounded(overlap),
+        "popularity_cdf": {
+            f"{share}%": float(np.mean([c[max(len(c) * share // 100, 1) - 1] for c in curves]))
+            for share in (5, 10, 25, 50, 75)
+        },
+        "popularity_cdf_by_layer": [_rounded(curve) for curve in curves],
+        "unused_experts": sum(int((counts == 0).sum()) for counts in popularity(trace)),
+        "first_uses": first,
+        "reuse_distance_by_layer": [_number(x) for x in found.median_distance()],
+        "reuse_gap_by_layer": [_number(x) for x in found.median_gap()],
+        "lru_hits_per_layer": {
+            str(c): float(np.mean([curve[c - 1] for curve in hits])) for c in sizes
+        },
+        "segments": [
+            {
+                "length": length,
+                "windows": part.windows,
+                "srp": _number(float(part.srp.mean())),
+                "sch": {str(c): _number(float(part.per_layer[c - 1])) for c in sizes},
+                "sch_shared": {
+                    str(c * trace.layers): _number(float(part.shared[c * trace.layers - 1]))
+                    for c in sizes
+                },
+            }
+            for length in lengths
+            for part in [segments(trace, length)]
+        ],
+    }
+
+
+def _number(x: float) -> float | None:
+    """JSON has no nan."""
+    return None if np.isnan(x) else round(x, 6)
+
+
+def _rounded(values: Floats) -> list[float]:
+    return [round(float(x), 6) for x in values]

@@ -1,0 +1,138 @@
+"""A trace's requests in an order: what the caches and the simulator are fed with.
+
+The orders are defined in docs/design.md; they differ in what a step is (see core/stream.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.stream import Stream
+from greenroom.errors import UnknownName
+from greenroom.trace.trace import Trace, starts_of
+
+ORDERS = ("natural", "rounds", "runtime")
+Counted = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+_BINS = 1 << 18  # passes x experts that are counted at a time: they fit in a core's cache
+
+
+def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> Stream:
+    """The requests of a trace's first `limit` tokens (all without it). UnknownName for the order.
+
+    `natural`: for each token, each layer, its experts as stored, one step; `rounds`: for each
+    token, each rank, each layer, one step a request (papers: layered paging, 5.1); `runtime`: for
+    each pass, each layer, the distinct experts of the pass's tokens, ascending, one step, with
+    `rows` and weights summed over those tokens.
+    """
+    if order not in ORDERS:
+        raise UnknownName("order", order, ORDERS)
+    if limit is not None:
+        trace = trace.head(limit)
+    return {"natural": _natural, "rounds": _rounds, "runtime": _runtime}[order](trace)
+
+
+def _dense(trace: Trace) -> NDArray[np.int32]:
+    dense: NDArray[np.int32] = trace.experts + trace.offsets[:-1, None].astype(np.int32)
+    return dense
+
+
+def _by_token(trace: Trace, steps: int, layer: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+    """What natural order and rounds share: `steps` a token, of these layers."""
+    tokens = trace.tokens
+    request = np.repeat(np.arange(trace.requests, dtype=np.int32), np.diff(trace.request_starts))
+    prefill = np.repeat(trace.pass_prefill, np.diff(trace.pass_starts))
+    return {
+        "now": np.arange(tokens * steps, dtype=np.int64),
+        "layer": np.tile(layer, tokens),
+        "token": np.repeat(np.arange(tokens, dtype=np.int64), steps),
+        "request": np.repeat(request, steps),
+        "prefill": np.repeat(prefill, steps),
+        "rows": np.empty(0, np.int32),
+    }
+
+
+def _natural(trace: Trace) -> Stream:
+    weights = np.empty(0) if trace.weights is None else trace.weights
+    return Stream(
+        pieces=_dense(trace).ravel(),
+        starts=np.arange(0, trace.experts.size + 1, trace.top_k, dtype=np.int64),
+        weights=weights.astype(np.float32).ravel(),
+        **_by_token(trace, trace.layers, np.arange(trace.layers, dtype=np.int32)),
+    )
+
+
+def _rounds(trace: Trace) -> Stream:
+    weights = np.empty((0, 0, 0)) if trace.weights is None else trace.weights
+    layer = np.tile(np.arange(trace.layers, dtype=np.int32), trace.top_k)
+    return Stream(
+        pieces=_dense(trace).transpose(0, 2, 1).ravel(),
+        starts=np.arange(trace.experts.size + 1, dtype=np.int64),
+        weights=weights.transpose(0, 2, 1).astype(np.float32).ravel(),
+        **_by_token(trace, trace.layers * trace.top_k, layer),
+    )
+
+
+def _runtime(trace: Trace) -> Stream:
+    passes, layers = trace.passes, trace.layers
+    parts: list[Counted] = []
+    for first, last in _blocks(trace):
+        parts.append(_count(trace, first, last))
+    pieces, counts, rows, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
+    request = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
+    return Stream(
+        pieces=pieces,
+        starts=starts_of(counts),
+        now=np.arange(passes * layers, dtype=np.int64),
+        layer=np.tile(np.arange(layers, dtype=np.int32), passes),
+        token=np.repeat(np.arange(passes, dtype=np.int64), layers),
+        request=np.repeat(request.astype(np.int32), layers),
+        prefill=np.repeat(trace.pass_prefill, layers),
+        rows=rows,
+        weights=weights,
+    )
+
+
+def _blocks(trace: Trace) -> Iterator[tuple[int, int]]:
+    """Ranges of passes that are counted together."""
+    size = max(1, _BINS // int(trace.offsets[-1]))
+    for first in range(0, trace.passes, size):
+        yield first, min(first + size, trace.passes)
+
+
+def _count(trace: Trace, first: int, last: int) -> Counted:
+    """(pieces, pieces a step, rows, weights) of some passes: a bin for each pass and expert."""
+    total, layers = int(trace.offsets[-1]), trace.layers
+    begin, end = trace.pass_starts[first], trace.pass_starts[last]
+    if end - begin == last - first:
+        return _sorted(trace, begin, end)
+    lengths = np.diff(trace.pass_starts[first : last + 1])
+    base = np.repeat(np.arange(last - first, dtype=np.int64) * total, lengths)
+    bins = trace.experts[begin:end] + (base[:, None] + trace.offsets[:-1])[..., None]
+    counts = np.bincount(bins.ravel(), minlength=(last - first) * total)
+    used = np.flatnonzero(counts)
+    pieces = used % total
+    layer_of = np.repeat(np.arange(layers), trace.experts_per_layer)
+    steps = np.bincount(
+        used // total * layers + layer_of[pieces], minlength=(last - first) * layers
+    )
+    weights = np.empty(0, np.float32)
+    if trace.weights is not None:
+        given = trace.weights[begin:end].ravel()
+        weights = np.bincount(bins.ravel(), given, counts.size)[used].astype(np.float32)
+    return pieces.astype(np.int32), steps, counts[used].astype(np.int32), weights
+
+
+def _sorted(trace: Trace, begin: int, end: int) -> Counted:
+    """`_count` of passes of one token each, where only the order within a step is to be found."""
+    experts = trace.experts[begin:end]
+    order = np.argsort(experts, axis=2)
+    dense = np.take_along_axis(experts, order, 2) + trace.offsets[:-1, None].astype(np.int32)
+    weights = np.empty(0, np.float32)
+    if trace.weights is not None:
+        weights = np.take_along_axis(trace.weights[begin:end], order, 2).astype(np.float32).ravel()
+    steps = np.full(len(experts) * trace.layers, trace.top_k)
+    return dense.ravel(), steps, np.ones(dense.size, np.int32), weights

@@ -1,0 +1,70 @@
+"""Prompts from a file: a line of text each, or JSON lines with a prompt or a chat."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from greenroom.errors import UsageError
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request asks: a text or the messages of a chat, and its label."""
+
+    content: str | Messages
+    label: str
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file; UsageError, naming the line, where one cannot be read.
+
+    Plain text has a prompt on each line; empty lines are passed over, and the label is the file's
+    name without its ending. Where the first line is a JSON object, each line is one, with `prompt`
+    (text) or `messages` (a list of `{"role", "content"}`), and `label` if it has one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not valid UTF-8 text") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
+        raise UsageError(f"{path}: there is no prompt in it")
+    if path.suffix == ".jsonl" or _object(filled[0][1]) is not None:
+        return [_of_json(f"{path}, line {number}", line, path.stem) for number, line in filled]
+    return [Prompt(line.strip(), path.stem) for _, line in filled]
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _of_json(where: str, line: str, label: str) -> Prompt:
+    found = _object(line)
+    if found is None:
+        raise UsageError(f"{where}: not a JSON object")
+    label = str(found.get("label", label))
+    match found:
+        case {"prompt": str(text)} if text.strip():
+            return Prompt(text, label)
+        case {"messages": [_, *_] as messages} if all(_is_message(m) for m in messages):
+            return Prompt([{"role": m["role"], "content": m["content"]} for m in messages], label)
+    raise UsageError(
+        f'{where}: must have a "prompt" that is text, or "messages" with "role" and "content"'
+    )
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(found.get(name), str) for name in ("role", "content")
+    )

@@ -1,0 +1,95 @@
+"""Synthetic traces, of a seed: the Zipf traces of layered paging, and requests that have topics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.config import SynthConfig, TopicsConfig, ZipfConfig
+from greenroom.trace.trace import Trace, starts_of
+
+Floats = NDArray[np.float64]
+_KEEP = 1e6  # added to a score: more than any draw
+
+
+def zipf(options: ZipfConfig) -> Trace:
+    """The trace of these options: the same for the same ones."""
+    random = np.random.default_rng(options.seed)
+    chance = -options.a * np.log(np.arange(1, options.experts + 1) + options.b)
+    experts = _empty(options)
+    for token in range(0, options.tokens, 1024):
+        block = experts[token : token + 1024]
+        scores = chance + random.gumbel(size=(*block.shape[:2], options.experts))
+        block[:] = _best(scores, options.top_k)
+    return _trace("zipf", options, experts, ["zipf"] * options.requests)
+
+
+def topics(options: TopicsConfig) -> Trace:
+    """The trace of these options: the same for the same ones."""
+    random = np.random.default_rng(options.seed)
+    size = (options.topics, options.layers, options.experts)
+    tastes = random.normal(size=size)
+    experts, labels = _empty(options), []
+    starts = _request_starts(options)
+    for begin, end in pairwise(starts.tolist()):
+        topic = int(random.integers(options.topics))
+        labels.append(f"topic-{topic}")
+        _sticky(experts[begin:end], options.skew * tastes[topic], options.stickiness, random)
+        # Of constant variance: tastes move, and do not grow.
+        drift = options.drift
+        tastes = np.sqrt(1 - drift) * tastes + np.sqrt(drift) * random.normal(size=size)
+    return _trace("topics", options, experts, labels)
+
+
+def _sticky(
+    rows: NDArray[Any], taste: Floats, stickiness: float, random: np.random.Generator
+) -> None:
+    """Fill a request's tokens, one after another; `taste` [layers, experts] are logits."""
+    layers = np.arange(len(taste))[:, None]
+    for token, row in enumerate(rows):
+        scores = taste + random.gumbel(size=taste.shape)
+        if token:
+            before = rows[token - 1]
+            scores[layers, before] += _KEEP * (random.random(before.shape) < stickiness)
+        row[:] = _best(scores, row.shape[-1])
+
+
+def _best(scores: Floats, top_k: int) -> NDArray[np.int64]:
+    """The experts of the k highest scores, highest first. Gumbel noise on logits draws by softmax.
+
+    So the first is drawn by its probability, the second among the rest, and so on.
+    """
+    order: NDArray[np.int64] = np.argsort(-scores, axis=-1)[..., :top_k]
+    return order
+
+
+def _empty(options: SynthConfig) -> NDArray[Any]:
+    kind = np.uint8 if options.experts <= 1 << 8 else np.uint16
+    return np.empty((options.tokens, options.layers, options.top_k), kind)
+
+
+def _request_starts(options: SynthConfig) -> NDArray[np.int64]:
+    return np.arange(options.requests + 1, dtype=np.int64) * options.tokens // options.requests
+
+
+def _trace(kind: str, options: SynthConfig, experts: NDArray[Any], labels: list[str]) -> Trace:
+    requests, prompt = _request_starts(options), options.prompt_tokens
+    begins = np.ones(options.tokens, np.bool_)
+    prefill = np.zeros(options.tokens, np.bool_)
+    for begin in requests[:-1].tolist():
+        begins[begin + 1 : begin + prompt] = False
+        prefill[begin : begin + prompt] = True
+    passes = np.flatnonzero(begins)
+    return Trace(
+        experts=experts,
+        experts_per_layer=np.full(options.layers, options.experts, np.int64),
+        request_starts=requests,
+        pass_starts=starts_of(np.diff(np.append(passes, options.tokens))),
+        pass_prefill=prefill[passes],
+        labels=tuple(labels),
+        meta={"model": f"synthetic {kind}", **asdict(options)},
+    )

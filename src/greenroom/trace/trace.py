@@ -1,0 +1,227 @@
+"""The trace: which experts each token used, in the passes and requests in which it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.pieces import Ints
+from greenroom.errors import TraceError
+
+Experts = NDArray[Any]  # uint8 or uint16
+_BLOCK = 1 << 16  # tokens that are checked at a time: bounds the memory of a check
+
+
+@dataclass(frozen=True, eq=False)
+class GateInputs:
+    """Hidden states as the experts were given them, of a sample of the tokens."""
+
+    tokens: Ints  # [S] ascending
+    values: NDArray[np.float32]  # [S, layers, hidden]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a predictor expected `distance` layers before: experts, the likeliest first.
+
+    An id that is the largest of its type (255 or 65535) means that there was no prediction.
+    """
+
+    experts: Experts  # [tokens, layers, width] ids within the layer
+    distance: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The routing of R requests in P passes. Arrays may be read-only views of a mapped file.
+
+    `experts` are ids within their layer, in the order in which they were recorded (rank order
+    where the gate gives one). A request's tokens lie together, and so do a pass's; a request begins
+    with a pass. `weights` are gate weights. TraceError where any of this is not so.
+    """
+
+    experts: Experts  # [tokens, layers, top_k]
+    experts_per_layer: Ints  # [layers]
+    request_starts: Ints  # [R + 1] token offsets
+    pass_starts: Ints  # [P + 1] token offsets
+    pass_prefill: NDArray[np.bool_]  # [P]
+    labels: tuple[str, ...]  # [R]
+    weights: NDArray[np.float16] | None = None  # [tokens, layers, top_k]
+    token_ids: NDArray[np.int32] | None = None  # [tokens]
+    gate_inputs: GateInputs | None = None
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.experts)
+
+    @property
+    def layers(self) -> int:
+        return int(self.experts.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
+    @property
+    def requests(self) -> int:
+        return len(self.request_starts) - 1
+
+    @property
+    def passes(self) -> int:
+        return len(self.pass_starts) - 1
+
+    @cached_property
+    def offsets(self) -> Ints:
+        """[layers + 1]: the dense id of an expert is `offsets[layer] + expert`."""
+        return starts_of(self.experts_per_layer)
+
+    def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
+        """These requests, in this order."""
+        chosen = np.asarray(requests, np.int64).reshape(-1)
+        if chosen.size == 0:
+            raise TraceError("a trace needs at least one request: none was selected")
+        if chosen.min() < 0 or chosen.max() >= self.requests:
+            raise TraceError(f"there are {self.requests} requests, counted from 0")
+        first_pass = np.searchsorted(self.pass_starts, self.request_starts)
+        tokens = _ranges(self.request_starts, chosen)
+        passes = _ranges(first_pass, chosen)
+        return replace(
+            self,
+            **self._rows(tokens),
+            request_starts=starts_of(np.diff(self.request_starts)[chosen]),
+            pass_starts=starts_of(np.diff(self.pass_starts)[passes]),
+            pass_prefill=self.pass_prefill[passes],
+            labels=tuple(self.labels[r] for r in chosen.tolist()),
+        )
+
+    def head(self, tokens: int) -> Trace:
+        """The first tokens; the last request and the last pass may be cut short."""
+        if tokens < 1:
+            raise TraceError(f"a trace needs at least one token: {tokens} were asked for")
+        if tokens >= self.tokens:
+            return self
+        requests = int(np.searchsorted(self.request_starts, tokens))
+        passes = int(np.searchsorted(self.pass_starts, tokens))
+        return replace(
+            self,
+            **self._rows(slice(tokens)),
+            request_starts=np.append(self.request_starts[:requests], tokens),
+            pass_starts=np.append(self.pass_starts[:passes], tokens),
+            pass_prefill=self.pass_prefill[:passes],
+            labels=self.labels[:requests],
+        )
+
+    def _rows(self, tokens: slice | Ints) -> dict[str, Any]:
+        """The fields that have a row for each token, at these tokens."""
+        rows: dict[str, Any] = {
+            "experts": self.experts[tokens],
+            "weights": None if self.weights is None else self.weights[tokens],
+            "token_ids": None if self.token_ids is None else self.token_ids[tokens],
+            "predictions": {
+                name: replace(made, experts=made.experts[tokens])
+                for name, made in self.predictions.items()
+            },
+        }
+        if (sample := self.gate_inputs) is not None:
+            kept = np.arange(self.tokens)[tokens]
+            _, old, new = np.intersect1d(sample.tokens, kept, return_indices=True)
+            order = np.argsort(new)
+            rows["gate_inputs"] = GateInputs(new[order], sample.values[old[order]])
+        return rows
+
+
+def starts_of(lengths: NDArray[np.integer[Any]]) -> Ints:
+    """Offsets [n + 1] of n things of these lengths that lie one after another."""
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def _ranges(starts: Ints, chosen: Ints) -> Ints:
+    """The indices from starts[c] up to starts[c + 1], for each c that is chosen."""
+    return np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chosen])
+
+
+def check(trace: Trace) -> None:
+    """TraceError, in one line, where a trace is not what its docstring says."""
+    experts = trace.experts
+    if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
+        raise TraceError("experts must be [tokens, layers, top_k] in uint8 or uint16")
+    if 0 in experts.shape:
+        raise TraceError(f"experts are empty: {list(experts.shape)} tokens, layers and top_k")
+    if trace.experts_per_layer.shape != (trace.layers,):
+        raise TraceError(f"experts_per_layer must have one entry for each of {trace.layers} layers")
+    _check_offsets(trace)
+    for name, array, shape in (
+        ("weights", trace.weights, experts.shape),
+        ("token_ids", trace.token_ids, experts.shape[:1]),
+        *((f"prediction {n}", p.experts[..., 0], experts.shape[:2])
+          for n, p in trace.predictions.items()),
+    ):  # fmt: skip
+        if array is not None and array.shape != shape:
+            raise TraceError(f"{name} is {list(array.shape)}, but the experts need {list(shape)}")
+    if (sample := trace.gate_inputs) is not None:
+        tokens, values = sample.tokens, sample.values
+        if values.ndim != 3 or values.shape[:2] != (len(tokens), trace.layers):
+            raise TraceError(f"gate inputs are {list(values.shape)}: not [sampled, layers, hidden]")
+        inside = not tokens.size or (tokens[0] >= 0 and tokens[-1] < trace.tokens)
+        if not inside or np.any(np.diff(tokens) <= 0):
+            raise TraceError("the tokens of gate inputs must ascend and be those of the trace")
+    for start in range(0, trace.tokens, _BLOCK):
+        _check_experts(trace, start)
+
+
+def _check_offsets(trace: Trace) -> None:
+    for what, starts in (("request", trace.request_starts), ("pass", trace.pass_starts)):
+        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != trace.tokens:
+            raise TraceError(f"{what} offsets must go from 0 to the {trace.tokens} tokens")
+        lengths = np.diff(starts)
+        if np.any(lengths < 0):
+            at = int(np.argmax(lengths < 0))
+            raise TraceError(f"{what} offsets do not ascend: {starts[at + 1]} after {starts[at]}")
+        if np.any(lengths == 0):
+            raise TraceError(f"{what} {int(np.argmax(lengths == 0))} is empty: it has no tokens")
+    if not np.isin(trace.request_starts, trace.pass_starts).all():
+        raise TraceError("a request must begin with a pass: a pass reaches over two requests")
+    if len(trace.labels) != trace.requests:
+        raise TraceError(f"{len(trace.labels)} labels for {trace.requests} requests")
+    if trace.pass_prefill.shape != (trace.passes,):
+        raise TraceError(f"{len(trace.pass_prefill)} prefill flags for {trace.passes} passes")
+
+
+def _check_experts(trace: Trace, start: int) -> None:
+    """Ids in range, and distinct within a token's row, in a block of tokens."""
+    block = trace.experts[start : start + _BLOCK]
+    most = trace.experts_per_layer
+    _check_range(block, most, start, "expert")
+    rows = np.sort(block, axis=2)
+    if (twice := rows[..., 1:] == rows[..., :-1]).any():
+        token, layer, rank = (int(i) for i in np.argwhere(twice)[0])
+        raise TraceError(
+            f"token {start + token} uses expert {rows[token, layer, rank]} of layer {layer} twice"
+        )
+    for name, prediction in trace.predictions.items():
+        made = prediction.experts[start : start + _BLOCK]
+        nothing = made == np.iinfo(made.dtype).max
+        _check_range(np.where(nothing, 0, made), most, start, f"prediction {name}: expert")
+
+
+def _check_range(block: NDArray[Any], most: Ints, start: int, what: str) -> None:
+    wrong = block.max(axis=(0, 2)) >= most
+    if wrong.any():
+        layer = int(np.argmax(wrong))
+        token, rank = (int(i) for i in np.argwhere(block[:, layer] >= most[layer])[0])
+        raise TraceError(
+            f"token {start + token} has {what} {block[token, layer, rank]} in layer {layer}, which"
+            f" has {most[layer]} experts (0 to {most[layer] - 1})"
+        )

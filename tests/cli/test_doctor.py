@@ -1,0 +1,84 @@
+"""`greenroom doctor`: what it measures, where it saves it, and that the simulator takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from greenroom.core.machine import Machine
+from greenroom.runtime import doctor, measure_kernels
+from greenroom.trace import save
+from tests.cli.conftest import Run
+from tests.sim import small
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Little of everything, and a home of its own."""
+    monkeypatch.setattr(doctor, "QUICK", doctor.Effort(1 << 20, 1, 8 << 20, 0.01, 0.001))
+    monkeypatch.setattr(doctor, "LEAST_BYTES", 8 << 20)
+    monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
+    monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
+    monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
+    monkeypatch.setattr(measure_kernels, "TOKENS", (1, 4))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub" / "deeper"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_profile_that_the_simulator_takes(cli: Run, fast: Path):
+    ran = cli("doctor", "--quick", "-o", fast / "m.json", "--json")
+    assert ran.code == 0, ran.err
+    assert f"saved to {fast / 'm.json'}" in ran.err
+    assert ran.json == json.loads((fast / "m.json").read_text())
+    machine = Machine.load(fast / "m.json")
+    link = machine.routes[0].link
+    reads = ran.json["measured"]["disk"]["reads"]
+    assert link.bandwidth == max(read["bandwidth"] for read in reads)
+    assert {(read["nbytes"], read["threads"]) for read in reads} == {
+        (size << 10, threads) for size in (64, 256, 1024, 4096) for threads in (1, 2, 4)
+    }
+    assert all(s > 0 for row in machine.processors[0].expert.seconds for s in row)
+    assert machine.host["cores"] == os.cpu_count()
+    assert set(ran.json["measured"]["memory"]) == {"1", str(os.cpu_count())}
+    save(small.trace([[-4, 1, 1]] * 3), fast / "t.safetensors")
+    asked = ("--policy", "lru", "--capacity", 4, "--expert-bytes", "24KiB", "--json")
+    row = cli("simulate", fast / "t.safetensors", *asked, "--machine", fast / "m.json").json
+    assert row["seconds"] > 0
+    assert [p.name for p in fast.iterdir() if p.name.startswith(".")] == []  # no test file left
+
+
+def test_a_table_and_the_default_place(cli: Run, fast: Path):
+    ran = cli("doctor", "--quick")
+    assert ran.code == 0, ran.err
+    for shown in ("memory read", "disk, GB/s", "4 threads", "cpu, one expert, ms", "as a link:"):
+        assert shown in ran.out
+    assert str(fast) in ran.out  # the folder that was measured
+    Machine.load(fast / "cache" / "greenroom" / "machine.json")
+
+
+def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path):
+    model = fast / "model"
+    model.mkdir()
+    (model / "a.safetensors").write_bytes(os.urandom(9 << 20))
+    before = sorted(model.iterdir())
+    ran = cli("doctor", "--quick", "--path", model, "-o", fast / "m.json", "--json")
+    assert ran.json["measured"]["disk"]["path"] == str(model)
+    assert sorted(model.iterdir()) == before
+
+
+def test_mistakes(cli: Run, fast: Path):
+    (fast / "tiny.safetensors").write_bytes(b"x" * 4096)
+    ran = cli("doctor", "--quick", "--path", fast / "tiny.safetensors")
+    assert "holds 0 MiB of weights: at least 8 are needed" in ran.mistake
+    assert "no such file or folder" in cli("doctor", "--path", fast / "none").mistake
+    assert "there is no folder" in cli("doctor", "-o", fast / "none" / "m.json").mistake
+    assert "it is a folder" in cli("doctor", "-o", fast).mistake
+
+
+def test_no_room_for_a_test_file(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "LEAST_BYTES", 1 << 60)
+    assert "has no room for a test file" in cli("doctor", "--quick").mistake

@@ -1,0 +1,227 @@
+"""`greenroom simulate`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.trace import load, save, stream
+from tests.cli.conftest import Run
+from tests.sim import small
+
+FIELDS = ["policy", "order", "scope", "pin", "capacity", "requests", "misses", "miss_ratio"]
+TIMES = [
+    "ttft_s", "ttft_mean_s", "ttft_p95_s", "tpot_s", "tpot_mean_s", "tpot_p95_s", "tokens_per_s",
+    "stall_s", "compute_s", "seconds", "bytes_moved",
+]  # fmt: skip
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+LRU = ("--policy", "lru", "--capacity", "4")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten requests, two layers of eight experts, top-2."""
+    path = tmp_path_factory.mktemp("trace") / "small.safetensors"
+    save(small.trace([[-4, 1, 1, 1]] * 10), path)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A disk of 1 GB/s; an expert of 1 MB takes a millisecond."""
+    table = Table((1_000_000,), (1,), ((0.001,),))
+    profile = Machine(
+        (Route("disk", "host", Link(1e9, 0.0, 2)),), (Processor("cpu", "host", table, table),)
+    )
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(profile.as_json()))
+    return path
+
+
+def test_one_cell_is_one_object(cli: Run, recorded: Path):
+    ran = cli("simulate", recorded, "--policy", "lru", "--capacity", "25%", "--json")
+    assert ran.code == 0
+    row = ran.json
+    assert list(row) == FIELDS
+    assert [row[name] for name in FIELDS[:5]] == ["lru", "natural", "shared", "step", 4]
+    trace = load(recorded)
+    done = replay(stream(trace, "natural"), trace.offsets, 4, policy("lru"))
+    assert (row["requests"], row["misses"]) == (done.requests, done.misses)
+    assert row["miss_ratio"] == done.misses / done.requests
+
+
+def test_several_cells_are_a_list(cli: Run, recorded: Path):
+    ran = cli("simulate", recorded, "--policy", "lru,fifo", "--capacity", "4,50%", "--json")
+    rows = json.loads(ran.out)
+    assert [(row["policy"], row["capacity"]) for row in rows] == [
+        ("lru", 4), ("lru", 8), ("fifo", 4), ("fifo", 8),
+    ]  # fmt: skip
+    assert all(list(row) == FIELDS for row in rows)
+
+
+def test_every_flag_does_something(cli: Run, recorded: Path):
+    def misses(*flags: object, name: str = "lru", capacity: object = 4) -> int:
+        asked = ("--policy", name, "--capacity", capacity, "--json")
+        return int(cli("simulate", recorded, *asked, *flags).json["misses"])
+
+    plain = misses()
+    assert misses("--limit", 7) < plain
+    assert misses("--reset", capacity=14) > misses(capacity=14)
+    assert misses("--scope", "per-layer", capacity=6) != misses(capacity=6)
+    assert misses("--order", "runtime") != plain
+    assert misses("--order", "rounds") != plain
+    assert misses("--pin", "none", name="lfu", capacity=3) != misses(name="lfu", capacity=3)
+    assert len({misses("--seed", seed, name="random") for seed in range(5)}) > 1
+    assert misses("--seed", 3, name="random") == misses("--seed", 3, name="random")
+
+
+def test_a_table_for_people(cli: Run, recorded: Path):
+    ran = cli("simulate", recorded, "--policy", "lru,fifo", "--capacity", "25%")
+    assert ran.code == 0
+    assert ran.out.startswith("trace: 70 tokens of 10 requests, 16 experts in 2 layers, top-2\n")
+    assert "order natural, scope shared, pin step" in ran.out
+    lines = ran.out.splitlines()[-2:]
+    assert [line.split()[:3] for line in lines] == [["lru", "4", "(25%)"], ["fifo", "4", "(25%)"]]
+    assert len({len(line) for line in lines}) == 1
+    assert ran.err == ""  # no progress bar where nobody watches
+
+
+def test_time_on_a_machine(cli: Run, recorded: Path, machine: Path):
+    asked = ("--machine", machine, "--expert-bytes", "1MB", "--json")
+    row = cli("simulate", recorded, "--policy", "lru", "--capacity", 16, *asked).json
+    assert list(row) == FIELDS + TIMES
+    assert row["order"] == "runtime"
+    assert row["bytes_moved"] == row["misses"] * 10**6
+    assert row["seconds"] == pytest.approx(row["stall_s"] + row["compute_s"])
+    # All resident after a while: two layers of two experts, a millisecond each.
+    assert row["tpot_s"] == pytest.approx(0.004)
+    more = cli("simulate", recorded, *LRU, *asked, "--dense-bytes", "2MB").json
+    less = cli("simulate", recorded, *LRU, *asked, "--dense-bytes", "0").json
+    assert more["tpot_s"] == pytest.approx(less["tpot_s"] + 2 * 0.002, rel=0.2)
+    ran = cli("simulate", recorded, *LRU, *asked[:-1])
+    assert {"TTFT", "TPOT", "tokens/s", "stalled"} <= set(ran.out.split())
+
+
+def test_sizes_come_from_the_trace_where_it_knows_them(
+    cli: Run, tmp_path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trace = small.trace([[-4, 1, 1]])
+    trace.meta.update(expert_bytes=3_000_000, dense_bytes=1_000_000)
+    save(trace, tmp_path / "known.safetensors")
+    row = cli("simulate", tmp_path / "known.safetensors", *LRU, "--machine", machine, "--json").json
+    assert row["bytes_moved"] == row["misses"] * 3_000_000
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "greenroom").mkdir()
+    machine.rename(tmp_path / "greenroom" / "machine.json")
+    again = cli("simulate", tmp_path / "known.safetensors", *LRU, "--machine", "auto", "--json")
+    assert again.json == row
+
+
+def test_a_report_is_one_file_that_says_how_it_was_made(cli: Run, recorded: Path, tmp_path: Path):
+    out = tmp_path / "out.html"
+    asked = ("--policy", "lru,fifo", "--capacity", "25%,50%", "--report", out, "--json")
+    ran = cli("simulate", recorded, *asked, "--seed", 5)
+    assert ran.code == 0
+    assert ran.err == f"report: {out}\n"
+    assert len(json.loads(ran.out)) == 4
+    page = out.read_text()
+    assert (
+        f"greenroom simulate {recorded} --policy lru,fifo --capacity 25%,50% --order natural"
+        in page
+    )
+    assert page.count('class="curve"') == 4  # two curves, two keys
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    floor = dict(map(tuple, data["curves"][-1]["points"]))
+    trace = load(recorded)
+    for capacity, ratio in floor.items():
+        best = replay(stream(trace, "natural"), trace.offsets, capacity, policy("opt"), pin="none")
+        assert ratio == best.miss_ratio
+    for curve in data["curves"][:-1]:
+        assert all(ratio >= floor[capacity] for capacity, ratio in curve["points"])
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_report_of_times_and_of_caches_for_each_layer(
+    cli: Run, recorded: Path, machine: Path, tmp_path: Path
+):
+    out = tmp_path / "out.html"
+    ran = cli(
+        "simulate", recorded, *LRU, "--scope", "per-layer", "--report", out,
+        "--machine", machine, "--expert-bytes", "1MB", "--reset",
+    )  # fmt: skip
+    assert ran.code == 0
+    assert "TPOT p50" in out.read_text()
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the recordings of real models are not here")
+def test_a_published_recording(cli: Run):
+    ran = cli("simulate", TRACES / "mixtral-8x7b.npz", *LRU, "--json")
+    assert ran.json["requests"] == 577 * 32 * 2
+
+
+MISTAKES = {
+    "an unknown policy": (("--policy", "lru,best"), "unknown policy 'best': choose one of auto, "),
+    "an unknown order": (("--order", "up"), "unknown order 'up': choose one of natural, rounds, r"),
+    "an unknown scope": (("--scope", "x"), "unknown scope 'x': choose one of shared, per-layer"),
+    "an unknown pin": (("--pin", "x"), "unknown pin 'x': choose one of step, none"),
+    "no slots": (("--capacity", "0"), "--capacity 0: must be from 1 to all 16 experts"),
+    "too many slots": (("--capacity", "4,17"), "--capacity 17: must be from 1 to all 16 experts"),
+    "no number": (("--capacity", "x"), "--capacity 'x': write slots as 64, a share as 25%"),
+    "a wrong share": (("--capacity", "120%"), "--capacity 120%: a share is above 0% and at most"),
+    "a share of nothing": (("--capacity", "1%"), "--capacity 1%: of 16 experts that is less than"),
+    "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a slot for each of 2 layers"),
+    "no tokens": (("--limit", "0"), "--limit must be at least 1 token, got 0"),
+    "a size without a machine": (("--expert-bytes", "1MB"), "--expert-bytes is of use with --mach"),
+    "no such profile": (("--machine", "none.json"), "cannot read the profile none.json: No such"),
+    "no such folder": (("--report", "/nowhere/out.html"), "there is no folder /nowhere"),
+    "a folder as a report": (("--report", "/"), "cannot write /: it is a folder"),
+    "no number as a seed": (("--seed", "x"), "argument --seed: invalid int value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(cli: Run, recorded: Path, mistake: str):
+    flags, says = MISTAKES[mistake]
+    assert says in cli("simulate", recorded, *LRU, *flags).mistake
+
+
+TIMED = {
+    "an order that is no run": (("--order", "natural"), "leave out --order, or give"),
+    "no size": ((), "how large an expert is: give --expert-bytes"),
+    "a share as a size": (("--expert-bytes", "5%"), "--expert-bytes 5%: write bytes, as 12MiB"),
+    "no size at all": (("--expert-bytes", "x"), "--expert-bytes is 'x': write bytes"),
+    "an unknown processor": (("--expert-bytes", "1MB", "--processor", "tpu"), "choose one of cpu"),
+    "an unknown store": (("--expert-bytes", "1MB", "--store", "tape"), "choose one of disk, host"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", TIMED)
+def test_mistakes_about_time(cli: Run, recorded: Path, machine: Path, mistake: str):
+    flags, says = TIMED[mistake]
+    assert says in cli("simulate", recorded, *LRU, "--machine", machine, *flags).mistake
+
+
+def test_a_profile_of_another_version(cli: Run, recorded: Path, machine: Path):
+    machine.write_text(machine.read_text().replace('"version": 1', '"version": 7'))
+    ran = cli("simulate", recorded, *LRU, "--machine", machine, "--expert-bytes", "1MB")
+    assert "version 7, this Greenroom reads version 1" in ran.mistake
+
+
+def test_no_such_trace_and_no_trace_at_all(cli: Run, tmp_path: Path):
+    assert "No such file" in cli("simulate", tmp_path / "none.npz", *LRU).mistake
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    assert "other.npz" in cli("simulate", tmp_path / "other.npz", *LRU).mistake
+    assert "required: --policy" in cli("simulate", "x.npz", "--capacity", 3).mistake
+
+
+def test_ray_without_a_cluster(cli: Run, recorded: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    ran = cli("simulate", recorded, *LRU, "--ray", "local")
+    assert "--ray needs the package ray: pip install 'greenroom[ray]'" in ran.mistake

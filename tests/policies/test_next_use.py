@@ -1,0 +1,273 @@
+"""NEXT-USE against a plain reading of its description, on random streams and by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cache import Cache
+from greenroom.core.pieces import Pieces
+from greenroom.core.stream import Stream
+from greenroom.policies.next_use import next_use
+from greenroom.sim.replay import replay
+
+LEAST, FIRST_WEIGHT_OF_PROMPT = 0.02, 0.5
+f32 = np.float32
+
+
+class Expert:
+    """What is known of one expert of a layer."""
+
+    def __init__(self, share: float) -> None:
+        self.short = 0.0  # logarithm, relative to the mean share
+        self.long = share
+        self.uses = 0
+        self.prior = self.long_then = 0.0
+        self.features = (0.0, 0.0, 0.0)
+        self.value = 0.0
+
+
+class Layer:
+    """The estimates of one layer, a dictionary or a list where the compiled ones are arrays."""
+
+    def __init__(self, experts: int) -> None:
+        self.size = experts
+        self.experts: list[Expert] = []
+        self.weights = [0.0, 0.0, FIRST_WEIGHT_OF_PROMPT, 0.0]
+        self.links: list[dict[tuple[int, int], np.float32]] = [{}, {}, {}]
+        self.last: list[int] = []  # the experts of the last step
+        self.sets: list[list[int]] = [[], [], []]  # what the estimates were made from
+        self.steps = 0
+        self.mean = self.level = 0.0
+
+    def step(self, used: list[int], below: list[int], options: dict[str, float]) -> None:
+        first, share = not self.experts, len(used) / self.size
+        if first:
+            share = self.mean = min(share, 0.5)
+            self.experts = [Expert(share) for _ in range(self.size)]
+            self.weights[3] = (2 * share - 1) / math.sqrt(share - share * share)
+        if self.steps == 0:
+            self.begin_prompt(options["prior"])
+        self.steps += 1
+        self.count(used, share, options)
+        sets = [used, self.last, below]
+        features, scores = self.estimate(sets, options["prior"])
+        errors = self.errors(used, scores, options["discount"])
+        if not first:
+            self.learn(errors, options)
+        for expert, now in zip(self.experts, features, strict=True):
+            expert.features = now
+        self.sets, self.last = sets, used
+
+    def begin_prompt(self, prior: float) -> None:
+        self.level = self.mean
+        for expert in self.experts:
+            relative = expert.long / self.mean + LEAST
+            expert.uses, expert.prior, expert.long_then = 0, prior * relative, math.log(relative)
+
+    def count(self, used: list[int], share: float, options: dict[str, float]) -> None:
+        keep_short, keep_long = (0.5 ** (1 / options[name]) for name in ("short", "long"))
+        self.mean += (1 - keep_long) * (share - self.mean)
+        for i, expert in enumerate(self.experts):
+            expert.long *= keep_long
+            expert.short = max(expert.short + math.log(keep_short), math.log(LEAST))
+            if i in used:
+                expert.long += 1 - keep_long
+                expert.uses += 1
+                expert.short = math.log(math.exp(expert.short) + (1 - keep_short) / self.level)
+
+    def estimate(
+        self, sets: list[list[int]], prior: float
+    ) -> tuple[list[tuple[float, float, float]], list[np.float32]]:
+        features, scores = [], []
+        total = math.log(self.steps + prior)
+        short, long, prompt, constant = self.weights
+        for i, expert in enumerate(self.experts):
+            uses = math.log(expert.prior + expert.uses / self.level)
+            score = f32(
+                constant
+                - prompt * total
+                + (short * expert.short + long * expert.long_then + prompt * uses)
+            )
+            for links, members in zip(self.links, sets, strict=True):
+                strength = f32(1 / math.sqrt(max(len(members), 1)))
+                for member in members:
+                    score += strength * links.get((member, i), f32(0))
+            features.append((expert.short, expert.long_then, uses - total))
+            scores.append(score)
+        return features, scores
+
+    def errors(
+        self, used: list[int], scores: list[np.float32], discount: float
+    ) -> list[np.float32]:
+        errors = []
+        for i, (expert, score) in enumerate(zip(self.experts, scores, strict=True)):
+            half = 0.5 * float(score)
+            value = 0.5 + 0.5 * (half / math.sqrt(1 + half * half))
+            wanted = 1.0 if i in used else discount * value
+            errors.append(f32(wanted - expert.value))
+            expert.value = value
+        return errors
+
+    def learn(self, errors: list[np.float32], options: dict[str, float]) -> None:
+        step = options["rate"] / self.size
+        slopes = [0.0, 0.0, 0.0, 0.0]
+        for expert, error in zip(self.experts, errors, strict=True):
+            for k, feature in enumerate((*expert.features, 1.0)):
+                slopes[k] += float(error) * feature
+        for k, slope in enumerate(slopes):
+            self.weights[k] += (4.0 if k == 3 else 1.0) * step * slope
+        for links, members in zip(self.links, self.sets, strict=True):
+            strength = f32(options["link-rate"] / math.sqrt(max(len(members), 1)))
+            for member in members:
+                for i, error in enumerate(errors):
+                    links[member, i] = links.get((member, i), f32(0)) + strength * error
+
+
+class Reference:
+    """One pool of slots; the victim is sought among all residents."""
+
+    def __init__(self, sizes: list[int], capacity: int, pin: bool) -> None:
+        self.layers = [Layer(n) for n in sizes]
+        self.capacity, self.pin = capacity, pin
+        self.options = {o.name: float(o.default) for o in next_use.options}
+        self.residents: set[tuple[int, int]] = set()
+
+    def begin_prompt(self) -> None:
+        for layer in self.layers:
+            layer.steps = 0
+
+    def step(self, now: int, used: list[int]) -> list[tuple[int, int] | None | bool]:
+        """For each request True for a hit, else what was evicted or None."""
+        self.layers[now].step(used, self.layers[now - 1].last, self.options)
+        current, results = {(now, e) for e in used}, []
+        for expert in used:
+            hit, evicted = (now, expert) in self.residents, None
+            if not hit and len(self.residents) == self.capacity:
+                protected = current if self.pin and len(used) <= self.capacity else set()
+                evicted = min(
+                    self.residents - protected, key=lambda r: self.key(r, now, r in current)
+                )
+                self.residents.remove(evicted)
+            self.residents.add((now, expert))
+            results.append(True if hit else evicted)
+        return results
+
+    def key(self, resident: tuple[int, int], now: int, needed: bool) -> tuple[float, int, int]:
+        layer, expert = resident
+        ahead = layer - now if layer > now else layer - now + len(self.layers)
+        near = np.exp(-self.options["distance"] * ahead / len(self.layers))
+        return self.layers[layer].experts[expert].value * near + needed, layer, expert
+
+
+def random_steps(seed: int, sizes: list[int], tokens: int) -> list[tuple[bool, int, list[int]]]:
+    """(a prompt begins, layer, experts): popular experts, some of them used again at once."""
+    rng = np.random.default_rng(seed)
+    steps, last = [], {}
+    for token in range(tokens):
+        for layer, size in enumerate(sizes):
+            odds = 1 / np.arange(1, size + 1)
+            n = int(rng.integers(1, min(4, size) + 1))
+            chosen = rng.choice(size, n, replace=False, p=odds / odds.sum()).tolist()
+            if rng.random() < 0.4 and layer in last:
+                chosen = list(last[layer])
+            last[layer] = chosen
+            steps.append((token % 17 == 0 and layer == 0, layer, chosen))
+    return steps
+
+
+def stream_of(steps: list[tuple[bool, int, list[int]]], sizes: list[int]) -> Stream:
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    begins, layers, experts = zip(*steps, strict=True)
+    return Stream(
+        pieces=np.concatenate([np.array(e) + offsets[m] for m, e in zip(layers, experts)]).astype(
+            np.int32
+        ),
+        starts=np.concatenate([[0], np.cumsum([len(e) for e in experts])]).astype(np.int64),
+        now=np.arange(len(steps), dtype=np.int64),
+        layer=np.array(layers, np.int32),
+        token=np.arange(len(steps), dtype=np.int64) // len(sizes),
+        request=(np.cumsum(begins) - 1).astype(np.int32),
+        prefill=np.zeros(len(steps), np.bool_),
+        rows=np.empty(0, np.int32),
+        weights=np.empty(0, np.float32),
+    )
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(2, 7), min_size=1, max_size=4),
+    share=st.floats(0.2, 0.9),
+    pin=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, pin):
+    capacity = max(1, int(share * sum(sizes)))
+    steps, offsets = random_steps(seed, sizes, 60), np.concatenate([[0], np.cumsum(sizes)])
+    pieces = Pieces.whole(offsets.tolist(), [1] * len(sizes))
+    reference, cache = Reference(sizes, capacity, pin), Cache(pieces, capacity, next_use)
+    request, misses = -1, 0
+    for clock, (begins, layer, experts) in enumerate(steps):
+        if begins:
+            request += 1
+            reference.begin_prompt()
+        ids = np.array(experts, np.int64) + offsets[layer]
+        served = cache.serve(ids, clock, "step" if pin else "none", request=request)
+        if served.pinned:
+            cache.release(ids)
+        for result, hit, evicted in zip(
+            reference.step(layer, experts), served.hits, served.evicted, strict=True
+        ):
+            assert (result is True) == bool(hit)
+            gone = -1 if result is True or result is None else offsets[result[0]] + result[1]
+            assert evicted == gone
+            misses += result is not True
+    got = replay(
+        stream_of(steps, sizes), offsets, capacity, next_use, pin="step" if pin else "none"
+    )
+    assert got.misses == misses
+
+
+def test_by_hand():
+    """One layer of four experts, two slots. The first step uses 0 and 1 of four: share 1/2.
+
+    Both have the same estimate; 2 needs room, and the tie goes to the lowest id: 0 is evicted.
+    """
+    cache = Cache(Pieces.whole([0, 4], [1]), 2, next_use)
+    for clock, experts in enumerate(([0, 1], [2])):
+        ids = np.array(experts, np.int64)
+        served = cache.serve(ids, clock)
+        cache.release(ids)
+    assert served.evicted.tolist() == [0]
+    # Relative to the mean share 1/2: 1 was used once in a prompt of 2 steps that began with
+    # 10 * 1.02 uses of each expert, so its prompt share is (10.2 + 2) / 12 of the mean.
+    assert cache.own.current[2, 0, 1] == pytest.approx(math.log(10.2 + 2))
+    assert cache.own.current[2, 0, 3] == pytest.approx(math.log(10.2))
+    # Its old score was log(12.2 / 11) / 2, so its old value; now it was not used.
+    half = 0.5 * (0.5 * math.log(12.2 / 11))
+    old = 0.5 + 0.5 * half / math.sqrt(1 + half * half)
+    half = 0.5 * (0.5 * math.log(12.2 / 12))
+    new = 0.5 + 0.5 * half / math.sqrt(1 + half * half)
+    assert cache.own.value[0, 1] == pytest.approx(new)
+    # Links from 0 and 1, which made the old value: 0.2 / sqrt(2) of the error.
+    assert cache.own.links[0, 0, 1, 1] == pytest.approx(0.2 / math.sqrt(2) * (0.8 * new - old))
+
+
+def test_learns_what_follows_what():
+    """Two experts take turns with a third one, at random; only the past tells which comes next."""
+    rng, sizes = np.random.default_rng(1), [6]
+    steps = []
+    for _ in range(600):
+        pair = [[0], [1]] if rng.random() < 0.5 else [[2], [3]]
+        steps += [(not steps, 0, experts) for experts in (*pair, [4])]
+    stream = stream_of(steps, sizes)
+    from greenroom.policies import policy
+
+    ours = replay(stream, np.array([0, 6]), 2, next_use).misses
+    lru = replay(stream, np.array([0, 6]), 2, policy("lru")).misses
+    opt = replay(stream, np.array([0, 6]), 2, policy("opt"), pin="none").misses
+    assert opt <= ours < lru - 0.9 * (lru - opt) + 5

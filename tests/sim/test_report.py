@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+from greenroom.sim.figures import Curve, chart, level
+from greenroom.sim.report import Report
+
+ROW = {"order": "natural", "scope": "shared", "pin": "step", "requests": 1000}
+ROWS = [
+    {**ROW, "policy": "lru", "capacity": 4, "misses": 400, "miss_ratio": 0.4},
+    {**ROW, "policy": "lru", "capacity": 8, "misses": 100, "miss_ratio": 0.1},
+    {**ROW, "policy": "<b>own</b>", "capacity": 4, "misses": 300, "miss_ratio": 0.3},
+]
+TIMES = {
+    "ttft_s": 1.5, "tpot_s": 0.02, "tpot_p95_s": 0.05, "tokens_per_s": 40.0,
+    "stall_s": 3.0, "seconds": 12.0,
+}  # fmt: skip
+
+
+def report(rows=ROWS, title="A </script><script>alert(1)</script> model") -> str:
+    return Report(
+        title=title,
+        facts=[("trace", "a<b.npz"), ("tokens", "12")],
+        settings={"order": "natural"},
+        command="greenroom simulate 'a<b.npz' --policy lru",
+        experts=16,
+        tokens=12,
+        curves={"lru": [(4, 0.4), (8, 0.1)], "<b>own</b>": [(4, 0.3), (8, 0.1)]},
+        floor=[(4, 0.2), (8, 0.1)],
+        counts=[[0, 6, 3, 3], [1, 5, 12]],
+        rows=rows,
+    ).html()
+
+
+class Page(HTMLParser):
+    """Elements must close in order; what would load something is noted."""
+
+    VOID = ("meta", "br", "path")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.loads += [name for name, _ in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    text = report()
+    page = Page(text)
+    assert page.open == []
+    assert page.loads == []
+    assert not re.search(r"https?://|@import|url\(|fetch\(", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_names_from_outside_are_shown_and_not_run():
+    page = Page(report())
+    assert page.text["h1"] == ["A </script><script>alert(1)</script> model"]
+    assert not [tag for tag, _ in page.tags if tag == "b" and _ == {"own": None}]
+    assert "<b>own</b>" in page.text["td"]
+    assert page.text["pre"] == ["greenroom simulate 'a<b.npz' --policy lru"]
+    assert len(page.text["script"]) == 2  # the data and the page's own
+
+
+def test_the_table_marks_the_fewest_misses_and_the_distance_to_the_floor():
+    cells = [cell for row in re.findall(r"<tr[^>]*>(.*?)</tr>", report())[1:]
+             for cell in [re.findall(r"<td( class=best)?>([^<]*)</td>", row)]]  # fmt: skip
+    found = [(row[0][1], row[1][1], bool(row[2][0]), row[2][1], row[3][1]) for row in cells]
+    assert found == [
+        ("lru", "4 (25 %)", False, "40.00 %", "+100.0 %"),
+        ("&lt;b&gt;own&lt;/b&gt;", "4 (25 %)", True, "30.00 %", "+50.0 %"),
+        ("lru", "8 (50 %)", True, "10.00 %", "+0.0 %"),
+    ]
+
+
+def test_times_are_shown_where_there_are_any():
+    assert "TPOT" not in report()
+    text = report([{**row, **TIMES} for row in ROWS])
+    for shown in ("TTFT p50", "1.50 s", "20 ms", "50 ms", "25.00 %"):
+        assert shown in text
+
+
+def test_the_data_are_those_of_the_curves():
+    text = report()
+    found = json.loads(re.findall(r'id="data">(.*?)</script>', text)[0])
+    assert [curve["name"] for curve in found["curves"]][:2] == ["lru", "<b>own</b>"]
+    assert found["curves"][0]["points"] == [[4, 0.4], [8, 0.1]]
+    assert found["counts"] == [[0, 6, 3, 3], [1, 5, 12]]
+
+
+def test_points_are_where_the_axes_say():
+    """Half of the experts is half of the width; the top is 40 %, so 10 % is a quarter up."""
+    drawn = chart(
+        [Curve("lru", [(4, 0.4), (8, 0.1)], 0)], Curve("opt", [(4, 0.2), (8, 0.1)], -1), 16
+    )
+    assert 'd="M250.0 0.0L500.0 375.0"' in drawn
+    assert "40 %</span>" in drawn
+    assert "60 %</span>" not in drawn.split('class="x"')[0]
+
+
+def test_levels_of_the_heat_map():
+    assert [level(n, 8.0) for n in (0, 1, 2, 3, 4, 8, 15, 16, 32)] == [0, 1, 2, 2, 3, 4, 4, 5, 6]
+    text = report()
+    assert 'd="M0 0h1v1h-1z"' in text  # the one expert that nobody chose

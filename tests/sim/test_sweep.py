@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.sim.sweep import Cell, Study, capacities, counts, grid, names, sweep, sweep_on_ray
+from greenroom.trace import stream
+from tests.sim import small
+
+TRACE = small.trace([[-5, 1, 1, 1], [-3, 1, 1]] * 30)
+CELLS = [Cell(p, n, pin) for p in ("fifo", "lru") for n in (16, 3, 8) for pin in ("step", "none")]
+
+
+def expected(cell: Cell, order: str) -> dict[str, object]:
+    how = {"scope": "shared", "pin": cell.pin, "seed": 0}
+    done = replay(stream(TRACE, order), TRACE.offsets, cell.capacity, policy(cell.policy), **how)
+    return {
+        "policy": cell.policy, "order": order, "scope": "shared", "pin": cell.pin,
+        "capacity": cell.capacity, "requests": done.requests, "misses": done.misses,
+        "miss_ratio": done.misses / done.requests,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["natural", "rounds", "runtime"])
+def test_rows_are_those_of_single_replays_in_the_order_asked(order: str):
+    told: list[None] = []
+    rows = sweep(Study.of(TRACE, order), CELLS, workers=4, done=lambda: told.append(None))
+    assert rows == [expected(cell, order) for cell in CELLS]
+    assert len(told) == len(CELLS)
+
+
+def test_an_error_in_a_cell_ends_the_sweep():
+    with pytest.raises(UsageError, match="capacity must be between 1 and all 16"):
+        sweep(Study.of(TRACE, "natural"), [*CELLS, Cell("lru", 17)], workers=2)
+
+
+def test_limit_counts_tokens():
+    assert sweep(Study.of(TRACE, "natural", 10), CELLS[:1])[0]["requests"] == 10 * 2 * 2
+
+
+@pytest.mark.timeout(300)
+def test_a_local_ray_gives_the_same():
+    pytest.importorskip("ray", reason="the optional package ray is not installed")
+    told: list[None] = []
+    rows = sweep_on_ray(Study.of(TRACE, "natural"), CELLS[:3], "local", lambda: told.append(None))
+    assert rows == [expected(cell, "natural") for cell in CELLS[:3]]
+    assert len(told) == 3
+
+
+def test_capacities_are_slots_or_shares_rounded_down():
+    assert capacities("64,25%, 0.5%,12.5%,100%,1", 1000) == [64, 250, 5, 125, 1000, 1]
+    assert capacities("33.3%", 10) == [3]
+    assert capacities("29%", 100) == [29]  # where floats would round down to 28
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0", "from 1 to all 64 experts"),
+        ("65", "from 1 to all 64 experts"),
+        ("-3", "from 1 to all 64 experts"),
+        ("x", "write slots as 64, a share as 25%"),
+        ("", "write slots as 64, a share as 25%"),
+        ("5,,6", "write slots as 64, a share as 25%"),
+        ("1/0%", "write slots as 64, a share as 25%"),
+        ("0%", "above 0% and at most 100%"),
+        ("101%", "above 0% and at most 100%"),
+        ("nan%", "write slots as 64, a share as 25%"),
+        ("1%", "less than one"),
+    ],
+)
+def test_capacities_that_cannot_be(text: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        capacities(text, 64)
+
+
+def test_names_keep_their_options():
+    text = "lru,moe-infinity:matching=request,capacity=50,lfu, fifo"
+    assert names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
+
+
+def test_counts_of_experts():
+    trace = small.of([[[0, 2], [1, 3]], [[2, 1], [3, 0]]], [[1, 1]])
+    assert counts(trace) == [[1, 1, 2, 0], [1, 1, 0, 2]]
+
+
+def test_a_grid_has_what_was_asked_for_and_ends_at_all_experts():
+    points = list(grid([7, 26], 100, 3))
+    assert points == sorted(set(points))
+    assert {7, 26, 100} <= set(points)
+    assert points[0] >= 3

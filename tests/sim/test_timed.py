@@ -1,0 +1,132 @@
+"""Times of a trace: by hand, against the event machine run over everything, and laws."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.pieces import Pieces
+from greenroom.policies import policy
+from greenroom.sim.simulate import simulate
+from greenroom.sim.timed import Times, by_request, times
+from greenroom.trace import stream
+from tests.sim import small
+
+NBYTES = 1000
+MIXED = [[-5, 1, 1, 1], [-1, 1], [-3, -9, 1, 1], [1, 1], [-20, 1, 1, 1, 1]]
+COSTS = Costs(
+    (Link(3000.0, 0.07),), Work(((1, 0.1), (4, 0.15), (16, 0.9))), Work(((1, 0.2), (9, 0.5)))
+)
+
+
+def run(trace, capacity: int = 8, costs: Costs = COSTS, name: str = "lru", **how) -> Times:
+    how = {"chunk_bytes": 300, **how}
+    return times(trace, stream(trace, "runtime"), capacity, policy(name), costs, NBYTES, **how)
+
+
+def test_a_request_by_hand():
+    """A prompt of two tokens, then two tokens; one layer, an expert takes 1 s to come.
+
+    Costs: 0.25 s an expert and token, 2 s dense, one lane. The prompt asks for 0, 1 and 2 (2 by
+    both tokens): dense until 2; 0 is there at 3, computed at 3.25; 1 at 4, 4.25; 2 at 5, 5.5.
+    The first token asks for 0 and 1: hits, 2.5 s. The second for 1 and 3: 3 evicts 2; dense 2 s, 1
+    is computed while 3 comes, which is there after 3 s and computed after 3.25.
+    """
+    trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
+    costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0))
+    found = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert found.ttft.tolist() == pytest.approx([5.5])
+    assert found.gaps.tolist() == pytest.approx([2.5, 3.25])
+    assert (found.requests, found.misses, found.bytes_moved) == (7, 4, 4 * NBYTES)
+    assert found.seconds == pytest.approx(11.25)
+    assert found.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25)
+    assert found.stall == pytest.approx(found.seconds - found.compute)
+    row = found.as_json()
+    assert row["ttft_s"] == pytest.approx(5.5)
+    assert row["tpot_mean_s"] == pytest.approx(2.875)
+    assert row["tokens_per_s"] == pytest.approx(2 / 5.75)
+
+
+def test_passes_of_requests():
+    """TTFT: the passes of the prompt, or the first pass where there is none."""
+    trace = small.trace([[-2, 1, 1], [1, 1], [-3, -1, 1], [-4]])
+    ttft, gaps = by_request(trace, np.array([1.0, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert ttft.tolist() == [1, 4, 6 + 7, 9]
+    assert gaps.tolist() == [2, 3, 5, 8]
+
+
+def test_no_decode_has_no_tpot():
+    row = run(small.trace([[-4], [-2]])).as_json()
+    assert row["tpot_s"] is None
+    assert row["tokens_per_s"] is None
+    assert row["ttft_s"] > 0
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("how", [{}, {"pin": "none"}, {"scope": "per-layer"}])
+@pytest.mark.parametrize("capacity", [2, 5, 8, 14])
+@pytest.mark.parametrize("name", ["lru", "fifo"])
+def test_times_are_those_of_the_event_machine(name, capacity, how, lanes):
+    """Also where a step is larger than its cache, and waits for slots of its own."""
+    trace = small.trace(MIXED, seed=capacity)
+    links = (dataclasses.replace(COSTS.links[0], lanes=lanes), Link(9000.0, 0.01))
+    costs = dataclasses.replace(COSTS, links=links)
+    found = run(trace, capacity, costs, name, **how)
+    pieces = Pieces.whole(trace.offsets.tolist(), [NBYTES] * 2, [4] * 16)
+    order = small.steps(trace, stream(trace, "runtime"))
+    whole = simulate(order, pieces, capacity, policy(name), costs=costs, **how)
+    assert (found.requests, found.misses) == (whole.requests, whole.misses)
+    assert found.bytes_moved == whole.bytes_moved
+    for field in ("seconds", "stall", "compute"):
+        assert getattr(found, field) == pytest.approx(getattr(whole, field), rel=1e-9)
+    ttft, gaps = by_request(trace, np.diff(whole.pass_ends, prepend=0.0))
+    assert found.ttft == pytest.approx(ttft)
+    assert found.gaps == pytest.approx(gaps)
+
+
+TRACE = small.trace(MIXED * 4, seed=3)
+
+
+def test_more_bandwidth_is_never_slower():
+    seconds = [
+        run(TRACE, costs=dataclasses.replace(COSTS, links=(Link(bandwidth, 0.02),))).seconds
+        for bandwidth in (100, 1000, 3000, 1e4, 1e5, 1e9)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+def test_without_misses_there_is_only_computation():
+    once = run(TRACE, 16)
+    again = run(small.trace(MIXED * 4, seed=3, experts=2, top_k=2), 4)  # all experts, always
+    assert once.misses == 16
+    assert again.misses == 4
+    assert again.stall <= 4 * (NBYTES / 3000 + 0.07 + 1e-9)
+    assert again.gaps.max() <= 2 * (COSTS.dense.seconds(1) + 2 * COSTS.expert.seconds(1)) + 1e-9
+
+
+def test_infinite_bandwidth_never_stalls():
+    found = run(TRACE, costs=dataclasses.replace(COSTS, links=(Link(float("inf")),)))
+    assert found.misses > 16
+    assert found.stall == 0
+    assert found.seconds == pytest.approx(found.compute)
+
+
+@pytest.mark.parametrize("links", [(Link(800.0),), (Link(2e4), Link(700.0, 0.1)), (Link(1e6),)])
+def test_a_run_takes_at_least_its_computation_and_its_transfers(links):
+    found = run(TRACE, costs=dataclasses.replace(COSTS, links=links))
+    slowest = min(link.bandwidth for link in links)
+    assert found.seconds >= max(found.compute, found.bytes_moved / slowest) - 1e-9
+    assert found.seconds == pytest.approx(found.compute + found.stall)
+
+
+def test_reset_forgets_between_requests():
+    kept, reset = run(TRACE), run(TRACE, reset=True)
+    assert reset.misses > kept.misses
+    alone = [run(TRACE.select([r])).misses for r in range(TRACE.requests)]
+    assert reset.misses == sum(alone)
+    odd = run(TRACE, 3, reset=True)  # smaller than a step: decided one by one
+    assert odd.misses == sum(run(TRACE.select([r]), 3).misses for r in range(TRACE.requests))

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from greenroom.errors import OutputError, TraceError
+from greenroom.trace import container, load, save
+from tests.trace.strategies import SETTINGS, assert_same, traces
+from tests.trace.test_trace import small
+
+
+@SETTINGS
+@given(traces())
+def test_what_is_saved_is_what_is_loaded(tmp_path, trace):
+    save(trace, tmp_path / "t")
+    assert_same(load(tmp_path / "t"), trace)
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_the_file_is_safetensors(tmp_path):
+    path = tmp_path / "t.safetensors"
+    save(small(weights=np.ones((5, 2, 2), np.float16)), path)
+    tensors = load_file(path)
+    np.testing.assert_array_equal(tensors["experts"], small().experts)
+    assert tensors["weights"].dtype == np.float16
+    with safe_open(path, "np") as file:
+        assert file.metadata()["format"] == "greenroom.trace"
+        assert json.loads(file.metadata()["labels"]) == ["a", "b"]
+
+
+def test_arrays_stay_in_the_file(tmp_path):
+    save(small(), tmp_path / "t")
+    experts = load(tmp_path / "t").experts
+    assert not experts.flags.writeable
+    base = experts
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    assert isinstance(base, np.memmap)
+
+
+def edit(path, **metadata):
+    """Give a trace file other metadata."""
+    tensors, text = container.read(path)
+    tensors = {n: container.Tensor(a.dtype, a.shape, [a.copy()]) for n, a in tensors.items()}
+    container.write(path, tensors, {**text, **metadata})
+
+
+def drop(path, name):
+    tensors, text = container.read(path)
+    kept = {n: container.Tensor(a.dtype, a.shape, [a.copy()]) for n, a in tensors.items()}
+    del kept[name]
+    container.write(path, kept, text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: os.truncate(p, p.stat().st_size - 1), "truncated: its data end at byte"),
+        (lambda p: os.truncate(p, 100), "cut off in its header"),
+        (lambda p: os.truncate(p, 0), "cut off in its header"),
+        (lambda p: p.write_bytes(b"hello, this is no trace"), "not a trace"),
+        (lambda p: p.write_bytes(b"\x10" + bytes(7) + b"not JSON at all!"), "header is damaged"),
+        (lambda p: p.write_bytes(b"\x10" + bytes(7) + b'["a", "b", "c"] '), "header is damaged"),
+        (lambda p: edit(p, version="2"), "a trace of version 2; this Greenroom reads 1"),
+        (lambda p: edit(p, format="other"), "a safetensors file, but not a trace"),
+        (lambda p: edit(p, labels="["), "its metadata are damaged"),
+        (lambda p: edit(p, labels='["a"]'), "its labels are damaged"),
+        (lambda p: edit(p, meta="3"), "its metadata are damaged"),
+        (lambda p: edit(p, predictions='{"p": 1}'), "it has no predictions.p"),
+        (lambda p: drop(p, "pass_starts"), "it has no pass_starts"),
+        (lambda p: p.unlink(), "cannot be read: No such file"),
+    ],
+)
+def test_damaged_files_say_so_in_one_line(tmp_path, damage, words):
+    path = tmp_path / "t"
+    save(small(), path)
+    damage(path)
+    with pytest.raises(TraceError) as error:
+        load(path)
+    assert words in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@SETTINGS
+@given(st.data())
+def test_a_file_cut_anywhere_is_an_error_of_ours(tmp_path, data):
+    save(small(), tmp_path / "t")
+    size = (tmp_path / "t").stat().st_size
+    os.truncate(tmp_path / "t", data.draw(st.integers(0, size - 1)))
+    with pytest.raises(TraceError):
+        load(tmp_path / "t")
+
+
+@SETTINGS
+@given(st.data())
+def test_a_flipped_byte_never_escapes_as_another_error(tmp_path, data):
+    path = tmp_path / "t"
+    save(small(), path)
+    raw = bytearray(path.read_bytes())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(raw)
+    try:
+        load(path)
+    except TraceError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_a_folder_is_no_trace(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, step):
+    path = tmp_path / "t"
+    save(small(), path)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(OutputError, match="cannot be written: No space left on device"):
+        save(small(labels=("c", "d")), path)
+    assert os.listdir(tmp_path) == ["t"]
+    assert load(path).labels == ("a", "b")
+
+
+def test_no_folder_to_write_to(tmp_path):
+    with pytest.raises(OutputError, match="No such file or directory"):
+        save(small(), tmp_path / "missing" / "t")
+
+
+def write_npz(path, **changes):
+    """The npz of published recordings."""
+    arrays = {
+        "experts": small().experts,
+        "offsets": np.array([0, 3, 5]),
+        "labels": np.array(["a", "b"]),
+        "phase": np.array("decode"),
+        "meta": np.array(json.dumps({"model": "m", "experts_per_layer": 4})),
+        **changes,
+    }
+    np.savez_compressed(path, **{name: a for name, a in arrays.items() if a is not None})
+
+
+def test_an_npz_of_decoding(tmp_path):
+    write_npz(tmp_path / "t.npz", weights=np.ones((5, 2, 2)), token_ids=np.arange(5))
+    trace = load(tmp_path / "t.npz")
+    assert trace.pass_starts.tolist() == [0, 1, 2, 3, 4, 5]
+    assert not trace.pass_prefill.any()
+    assert trace.labels == ("a", "b")
+    assert trace.meta["model"] == "m"
+    assert trace.experts_per_layer.tolist() == [4, 4]
+    assert (trace.weights.dtype, trace.token_ids.dtype) == (np.float16, np.int32)
+
+
+def test_an_npz_of_prompts(tmp_path):
+    wide = small().experts.astype(np.int64)
+    write_npz(tmp_path / "t.npz", phase=np.array("prefill"), labels=None, experts=wide)
+    trace = load(tmp_path / "t.npz")
+    assert trace.pass_starts.tolist() == trace.request_starts.tolist() == [0, 3, 5]
+    assert trace.pass_prefill.all()
+    assert trace.labels == ("", "")
+    assert trace.experts.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": None}, "an npz without experts"),
+        ({"meta": None, "phase": None}, "an npz without phase, meta"),
+        ({"phase": np.array("both")}, "phase must be decode or prefill, not 'both'"),
+        ({"meta": np.array("{}")}, "JSON with experts_per_layer"),
+        ({"meta": np.array("no")}, "JSON with experts_per_layer"),
+        ({"meta": np.array('{"experts_per_layer": 3}')}, "which has 3 experts"),
+        ({"meta": np.array('{"experts_per_layer": [4]}')}, "experts must be"),
+        ({"offsets": np.array([0, 3, 3, 5])}, "request 1 is empty"),
+        ({"offsets": np.array([[0, 5]])}, "request offsets must go from 0"),
+        ({"experts": np.full((5, 2, 2), -1)}, "an expert id lies outside"),
+        ({"experts": np.zeros((5, 2, 2))}, "ids are whole numbers"),
+        ({"experts": np.zeros((5, 4), np.uint8)}, "experts must be"),
+        ({"offsets": np.array(["a"])}, "offsets are <U1, but must be int64"),
+        ({"weights": np.array(["a"])}, "weights are <U1, but must be float16"),
+        ({"token_ids": np.ones(5)}, "token_ids are float64, but must be int32"),
+        ({"labels": np.array(["a"])}, "1 labels for 2 requests"),
+        ({"labels": np.array([{}, {}], object)}, "damaged or truncated npz"),
+    ],
+)
+def test_npz_files_that_are_no_traces(tmp_path, changes, words):
+    write_npz(tmp_path / "t.npz", **changes)
+    with pytest.raises(TraceError) as error:
+        load(tmp_path / "t.npz")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.99])
+def test_a_truncated_npz(tmp_path, share):
+    path = tmp_path / "t.npz"
+    write_npz(path)
+    os.truncate(path, int(path.stat().st_size * share))
+    with pytest.raises(TraceError, match="damaged or truncated npz"):
+        load(path)

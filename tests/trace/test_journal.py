@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.errors import TraceError
+from greenroom.trace import load
+from greenroom.trace.journal import Header, Journal, Segment, convert, journal_of
+from tests.trace.strategies import SETTINGS, assert_same, traces
+
+HEADER = Header((4, 3), weights=True, token_ids=True, gate_inputs=0.5, meta={"model": "m"})
+
+
+def segment(request: int, passes: list[tuple[int, bool]], last: bool = True, seed: int = 0):
+    """Random routing of these passes."""
+    random = np.random.default_rng([request, seed])
+    tokens = sum(n for n, _ in passes)
+    experts = [[random.permutation(n)[:2] for n in (4, 3)] for _ in range(tokens)]
+    sampled = np.flatnonzero(random.random(tokens) < 0.5)
+    arrays = {
+        "experts": np.array(experts),
+        "weights": random.random((tokens, 2, 2)),
+        "token_ids": random.integers(0, 99, tokens),
+        "sampled": sampled,
+        "inputs": random.normal(size=(len(sampled), 2, 6)),
+    }
+    return Segment(request, f"label {request}", passes, last, arrays)
+
+
+SEGMENTS = [
+    segment(0, [(4, True), (1, False)], last=False),
+    segment(0, [(1, False), (1, False)], seed=1),
+    segment(1, [(3, True)]),
+]
+
+
+def write(path, segments=SEGMENTS, header=HEADER) -> list[int]:
+    """A journal; where each of its records ends."""
+    journal = Journal(path, header)
+    ends = [path.stat().st_size]
+    for each in segments:
+        journal.append(each)
+        ends.append(path.stat().st_size)
+    journal.close()
+    return ends
+
+
+def test_a_journal_is_a_trace(tmp_path):
+    write(tmp_path / "j")
+    trace = load(tmp_path / "j")
+    assert trace.request_starts.tolist() == [0, 7, 10]
+    assert trace.pass_starts.tolist() == [0, 4, 5, 6, 7, 10]
+    assert trace.pass_prefill.tolist() == [True, False, False, False, True]
+    assert trace.labels == ("label 0", "label 1")
+    assert trace.meta == {"model": "m"}
+    parts = [s.arrays for s in SEGMENTS]
+    np.testing.assert_array_equal(trace.experts, np.concatenate([p["experts"] for p in parts]))
+    expected = np.concatenate(
+        [parts[0]["sampled"], parts[1]["sampled"] + 5, parts[2]["sampled"] + 7]
+    )
+    np.testing.assert_array_equal(trace.gate_inputs.tokens, expected)
+    assert trace.experts.dtype == np.uint8
+
+
+def test_finishing_gives_the_same_trace_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "t"
+    write(journal_of(path))
+    before = load(journal_of(path))
+    Journal(journal_of(path), HEADER).finish(path)
+    assert os.listdir(tmp_path) == ["t"]
+    assert_same(load(path), before)
+
+
+@SETTINGS
+@given(traces())
+def test_any_trace_goes_through_a_journal(tmp_path, trace):
+    (tmp_path / "j").unlink(missing_ok=True)
+    full = trace.weights is not None
+    rate = 0.5 if full else 0.0
+    header = Header(tuple(trace.experts_per_layer.tolist()), full, full, rate, trace.meta)
+    lengths = np.diff(trace.pass_starts)
+    segments = []
+    for r in range(trace.requests):
+        begin, end = trace.request_starts[r : r + 2].tolist()
+        inside = (trace.pass_starts[:-1] >= begin) & (trace.pass_starts[:-1] < end)
+        arrays = {"experts": trace.experts[begin:end]}
+        if full:
+            tokens = trace.gate_inputs.tokens
+            taken = (tokens >= begin) & (tokens < end)
+            arrays["weights"] = trace.weights[begin:end]
+            arrays["token_ids"] = trace.token_ids[begin:end]
+            arrays["sampled"] = tokens[taken] - begin
+            arrays["inputs"] = trace.gate_inputs.values[taken]
+        passes = [
+            (int(n), bool(p))
+            for n, p in zip(lengths[inside], trace.pass_prefill[inside], strict=True)
+        ]
+        segments.append(Segment(r, trace.labels[r], passes, True, arrays))
+    write(tmp_path / "j", segments, header)
+    expected = replace(trace, predictions={})
+    assert_same(load(tmp_path / "j"), expected)
+    convert(tmp_path / "j", tmp_path / "t")
+    assert_same(load(tmp_path / "t"), expected)
+
+
+@SETTINGS
+@given(st.data())
+def test_a_kill_at_any_byte_loses_one_segment_at_most(tmp_path, data):
+    path = tmp_path / "j"
+    path.unlink(missing_ok=True)
+    ends = write(path)
+    cut = data.draw(st.integers(0, ends[-1]))
+    os.truncate(path, cut)
+    whole = sum(end <= cut for end in ends[1:])
+    if whole == 0:
+        with pytest.raises(TraceError):
+            load(path)
+        return
+    trace = load(path)
+    assert trace.tokens == sum(s.tokens for s in SEGMENTS[:whole])
+    assert trace.meta.get("last_request") == (None if SEGMENTS[whole - 1].last else "cut short")
+
+
+def test_a_damaged_segment_ends_the_trace_before_it(tmp_path):
+    ends = write(tmp_path / "j")
+    raw = bytearray((tmp_path / "j").read_bytes())
+    raw[ends[2] - 20] ^= 1
+    (tmp_path / "j").write_bytes(raw)
+    assert load(tmp_path / "j").tokens == 5
+
+
+def test_going_on_drops_the_request_that_was_not_whole(tmp_path):
+    path = tmp_path / "j"
+    half = segment(1, [(2, True)], last=False, seed=9)
+    write(path, [*SEGMENTS[:2], half])
+    with open(path, "ab") as file:
+        file.write(b"torn")
+    journal = Journal(path, HEADER)
+    assert journal.requests == 1
+    journal.append(SEGMENTS[2])
+    journal.close()
+    again = load(path)
+    path.unlink()
+    write(path)
+    assert_same(again, load(path))
+
+
+def test_another_recording_is_not_overwritten(tmp_path):
+    write(tmp_path / "j")
+    with pytest.raises(TraceError, match="holds another recording; finish it with"):
+        Journal(tmp_path / "j", replace(HEADER, weights=False))
+    assert load(tmp_path / "j").tokens == 10
+
+
+def test_a_journal_of_another_version(tmp_path, monkeypatch):
+    monkeypatch.setattr("greenroom.trace.journal.VERSION", 2)
+    write(tmp_path / "j")
+    monkeypatch.undo()
+    with pytest.raises(TraceError, match="a journal of version 2; this Greenroom reads 1"):
+        load(tmp_path / "j")
+
+
+def test_a_recording_that_did_not_end_is_named(tmp_path):
+    write(journal_of(tmp_path / "t"))
+    with pytest.raises(TraceError, match=r"a recording that did not end is at .*t\.journal"):
+        load(tmp_path / "t")
+    write(tmp_path / "empty", [])
+    with pytest.raises(TraceError, match="nothing was recorded before the recording ended"):
+        load(tmp_path / "empty")

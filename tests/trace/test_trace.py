@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.errors import TraceError
+from greenroom.trace import GateInputs, Prediction, Trace
+from tests.trace.strategies import SETTINGS, assert_same, traces
+
+
+def small(**changes) -> Trace:
+    """Five tokens in two requests, the first with a prefill pass of two; 2 layers of 4 and 3."""
+    fields = {
+        "experts": np.array(
+            [
+                [[0, 1], [0, 2]],
+                [[1, 3], [1, 0]],
+                [[2, 1], [2, 0]],
+                [[3, 0], [0, 1]],
+                [[1, 0], [1, 2]],
+            ],
+            np.uint8,
+        ),
+        "experts_per_layer": np.array([4, 3]),
+        "request_starts": np.array([0, 3, 5]),
+        "pass_starts": np.array([0, 2, 3, 4, 5]),
+        "pass_prefill": np.array([True, False, False, False]),
+        "labels": ("a", "b"),
+    }  # fmt: skip
+    return Trace(**{**fields, **changes})
+
+
+def test_what_a_trace_says_of_itself():
+    trace = small()
+    assert (trace.tokens, trace.layers, trace.top_k) == (5, 2, 2)
+    assert (trace.requests, trace.passes) == (2, 4)
+    assert trace.offsets.tolist() == [0, 4, 7]
+
+
+NO = np.zeros(9, np.bool_)
+
+
+def inputs(tokens: list[int], layers: int) -> GateInputs:
+    return GateInputs(np.array(tokens), np.zeros((len(tokens), layers, 3), np.float32))
+
+
+def changed(at, value):
+    experts = small().experts.copy()
+    experts[at] = value
+    return {"experts": experts}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (changed((2, 1, 0), 3), "token 2 has expert 3 in layer 1, which has 3 experts (0 to 2)"),
+        (changed((3, 0, 1), 3), "token 3 uses expert 3 of layer 0 twice"),
+        ({"experts": np.zeros((5, 2, 2), np.int64)}, "uint8 or uint16"),
+        ({"experts": np.zeros((0, 2, 2), np.uint8)}, "experts are empty"),
+        ({"experts_per_layer": np.array([4])}, "one entry for each of 2 layers"),
+        ({"request_starts": np.array([0, 3, 3, 5])}, "request 1 is empty"),
+        ({"request_starts": np.array([0, 4, 3, 5])}, "request offsets do not ascend: 3 after 4"),
+        ({"request_starts": np.array([0, 3, 6])}, "request offsets must go from 0 to the 5 tokens"),
+        ({"request_starts": np.array([1, 3, 5])}, "request offsets must go from 0"),
+        ({"request_starts": np.array([], np.int64)}, "request offsets must go from 0"),
+        ({"pass_starts": np.array([0, 2, 4, 4, 5])}, "pass 2 is empty"),
+        ({"pass_starts": np.array([0, 2, 4, 5]), "pass_prefill": NO[:3]}, "two requests"),
+        ({"labels": ("a",)}, "1 labels for 2 requests"),
+        ({"pass_prefill": NO[:3]}, "3 prefill flags for 4 passes"),
+        ({"weights": np.zeros((5, 2, 1), np.float16)}, "weights is [5, 2, 1]"),
+        ({"token_ids": np.zeros(4, np.int32)}, "token_ids is [4], but the experts need [5]"),
+        ({"gate_inputs": inputs([5], 2)}, "gate inputs"),
+        ({"gate_inputs": inputs([1, 1], 2)}, "ascend"),
+        ({"gate_inputs": inputs([1], 1)}, "gate inputs"),
+        ({"predictions": {"p": Prediction(np.full((5, 2, 1), 3, np.uint8), 1)}}, "prediction p"),
+        ({"predictions": {"p": Prediction(np.zeros((4, 2, 1), np.uint8), 1)}}, "prediction p"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(changes, words):
+    with pytest.raises(TraceError) as error:
+        small(**changes)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prediction_may_be_missing():
+    nothing = np.full((5, 2, 1), 255, np.uint8)
+    assert small(predictions={"p": Prediction(nothing, 1)}).predictions["p"].distance == 1
+
+
+def test_an_id_out_of_range_far_into_a_trace_is_found():
+    experts = np.zeros((200_000, 1, 1), np.uint8)
+    experts[170_000] = 9
+    starts = np.array([0, 200_000])
+    with pytest.raises(TraceError, match="token 170000 has expert 9 in layer 0"):
+        Trace(experts, np.array([9]), starts, starts, np.array([True]), ("",))
+
+
+def test_head_cuts_the_last_pass_and_request():
+    head = small().head(4)
+    assert head.request_starts.tolist() == [0, 3, 4]
+    assert head.pass_starts.tolist() == [0, 2, 3, 4]
+    assert head.labels == ("a", "b")
+    one = small().head(1)
+    assert (one.requests, one.passes, one.labels) == (1, 1, ("a",))
+    assert small().head(9).tokens == 5
+    with pytest.raises(TraceError, match="at least one token"):
+        small().head(0)
+
+
+def test_select_takes_requests_in_the_order_given():
+    swapped = small().select([1, 0])
+    assert swapped.labels == ("b", "a")
+    assert swapped.request_starts.tolist() == [0, 2, 5]
+    assert swapped.pass_starts.tolist() == [0, 1, 2, 4, 5]
+    assert swapped.pass_prefill.tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(swapped.experts, small().experts[[3, 4, 0, 1, 2]])
+    for wrong in ([], [2], [-1]):
+        with pytest.raises(TraceError):
+            small().select(wrong)
+
+
+@SETTINGS
+@given(traces(), st.data())
+def test_selecting_twice_brings_back_what_was(trace, data):
+    order = data.draw(st.permutations(range(trace.requests)))
+    back = trace.select(order).select(np.argsort(order))
+    assert_same(back, trace)
+    assert_same(trace.select(range(trace.requests)), trace)
+
+
+@SETTINGS
+@given(traces(), st.integers(1, 30))
+def test_a_head_holds_the_first_tokens_of_everything(trace, tokens):
+    head = trace.head(tokens)
+    kept = min(tokens, trace.tokens)
+    np.testing.assert_array_equal(head.experts, trace.experts[:kept])
+    if trace.gate_inputs is not None:
+        inside = trace.gate_inputs.tokens < kept
+        np.testing.assert_array_equal(head.gate_inputs.tokens, trace.gate_inputs.tokens[inside])
+        np.testing.assert_array_equal(head.gate_inputs.values, trace.gate_inputs.values[inside])
+    assert head.request_starts.tolist() == [
+        s for s in trace.request_starts.tolist() if s < kept
+    ] + [kept]
+
+
+def test_a_trace_is_frozen():
+    with pytest.raises(AttributeError):
+        small().labels = ()  # type: ignore[misc]
+    assert replace(small(), meta={"model": "m"}).meta == {"model": "m"}
