@@ -105,6 +105,34 @@ def test_a_run_counts_what_the_replay_of_its_trace_gives(
     assert said in recorded.err
 
 
+@pytest.mark.parametrize(
+    "name", ["moe-infinity:matching=request,capacity=1", "hybrimoe", "next-use", "hobbit", "llru"]
+)
+def test_policies_are_told_of_prompts_and_weights_as_a_replay_tells_them(
+    cli: Run, folder: Path, tmp_path: Path, name: str
+) -> None:
+    out, texts = tmp_path / "t", ["The green room", "Once upon a time there was", "The green room"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    recorded = cli(
+        "trace", "record", folder, "--prompts", tmp_path / "p.jsonl", "-o", out, "--weights",
+        "--cache", "40%", "--policy", name, "--max-new-tokens", 8, "--temperature", 0, "--raw",
+    )  # fmt: skip
+    assert recorded.code == 0, recorded.err
+    trace = load(out)
+    assert trace.requests == 3
+    capacity = int(trace.offsets[-1]) * 40 // 100
+    found = replay(stream(trace, "runtime"), trace.offsets, capacity, policy(name))
+    said = f"asked of the cache: {found.requests} requests, {found.misses} misses"
+    assert said in recorded.err
+    assert 0 < found.misses < found.requests
+
+
+def test_policies_that_need_the_future_do_not_run(cli: Run, folder: Path) -> None:
+    ran = cli("run", folder, "The", "--policy", "opt", "--cache", "50%")
+    assert ran.code == 2
+    assert "opt must know the whole trace beforehand" in ran.err
+
+
 def test_the_shipped_model_counts_what_simulate_gives(cli: Run, tmp_path: Path) -> None:
     prompt, out = "Once upon a time there was a little dog", tmp_path / "t"
     options = ("--cache", "25%", "--policy", "lru", "--max-new-tokens", 24, "--temperature", 0)

@@ -139,7 +139,8 @@ class Policy:
     the tokens that chose each piece (empty: one each), `weights` the sums of their gate weights
     (empty: not known). `on_request(state, own, now)` precedes the first step of a prompt.
 
-    A policy that `needs_trace` cannot run where the future is not known. One with a `preload`
+    A policy that `weighs` looks at rows and weights; others need not be told of them. One that
+    `needs_trace` cannot run where the future is not known. One with a `preload`
     starts with those pieces resident and takes in no others: they pass through scratch slots.
     """
 
@@ -154,7 +155,16 @@ class Policy:
     options: tuple[Option, ...] = ()
     values: Mapping[str, int | float | str] = field(default_factory=dict)
     needs_trace: bool = False
+    weighs: bool = False
     preload: Callable[[Setup], Ints] | None = None
+
+    def check_online(self) -> None:
+        """UsageError where the policy needs to know the future."""
+        if self.needs_trace:
+            raise UsageError(
+                f"policy {self.name} must know the whole trace beforehand:"
+                " it runs in `greenroom simulate` only"
+            )
 
     @property
     def settings(self) -> dict[str, int | float | str]:
@@ -186,9 +196,6 @@ class Policy:
         trace: Stream | None,
     ) -> Setup:
         """What its memory is made from. UsageError where it needs a trace and there is none."""
-        if self.needs_trace and trace is None:
-            raise UsageError(
-                f"policy {self.name} must know the whole trace beforehand:"
-                " it runs in `greenroom simulate` only"
-            )
+        if trace is None:
+            self.check_online()
         return Setup(layer, group_of, sizes, layers, seed, self.settings, trace)

@@ -96,6 +96,7 @@ class Greenroom:
         self._base: tuple[Counts, Meter] = (Counts(), Meter())
         self._modules: list[nn.Module] = []
         self.accelerated: Accelerated | None = None
+        self._listening: Any = None
         try:
             self._bind(model, slots)
         except BaseException:
@@ -104,14 +105,22 @@ class Greenroom:
 
     def _bind(self, model: PreTrainedModel, slots: HostSlots) -> None:
         """Give every experts module what it needs to be served."""
-        parts = self.parts
+        parts, policy = self.parts, self.driver.scheduler.cache.policy
         self.kernel = kernel("numba" if parts.kernels == "auto" else parts.kernels)
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
         for layer, module in enumerate(self._modules):
             experts = LayerExperts(module, parts.catalog.layouts[layer], slots)
-            setattr(module, BINDING, Binding(self.driver, self.kernel, layer, experts))
+            binding = Binding(self.driver, self.kernel, layer, experts, policy.weighs)
+            setattr(module, BINDING, binding)
+        self._listening = model.register_forward_pre_hook(self._passes, with_kwargs=True)
         if self.kernel.name != "eager":
             self.accelerated = accelerate(model, reserve)
+
+    def _passes(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pass begins; one without keys and values before it is the first of a prompt."""
+        cache = kwargs.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            self.driver.begin_request()
 
     @property
     def capacity(self) -> int:
@@ -177,6 +186,8 @@ class Greenroom:
         for module in self._modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)
+        if self._listening is not None:
+            self._listening.remove()
         if self.accelerated is not None:
             self.accelerated.detach()
         model: Any = self._model()

@@ -66,7 +66,7 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
 
 
 def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    named_policy(config.policy)
+    named_policy(config.policy).check_online()
     if config.kernels != "auto" and config.kernels not in KERNELS:
         raise UnknownName("kernel", config.kernels, ["auto", *KERNELS])
     if config.threads is not None:

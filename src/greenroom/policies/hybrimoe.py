@@ -86,5 +86,6 @@ hybrimoe = Policy(
     on_use,
     on_use,
     on_step=on_step,
+    weighs=True,
     options=(Option("alpha", 0.05, "weight of the newest score", 1e-6, 1),),
 )

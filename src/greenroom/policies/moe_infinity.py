@@ -206,6 +206,7 @@ moe_infinity = Policy(
     on_use,
     on_use,
     on_step=on_step,
+    weighs=True,
     on_request=on_request,
     options=(
         Option(

@@ -53,14 +53,28 @@ class Driver:
         self._orders: deque[Compute | Finish] = deque()
         self._error: StoreError | None = None
         self._pass, self._layer = -1, scheduler.pieces.layers
+        self._request = 0
         self._closed = False
         self._copier = Copier(store, slots, lanes, self._delivered)
 
-    def step(self, layer: int, experts: np.ndarray, compute: ComputeWave) -> None:
+    def begin_request(self) -> None:
+        """The next step belongs to a new prompt."""
+        self._request += 1
+
+    def step(
+        self,
+        layer: int,
+        experts: np.ndarray,
+        compute: ComputeWave,
+        rows: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+    ) -> None:
         """Have `compute(experts, slots)` called on every expert of a step once, in waves.
 
-        `experts` are ids within the layer, ascending, int64. StoreError where one cannot be read;
-        the cache stays usable, and so it does after an exception in `compute`.
+        `experts` are ids within the layer, ascending, int64; `rows` and `weights` the tokens that
+        chose each and the sums of their gate weights, for policies that look at them. StoreError
+        where one cannot be read; the cache stays usable, and so it does after an exception in
+        `compute`.
         """
         if experts.size == 0:
             return
@@ -72,7 +86,7 @@ class Driver:
             self._layer = layer
             self.meter.passes = self._pass + 1
             try:
-                self._tell(Routed(self._pass, layer, experts + first))
+                self._tell(Routed(self._pass, layer, experts + first, self._request, rows, weights))
                 while isinstance(order := self._next_order(), Compute):
                     compute(order.experts - first, order.slots)
                     self._tell(Computed())

@@ -23,6 +23,7 @@ class Binding:
     kernel: Any  # one of runtime.kernels.KERNELS
     layer: int
     experts: Any  # kernels.LayerExperts
+    weighs: bool = False  # does the policy look at gate weights?
 
 
 @torch.no_grad()
@@ -45,9 +46,11 @@ def experts_forward(
     routing = Routing.of(top_k_index.numpy(), int(module.num_experts))  # type: ignore[arg-type]
     kernel = binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
+    counted = routing.counted(top_k_weights.float().numpy()) if binding.weighs else (None, None)
     binding.driver.step(
         binding.layer,
         routing.experts,
         lambda experts, slots: kernel.wave(step, experts.tolist(), slots.tolist()),
+        *counted,
     )
     return kernel.combine(step)

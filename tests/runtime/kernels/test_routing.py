@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -28,3 +28,17 @@ def test_rows_come_in_the_order_eager_takes_them(index):
             assert routing.rows[rows].tolist() == (t * index.shape[1] + k).tolist()
     assert routing.experts.tolist() == experts
     assert routing.shape == index.shape
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_rows_and_weights_are_those_that_a_trace_would_tell(tokens, top_k, seed):
+    random = np.random.default_rng(seed)
+    index = np.argsort(random.random((tokens, 7)), axis=1)[:, :top_k]
+    weights = random.random((tokens, top_k)).astype(np.float32)
+    rows, sums = Routing.of(index, 7).counted(weights)
+    used = np.unique(index)
+    assert rows.tolist() == [int((index == e).sum()) for e in used]
+    half = weights.astype(np.float16).astype(np.float64)
+    assert sums.tolist() == [np.float32(half[index == e].sum()) for e in used]
+    assert (rows.dtype, sums.dtype) == (np.int32, np.float32)

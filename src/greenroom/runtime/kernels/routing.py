@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,20 @@ class Routing:
         a, b = count, 2 * count + 1
         c, d = b + kept, b + 2 * kept
         return cls(shape, data[:a], data[a:b], data[b:c], data[c:d], data[d:], address)
+
+    def counted(
+        self, weights: NDArray[np.floating[Any]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(rows, sums of gate weights) of each expert; `weights` [tokens, top_k].
+
+        As a trace tells them: weights in float16, summed exactly and rounded once. So a policy
+        that looks at them does in a replay what it did in the run.
+        """
+        rows = np.diff(self.starts).astype(np.int32)
+        if not rows.size:
+            return rows, np.empty(0, np.float32)
+        each = weights.astype(np.float16).astype(np.float64).ravel()[self.rows]
+        return rows, np.add.reduceat(each, self.starts[:-1]).astype(np.float32)
 
     def entries(self, expert: int) -> slice:
         """Where an expert's rows lie in `tokens`, `ranks` and `rows`."""
