@@ -231,6 +231,7 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
         f"labels: {named}{more}",
         "",
         f"adjacent-token overlap   {local['overlap']:.3f} (uniform {local['overlap_uniform']:.3f})",
+        *_by_label(local["overlap_by_label"]),
         "uses of the most used    "
         + ", ".join(f"{share} {x:.1%}" for share, x in local["popularity_cdf"].items())
         + f" ({local['unused_experts']} experts never)",
@@ -252,6 +253,13 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
         f" {group['low_transitions']:.0%} of them below 0.12"
     )
     return "\n".join(lines)
+
+
+def _by_label(overlap: dict[str, float]) -> list[str]:
+    if not 2 <= len(overlap) <= 8:
+        return []
+    shares = ", ".join(f"{label or '(none)'} {share:.3f}" for label, share in overlap.items())
+    return [f"  by label               {shares}"]
 
 
 def _add_synth(parts: Any) -> None:
