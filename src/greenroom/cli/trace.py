@@ -229,6 +229,7 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
         f"model: {found['meta'].get('model', 'not named')}",
         f"also recorded: {', '.join([*beside, *found['predictions']]) or 'nothing'}",
         f"labels: {named}{more}",
+        *(["the last request was cut short"] if "last_request" in found["meta"] else []),
         "",
         f"adjacent-token overlap   {local['overlap']:.3f} (uniform {local['overlap_uniform']:.3f})",
         *_by_label(local["overlap_by_label"]),
