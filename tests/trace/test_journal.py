@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,20 @@ def test_a_damaged_segment_ends_the_trace_before_it(tmp_path):
     raw[ends[2] - 20] ^= 1
     (tmp_path / "j").write_bytes(raw)
     assert load(tmp_path / "j").tokens == 5
+
+
+def test_finishing_holds_one_segment_in_memory(tmp_path):
+    path, tokens = tmp_path / "t", 2000
+    one = np.stack([np.arange(8)] * 10 * tokens).reshape(tokens, 10, 8)
+    journal = Journal(journal_of(path), Header((8,) * 10))
+    for number in range(40):
+        journal.append(Segment(number, "", [(tokens, True)], True, {"experts": one}))
+    tracemalloc.start()
+    journal.finish(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 40 * one.size
+    assert peak < 6 * one.size
 
 
 def test_going_on_drops_the_request_that_was_not_whole(tmp_path):
