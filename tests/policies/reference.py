@@ -248,11 +248,11 @@ class MoEInfinity(KeyPolicy):
 
 
 class Sieve(KeyPolicy):
-    """A list a group, the oldest first, and the index at which the hand is."""
+    """A list a group, the oldest first, and the piece at which the hand is; None: the oldest."""
 
     def __init__(self, world):
         super().__init__(world)
-        self.queue, self.hand, self.visited = defaultdict(list), defaultdict(int), {}
+        self.queue, self.hand, self.visited = defaultdict(list), {}, {}
 
     def hit(self, piece):
         self.visited[piece] = True
@@ -262,18 +262,14 @@ class Sieve(KeyPolicy):
         self.visited[piece] = False
 
     def victim(self, group, piece, candidates):
-        queue, hand = self.queue[group], self.hand[group]
-        while True:
-            if hand >= len(queue):
-                hand = 0
-            chosen = queue[hand]
-            if chosen in candidates:
-                if not self.visited[chosen]:
-                    break
-                self.visited[chosen] = False
-            hand += 1
-        self.hand[group] = hand
-        return chosen
+        queue, hand = self.queue[group], self.hand.get(group)
+        i = 0 if hand is None else queue.index(hand)
+        while queue[i] not in candidates or self.visited[queue[i]]:
+            if queue[i] in candidates:
+                self.visited[queue[i]] = False
+            i = (i + 1) % len(queue)
+        self.hand[group] = queue[i + 1] if i + 1 < len(queue) else None
+        return queue[i]
 
     def evict(self, piece):
         self.queue[self.world.group_of(piece)].remove(piece)
