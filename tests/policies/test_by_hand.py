@@ -95,15 +95,15 @@ def layered(layers: int, *tokens: str, prompts: str = "") -> list[Step]:
 
 
 def test_llru_keeps_the_layer_that_is_next():
-    """At q (t = 2, of 3 layers) a has R 0, D 1 and i R 0, D 2: i, whose layer was just served, goes,
-    though a is older. At i (t = 4): a has D 2, q D 1."""
+    """At q (t = 2, of 3 layers) a has R 0, D 1 and i R 0, D 2: i, whose layer was just served,
+    goes, though a is older. At i (t = 4): a has D 2, q D 1."""
     assert evictions("llru", 2, layered(3, "aiq", "aiq"), 3) == "--i.a."
     assert evictions("lru", 2, layered(3, "aiq", "aiq"), 3) == "--aiqa"
 
 
 def test_llru_counts_rounds_first():
-    """At j (t = 3, of 2 layers): a was requested 3 ago (R 1, D 1), i 2 ago (R 1, D 0), b 1 ago (R 0,
-    D 1). Of two pieces one round old, a's layer is further ahead."""
+    """At j (t = 3, of 2 layers): a was requested 3 ago (R 1, D 1), i 2 ago (R 1, D 0), b 1 ago
+    (R 0, D 1). Of two pieces one round old, a's layer is further ahead."""
     assert evictions("llru", 3, layered(2, "ai", "bj"), 2) == "---a"
 
 
@@ -120,8 +120,8 @@ def test_moe_infinity_evicts_what_a_like_prompt_used_least():
 
 
 def test_moe_infinity_falls_back_to_the_current_eam():
-    """No prompt is over. At j the pass's EAM is {b 1 | j 1}: a scores 0.001 * 1 / 1, b 1.001, i 0.001 *
-    0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5 / 2."""
+    """No prompt is over. At j the pass's EAM is {b 1 | j 1}: a scores 0.001 / 1, b 1.001 / 1, i
+    0.001 * 0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5 / 2."""
     for name in ("moe-infinity", "moe-infinity:matching=request"):
         assert evictions(name, 3, layered(2, "ai", "bj"), 2) == "---i"
 
