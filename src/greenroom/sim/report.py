@@ -22,7 +22,6 @@ COLUMNS = (
     ("tpot_p95_s", "TPOT p95"),
     ("tokens_per_s", "tokens/s"),
     ("stall_share", "stalled"),
-    ("requests", "requests"),
     ("misses", "misses"),
 )
 
