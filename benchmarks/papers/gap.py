@@ -17,10 +17,13 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from greenroom.core.pieces import Ints
+from greenroom.core.stream import Stream
 from greenroom.policies import POLICIES, policy
 from greenroom.sim.replay import replay
 from greenroom.trace import Trace, load, stream
@@ -46,11 +49,7 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
         trace = half_of(whole, args.half, seed)
         requests = stream(trace.head(args.limit or trace.tokens), "natural")
         for share in SHARES:
-            capacity = experts * share // 100
-
-            def misses(name: str, pin: str, capacity: int = capacity) -> int:
-                return replay(requests, whole.offsets, capacity, policy(name), pin=pin).misses
-
+            misses = partial(_misses, requests, whole.offsets, experts * share // 100)
             floor = misses("opt", "none")
             for pin in args.pin:
                 lru = misses("lru", pin)
@@ -59,6 +58,10 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
                     gaps[name][path.stem, share, pin].append(gap)
                     where = f"{path.stem} {share} % pin {pin} order {seed or 'stored'}"
                     print(f"{where}: {name} {gap:.1%}", file=sys.stderr, flush=True)
+
+
+def _misses(requests: Stream, offsets: Ints, capacity: int, name: str, pin: str) -> int:
+    return replay(requests, offsets, capacity, policy(name), pin=pin).misses
 
 
 def table(gaps: dict[str, dict[Cell, list[float]]], pin: str, traces: list[str]) -> str:

@@ -124,6 +124,25 @@ def test_sizes_come_from_the_trace_where_it_knows_them(
     assert again.json == row
 
 
+def test_a_recorded_run_knows_its_sizes(cli: Run, folder: Path, machine: Path, tmp_path: Path):
+    (tmp_path / "prompts.txt").write_text("The green room is where")
+    few = ("--cache", "25%", "--max-new-tokens", 3, "--kernels", "eager")
+    asked = ("--prompts", tmp_path / "prompts.txt", "-o", tmp_path / "t.trace", *few)
+    assert cli("trace", "record", folder, *asked).code == 0
+    sizes = {"experts": 0, "dense": 0}
+    for path in folder.glob("*.safetensors"):
+        header = path.read_bytes()
+        for name, entry in json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]).items():
+            if name != "__metadata__" and "embed_tokens" not in name:
+                begin, end = entry["data_offsets"]
+                sizes["experts" if ".experts." in name else "dense"] += end - begin
+    trace = load(tmp_path / "t.trace")
+    assert trace.meta["expert_bytes"] == sizes["experts"] // int(trace.offsets[-1])
+    assert trace.meta["dense_bytes"] == sizes["dense"] // trace.layers
+    row = cli("simulate", tmp_path / "t.trace", *LRU, "--machine", machine, "--json").json
+    assert row["bytes_moved"] == row["misses"] * trace.meta["expert_bytes"]
+
+
 def test_a_report_is_one_file_that_says_how_it_was_made(cli: Run, recorded: Path, tmp_path: Path):
     out = tmp_path / "out.html"
     asked = ("--policy", "lru,fifo", "--capacity", "25%,50%", "--report", out, "--json")

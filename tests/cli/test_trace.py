@@ -191,6 +191,9 @@ def test_what_was_recorded_outlives_a_kill(folder: Path, cli: Run, tmp_path: Pat
     half = load(journal)
     assert 0 < half.requests < 24
     assert str(journal) in cli("trace", "info", out).mistake
+    assert ("the last request was cut short" in cli("trace", "info", journal).out) == (
+        "last_request" in half.meta
+    )
     assert cli("trace", "info", journal, "--json").json["tokens"] == half.tokens
     again = cli(*command, out)
     assert again.code == 0, again.err

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from greenroom.core.cache import Cache, split_capacity
 from greenroom.core.pieces import Pieces
-from greenroom.errors import UnknownName
-from greenroom.policies import POLICIES, policy
+from greenroom.errors import BudgetError, UnknownName
+from greenroom.policies import policy
 from tests.core.reference import ReferenceCache
 
 LAYERS, EXPERTS = 3, 6
@@ -68,6 +68,15 @@ def test_per_layer_scope_spreads_the_remainder_over_the_first_layers():
         split_capacity(8, 3, "both")
 
 
+def test_names_and_capacities_that_cannot_be_are_refused():
+    with pytest.raises(BudgetError, match="at least one slot: 0"):
+        Cache(PIECES, 0, policy("lru"))
+    with pytest.raises(BudgetError, match="a slot for each of 3 layers: 2"):
+        Cache(PIECES, 2, policy("lru"), "per-layer")
+    with pytest.raises(UnknownName, match="unknown pin 'all': choose one of step, none"):
+        Cache(PIECES, 3, policy("lru")).serve(ids(0), 0, "all")
+
+
 def test_every_resident_pinned_is_an_error_and_not_a_hang():
     cache = Cache(PIECES, 1, policy("lru"))
     cache.serve(ids(0), 0)
@@ -84,7 +93,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["lru", "fifo", "lfu"])
 @pytest.mark.parametrize("scope", ["shared", "per-layer"])
 @given(steps=steps, capacity=st.integers(LAYERS, LAYERS * EXPERTS + 2))
 @settings(max_examples=60, deadline=None)

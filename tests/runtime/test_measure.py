@@ -63,12 +63,12 @@ def test_reads_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_test_file_is_gone_afterwards(tmp_path: Path):
-    with measure.test_file(tmp_path, 5 << 20) as path:
+    with measure.noise_file(tmp_path, 5 << 20) as path:
         assert path.stat().st_size == 8 << 20
         data = path.read_bytes()
         assert data[: 4 << 20] != data[4 << 20 :]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RuntimeError), measure.test_file(tmp_path, 1):
+    with pytest.raises(RuntimeError), measure.noise_file(tmp_path, 1):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_said_and_nothing_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", full)
     with (
         pytest.raises(OutputError, match="no room for a test file"),
-        measure.test_file(tmp_path, 1),
+        measure.noise_file(tmp_path, 1),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -89,7 +89,7 @@ def test_a_full_disk_is_said_and_nothing_stays(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     with (
         pytest.raises(OutputError, match="cannot write a test file in"),
-        measure.test_file(tmp_path / "none", 1),
+        measure.noise_file(tmp_path / "none", 1),
     ):
         pass
 

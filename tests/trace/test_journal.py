@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.errors import TraceError
+from greenroom.errors import OutputError, TraceError
 from greenroom.trace import load
 from greenroom.trace.journal import Header, Journal, Segment, convert, journal_of
 from tests.trace.strategies import SETTINGS, assert_same, traces
@@ -134,6 +138,20 @@ def test_a_damaged_segment_ends_the_trace_before_it(tmp_path):
     assert load(tmp_path / "j").tokens == 5
 
 
+def test_finishing_holds_one_segment_in_memory(tmp_path):
+    path, tokens = tmp_path / "t", 2000
+    one = np.stack([np.arange(8)] * 10 * tokens).reshape(tokens, 10, 8)
+    journal = Journal(journal_of(path), Header((8,) * 10))
+    for number in range(40):
+        journal.append(Segment(number, "", [(tokens, True)], True, {"experts": one}))
+    tracemalloc.start()
+    journal.finish(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 40 * one.size
+    assert peak < 6 * one.size
+
+
 def test_going_on_drops_the_request_that_was_not_whole(tmp_path):
     path = tmp_path / "j"
     half = segment(1, [(2, True)], last=False, seed=9)
@@ -155,6 +173,43 @@ def test_another_recording_is_not_overwritten(tmp_path):
     with pytest.raises(TraceError, match="holds another recording; finish it with"):
         Journal(tmp_path / "j", replace(HEADER, weights=False))
     assert load(tmp_path / "j").tokens == 10
+
+
+def test_two_recordings_do_not_write_to_one_file(tmp_path):
+    first = Journal(tmp_path / "j", HEADER)
+    with pytest.raises(OutputError, match="another recording is writing to it"):
+        Journal(tmp_path / "j", HEADER)
+    first.close()
+    Journal(tmp_path / "j", HEADER).close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_told_as_one():
+    with pytest.raises(OutputError, match="/dev/full: cannot be written: No space left on device"):
+        Journal(Path("/dev/full"), HEADER)
+
+
+def test_a_disk_that_fills_up_costs_one_segment(tmp_path):
+    path, limit = tmp_path / "j", 2000
+    journal = Journal(path, HEADER)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    number = 0
+    try:
+        while number < 100:
+            journal.append(segment(number, [(3, True)]))
+            number += 1
+    except OutputError as error:
+        assert "cannot be written: File too large" in str(error)  # noqa: PT017
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert 2 < number < 100
+    assert load(path).requests == number
+    journal.append(segment(number, [(3, True)]))  # there is room again
+    journal.close()
+    assert load(path).requests == number + 1
 
 
 def test_a_journal_of_another_version(tmp_path, monkeypatch):

@@ -36,6 +36,14 @@ def test_overlap_equals_the_reference(trace, block):
     assert found.tolist() == [reference.overlap(trace, layer) for layer in range(trace.layers)]
 
 
+@SETTINGS
+@given(traces())
+def test_overlap_by_label_is_that_of_its_requests(trace):
+    for label, share in locality.overlap_by_label(trace).items():
+        alone = trace.select([r for r, name in enumerate(trace.labels) if name == label])
+        assert share == pytest.approx(locality.adjacent_overlap(alone).mean())
+
+
 @pytest.mark.parametrize("name", OVERLAP)
 def test_overlap_of_real_models(name):
     path = SHARED / f"{name}.npz"
@@ -44,6 +52,14 @@ def test_overlap_of_real_models(name):
     # The published figures are those of recordings of which the file holds a part.
     found = locality.adjacent_overlap(load(path))
     assert found.mean() == pytest.approx(OVERLAP[name], abs=0.01)
+
+
+def test_overlap_of_a_real_model_by_label():
+    path = SHARED / "mixtral-8x7b.npz"
+    if not path.is_file():
+        pytest.skip(f"no recordings of real models at {SHARED}")
+    found = locality.overlap_by_label(load(path))
+    assert sorted(round(share, 2) for share in found.values()) == [0.34, 0.4]
 
 
 def test_skew_of_a_hand_worked_trace():

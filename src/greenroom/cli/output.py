@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from greenroom.errors import OutputError
@@ -23,28 +21,11 @@ def check_target(path: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside, then rename: the name never has half a file. OutputError where it fails."""
+    from greenroom.trace.container import beside
+
     check_target(path)
-    name = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        if name is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with beside(path) as file:
+        file.write(text.encode())
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from greenroom.cli.simulate import command
+from greenroom.sim.curves import opt_curve
 from greenroom.sim.report import Report
 from greenroom.sim.sweep import Cell, Row, Study, counts, grid
 
@@ -22,13 +25,12 @@ def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[R
     points = list(grid([cell.capacity for cell in cells], experts, least))
     names = list(dict.fromkeys(cell.policy for cell in cells))
     wanted = [Cell(name, n, args.pin) for name in names for n in points]
-    wanted += [Cell("opt", n, "none") for n in points]
     known: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
     lacking = [cell for cell in dict.fromkeys(wanted) if cell not in known]
     known |= dict(zip(lacking, go(counted, lacking), strict=True))
 
-    def curve(name: str, pin: str) -> list[tuple[int, float]]:
-        return [(n, known[Cell(name, n, pin)]["miss_ratio"]) for n in points]
+    def curve(name: str) -> list[tuple[int, float]]:
+        return [(n, known[Cell(name, n, args.pin)]["miss_ratio"]) for n in points]
 
     settings: dict[str, Any] = {"order": study.order, "scope": study.scope, "pin": args.pin}
     settings |= {"seed": study.seed} if study.seed else {}
@@ -49,11 +51,21 @@ def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[R
         command=command(args),
         experts=experts,
         tokens=trace.tokens,
-        curves={known[Cell(n, points[0], args.pin)]["policy"]: curve(n, args.pin) for n in names},
-        floor=curve("opt", "none"),
+        curves={known[Cell(n, points[0], args.pin)]["policy"]: curve(n) for n in names},
+        floor=floor(study, points),
         counts=counts(trace),
         rows=rows,
     ).html()
+
+
+def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
+    """OPT's miss ratio without pinning, at these capacities and about 200 others."""
+    found = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
+    step = max(1, found.capacities.size // 200)
+    shown = np.isin(found.capacities, points)
+    shown[::step] = True
+    ratios = found.misses[shown] / max(1, found.requests)
+    return list(zip(found.capacities[shown].tolist(), ratios.tolist(), strict=True))
 
 
 def _machine(args: argparse.Namespace) -> list[tuple[str, str]]:

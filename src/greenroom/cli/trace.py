@@ -229,8 +229,10 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
         f"model: {found['meta'].get('model', 'not named')}",
         f"also recorded: {', '.join([*beside, *found['predictions']]) or 'nothing'}",
         f"labels: {named}{more}",
+        *(["the last request was cut short"] if "last_request" in found["meta"] else []),
         "",
         f"adjacent-token overlap   {local['overlap']:.3f} (uniform {local['overlap_uniform']:.3f})",
+        *_by_label(local["overlap_by_label"]),
         "uses of the most used    "
         + ", ".join(f"{share} {x:.1%}" for share, x in local["popularity_cdf"].items())
         + f" ({local['unused_experts']} experts never)",
@@ -252,6 +254,13 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
         f" {group['low_transitions']:.0%} of them below 0.12"
     )
     return "\n".join(lines)
+
+
+def _by_label(overlap: dict[str, float]) -> list[str]:
+    if not 2 <= len(overlap) <= 8:
+        return []
+    shares = ", ".join(f"{label or '(none)'} {share:.3f}" for label, share in overlap.items())
+    return [f"  by label               {shares}"]
 
 
 def _add_synth(parts: Any) -> None:

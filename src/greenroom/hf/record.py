@@ -50,7 +50,7 @@ def record(
         recording.weights,
         recording.token_ids,
         recording.gate_inputs,
-        _meta(name, prompts, sampling, recording),
+        {**_meta(name, prompts, sampling, recording), **_sizes(model)},
     )
     journal = Journal(journal_of(path), header)
     try:
@@ -73,6 +73,22 @@ def record(
             return recorder.tokens
     finally:
         journal.close()
+
+
+def _sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes that a simulated machine moves and reads: of an expert, and of the rest of a layer.
+
+    The rest is what is in memory but the input embedding, of which a token reads one row.
+    """
+    catalog = model.greenroom.parts.catalog
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    if head is None or head.weight is not embedding.weight:
+        dense -= embedding.weight.nbytes
+    return {
+        "expert_bytes": catalog.expert_bytes // catalog.experts,
+        "dense_bytes": dense // len(catalog.layers),
+    }
 
 
 def _meta(

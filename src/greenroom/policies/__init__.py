@@ -16,6 +16,7 @@ from greenroom.policies.llru import llru
 from greenroom.policies.lru import lru
 from greenroom.policies.marking import marking
 from greenroom.policies.moe_infinity import moe_infinity
+from greenroom.policies.next_use import next_use
 from greenroom.policies.opt import opt
 from greenroom.policies.random import random
 from greenroom.policies.s3fifo import s3fifo
@@ -29,6 +30,7 @@ POLICIES: dict[str, Policy] = {
         *(llru, lcp, moe_infinity, static),
         *(s3fifo, sieve, arc, lfuda),
         *(hobbit, hybrimoe, fate),
+        next_use,
     )
 }
 DEFAULT = "lru"

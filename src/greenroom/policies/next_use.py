@@ -341,12 +341,12 @@ next_use = Policy(
     on_step=on_step,
     on_request=on_request,
     options=(
-        Option("discount", 0.8, "what a use is worth that is one token farther", 0.0, 0.99),
+        Option("discount", 0.85, "what a use is worth that is one token farther", 0.0, 0.99),
         Option("distance", 0.5, "how much a round of layers counts against an expert", 0.0, 9.0),
         Option("short", 3.0, "half-life in tokens of the share of the last few", 0.1),
         Option("long", 1000.0, "half-life in tokens of the share of the past", 0.1),
         Option("prior", 10.0, "tokens of its own that outweigh the past in a prompt", 0.1),
-        Option("rate", 0.02, "learning rate of the shares' weights", 0.0, 1.0),
+        Option("rate", 0.04, "learning rate of the shares' weights", 0.0, 1.0),
         Option("link-rate", 0.2, "learning rate of the links", 0.0, 1.0),
     ),
 )

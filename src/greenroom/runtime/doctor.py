@@ -112,7 +112,7 @@ def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[
             " or a model to read, with --path"
         )
     say(f"disk, writing a test file of {nbytes >> 20} MiB in {folder}")
-    with measure.test_file(folder, nbytes) as file:
+    with measure.noise_file(folder, nbytes) as file:
         yield [file], folder
 
 

@@ -155,7 +155,7 @@ def disk_bandwidth(
 
 
 @contextmanager
-def test_file(folder: Path, nbytes: int) -> Iterator[Path]:
+def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     """A file of noise in a folder, gone afterwards. OutputError where it cannot be written."""
     noise = np.random.default_rng(0).bytes(4 << 20)
     try:

@@ -99,8 +99,8 @@ class Recorder:
             )
         if layer == 0:
             self._ids = self._given
-        if layer == 0 and self._header.gate_inputs:
-            self._sampled = np.flatnonzero(self._random.random(len(index)) < self._rate)
+        if layer == 0 and (rate := self._header.gate_inputs):
+            self._sampled = np.flatnonzero(self._random.random(len(index)) < rate)
         taken: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
         if self._header.weights:
             taken["weights"] = weights.detach().to(torch.float16).cpu().numpy()
@@ -108,10 +108,6 @@ class Recorder:
             rows = x.detach().reshape(len(index), -1)[torch.from_numpy(self._sampled)]
             taken["inputs"] = rows.to(torch.float32).cpu().numpy()
         self._layers.append(taken)
-
-    @property
-    def _rate(self) -> float:
-        return self._header.gate_inputs
 
     def _end_pass(self) -> None:
         """Put the layers of the pass that is over side by side, and check them."""

@@ -22,7 +22,6 @@ COLUMNS = (
     ("tpot_p95_s", "TPOT p95"),
     ("tokens_per_s", "tokens/s"),
     ("stall_share", "stalled"),
-    ("requests", "requests"),
     ("misses", "misses"),
 )
 
@@ -63,10 +62,15 @@ class Report:
                   " OPT without pinning, which knows the future.", self._table()),
             _card("Made by", "", f"<pre>{escape(self.command)}</pre>{_facts(self.facts)}"),
         ]  # fmt: skip
+        points = {n for curve in curves for n, _ in curve.points}
+        beside = [point for point in self.floor if point[0] in points]
         data = {
             "experts": self.experts,
             "tokens": self.tokens,
-            "curves": [{"name": c.name, "points": list(c.points)} for c in (*curves, floor)],
+            "curves": [
+                {"name": c.name, "points": list(c.points)}
+                for c in (*curves, floor._replace(points=beside))
+            ],
             "counts": [list(row) for row in self.counts],
         }
         page = files("greenroom.sim") / "page"

@@ -33,7 +33,7 @@ def step_times(
 
     An expert comes in `chunks` chunks, equal but for the last.
     """
-    return _step_times(
+    found: Floats = _step_times(
         starts,
         missed,
         rows,
@@ -46,6 +46,7 @@ def step_times(
         expert_bytes,
         chunks,
     )
+    return found
 
 
 def _points(work: Work) -> tuple[Ints, Floats]:
@@ -58,11 +59,11 @@ def _work(at: Ints, seconds: Floats, tokens: int) -> float:
     """`Work.seconds`."""
     above = np.searchsorted(at, tokens)
     if above == 0:
-        return seconds[0]
-    t, s = at[above - 1], seconds[above - 1]
+        return float(seconds[0])
+    t, s = float(at[above - 1]), float(seconds[above - 1])
     if above == at.size:
         return s * tokens / t
-    return s + (seconds[above] - s) * (tokens - t) / (at[above] - t)
+    return s + float(seconds[above] - s) * (tokens - t) / (float(at[above]) - t)
 
 
 @njit(nogil=True, cache=True)

@@ -8,10 +8,12 @@ record whose checksum is right was being written when the recording ended, and i
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -76,21 +78,29 @@ class Journal:
     """Appends segments to `path`. A new file, or one with the same header, which is gone on with.
 
     `requests` is how many requests are whole in it; what there was of a further one is dropped.
-    TraceError where the file holds another recording.
+    TraceError where the file holds another recording, OutputError where one is under way in it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header, self.requests = path, header, 0
         try:
-            if path.exists() and path.stat().st_size:
-                self._file = self._resume()
-            else:
-                self._file = open(path, "wb")  # noqa: SIM115
-                self._write(MAGIC + _packed(_as_json(header), b""))
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _resume(self) -> BinaryIO:
+    def _begin(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+        except OSError as error:
+            raise OutputError(f"{self.path}: another recording is writing to it") from error
+        if not os.fstat(self._file.fileno()).st_size:
+            self._write(MAGIC + _packed(_as_json(self.header), b""))
+            return
         found, end = _read_header(self.path)
         if _as_json(found) != _as_json(self.header):
             raise TraceError(
@@ -100,10 +110,8 @@ class Journal:
         for segment, stop in _segments(self.path, found, end):
             if segment.last:
                 self.requests, end = segment.request + 1, stop
-        file = open(self.path, "r+b")  # noqa: SIM115
-        file.truncate(end)
-        file.seek(end)
-        return file
+        self._file.truncate(end)
+        self._file.seek(end)
 
     def append(self, segment: Segment) -> None:
         """Add a segment; it is with the system when this returns, and outlives this process."""
@@ -120,10 +128,14 @@ class Journal:
         self._write(_packed(info, data))
 
     def _write(self, data: bytes) -> None:
+        begin, left = self._file.tell(), memoryview(data)
         try:
-            self._file.write(data)
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
+            with suppress(OSError):  # no half record: a later one would be lost behind it
+                self._file.truncate(begin)
+                self._file.seek(begin)
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def finish(self, path: Path) -> None:

@@ -5,7 +5,7 @@ All of it is about layers and tokens alone; passes play no part. Means over laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
 from greenroom.trace import kernels
+from greenroom.trace.metadata import named
 from greenroom.trace.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -28,16 +29,37 @@ def adjacent_overlap(trace: Trace) -> Floats:
     is uniform and independent gives top_k / experts.
     """
     shared, pairs = np.zeros(trace.layers, np.int64), 0
+    for tokens, same in _pairs(trace):
+        shared += same.sum(axis=0)
+        pairs += len(tokens)
+    return shared / max(pairs * trace.top_k, 1)
+
+
+def overlap_by_label(trace: Trace) -> dict[str, float]:
+    """The mean over layers of `adjacent_overlap`, for the requests of each label."""
+    labels, of_request = named(trace.labels)
+    of_token = np.repeat(of_request, np.diff(trace.request_starts))
+    shared, pairs = np.zeros(len(labels)), np.zeros(len(labels))
+    for tokens, same in _pairs(trace):
+        found = of_token[tokens]
+        shared += np.bincount(found, same.sum(axis=1), len(labels))
+        pairs += np.bincount(found, minlength=len(labels))
+    shares = shared / np.maximum(pairs * trace.top_k * trace.layers, 1)
+    return dict(zip(labels, shares.tolist(), strict=True))
+
+
+def _pairs(trace: Trace) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(tokens [n] that have one before them in their request, how many experts [n, layers] of each
+    that one used too), a block at a time."""
     follows = np.ones(trace.tokens, np.bool_)
     follows[trace.request_starts[:-1]] = False
-    for start in range(1, trace.tokens, _BLOCK):
-        stop = min(start + _BLOCK, trace.tokens)
-        kept = follows[start:stop]
-        before, after = trace.experts[start - 1 : stop - 1], trace.experts[start:stop]
-        same = sum((before[..., i, None] == after).sum(axis=2) for i in range(trace.top_k))
-        shared += np.asarray(same)[kept].sum(axis=0)
-        pairs += int(kept.sum())
-    return shared / max(pairs * trace.top_k, 1)
+    for start in range(0, trace.tokens, _BLOCK):
+        tokens = start + np.flatnonzero(follows[start : start + _BLOCK])
+        before, after = trace.experts[tokens - 1], trace.experts[tokens]
+        same = np.zeros(after.shape[:2], np.int64)
+        for rank in range(trace.top_k):
+            same += (before[..., rank, None] == after).sum(axis=2)
+        yield tokens, same
 
 
 def uniform_overlap(trace: Trace) -> float:
@@ -169,6 +191,7 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
         "overlap": float(overlap.mean()),
         "overlap_uniform": uniform_overlap(trace),
         "overlap_by_layer": _rounded(overlap),
+        "overlap_by_label": overlap_by_label(trace),
         "popularity_cdf": {
             f"{share}%": float(np.mean([c[max(len(c) * share // 100, 1) - 1] for c in curves]))
             for share in (5, 10, 25, 50, 75)

@@ -1,0 +1,150 @@
+"""Traces worked by hand, and what each policy evicts on them. One layer, nothing pinned.
+
+"." is a hit, "-" a miss that finds a free slot, a letter the piece that a miss evicts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.core.cache import Cache
+from greenroom.core.pieces import Pieces
+from greenroom.policies import POLICIES, policy
+from tests.policies.reference import Step
+from tests.policies.streams import as_stream
+
+
+def evictions(
+    name: str, capacity: int, steps: list[Step], layers: int, seed: int = 0, width: int = 8
+) -> str:
+    """Pieces of layer l are numbers from width * l; letters count from "a"."""
+    offsets = [width * i for i in range(layers + 1)]
+    pieces = Pieces.whole(offsets, [1] * layers)
+    cache = Cache(pieces, capacity, policy(name), seed=seed, trace=as_stream(steps))
+    result = ""
+    for step in steps:
+        served = cache.serve(
+            np.array(step.pieces, np.int64),
+            step.clock,
+            "none",
+            token=step.token,
+            request=step.prompt,
+        )
+        for hit, slot, evicted in zip(served.hits, served.slots, served.evicted, strict=True):
+            if hit:
+                result += "."
+            elif slot < 0:
+                result += "/"  # passed through
+            else:
+                result += "-" if evicted < 0 else chr(97 + evicted)
+    return result
+
+
+def letters(text: str) -> list[Step]:
+    """One request a step and token, all of layer 0 and prompt 0."""
+    return [Step([ord(c) - 97], i, i, 0, 0, [], []) for i, c in enumerate(text)]
+
+
+ONE_LAYER = [
+    # a is used again: b is the least recent, then c.
+    ("lru", 3, "abcadb", "---.bc"),
+    ("fifo", 3, "abcadb", "---.a."),
+    # b and c have one request each, b's is older; then b has two, as d and c have one: c is older.
+    ("lfu", 3, "abcadbc", "---.bcd"),
+    ("lfu-in-cache", 3, "abcadbc", "---.bcd"),
+    # History tells the two apart: b comes back with two requests, as many as a, and a's is older.
+    ("lfu", 2, "aabcbcbd", "-.-bca.c"),
+    ("lfu-in-cache", 2, "aabcbcbd", "-.-bcbcb"),
+    # At d: a is next at 6, b at 5, c at 4: a goes. At a: none returns, and c, once asked for at 4,
+    # is older than b at 5 but younger than d at 3.
+    ("opt", 3, "abcdcba", "---a..d"),
+    # K: a 3, b 1. b goes, age 1; c gets 2 and goes, age 2; d gets 3, as a has, and a is older.
+    ("lfuda", 2, "aaabcdef", "-..-bcad"),
+    # The hand spares a once, evicts b and stands before c.
+    ("sieve", 3, "abcadea", "---.bc."),
+    # S has one slot's share; a was hit only once and goes from S.
+    ("s3fifo", 3, "abcadbd", "---.a.."),
+    # a was hit twice and moves to M, b goes; G remembers b, which comes back into M, so that d,
+    # alone in S, is next.
+    ("s3fifo", 3, "abcaabdcbe", "---...b.cd"),
+    # a is in T2. p = 0: T1 gives b. B1 remembers b: p = 1, T1 = c d gives c. d is there.
+    ("arc", 3, "abcadbd", "---.bc."),
+    # The same; then f: T1 = d e gives d; g: T1 and B1 are full, B1 forgets c, T1 = e f gives e.
+    ("arc", 4, "aabcdebfag", "-.---bcd.e"),
+    # rho 0.25, omega 2: what a request counts halves every token. At c: a 3/4, b 1/2; at d: a 3/8,
+    # c 1/2.
+    ("lcp:omega=2", 2, "aaabcd", "-..-ba"),
+    # What was requested most, a and b, is there; c and d pass through.
+    ("static", 2, "abcabdab", "../../.."),
+]
+
+
+@pytest.mark.parametrize(("name", "capacity", "requests", "expected"), ONE_LAYER)
+def test_one_layer(name, capacity, requests, expected):
+    assert evictions(name, capacity, letters(requests), 1) == expected
+
+
+def layered(layers: int, *tokens: str, prompts: str = "") -> list[Step]:
+    """A token a string, a piece a layer: layer l has the letters from 8 * l."""
+    return [
+        Step([ord(c) - 97], t * layers + layer, t, int(prompts[t]) if prompts else 0, layer, [], [])
+        for t, token in enumerate(tokens)
+        for layer, c in enumerate(token)
+    ]
+
+
+def test_llru_keeps_the_layer_that_is_next():
+    """At q (t = 2, of 3 layers) a has R 0, D 1 and i R 0, D 2: i, whose layer was just served,
+    goes, though a is older. At i (t = 4): a has D 2, q D 1."""
+    assert evictions("llru", 2, layered(3, "aiq", "aiq"), 3) == "--i.a."
+    assert evictions("lru", 2, layered(3, "aiq", "aiq"), 3) == "--aiqa"
+
+
+def test_llru_counts_rounds_first():
+    """At j (t = 3, of 2 layers): a was requested 3 ago (R 1, D 1), i 2 ago (R 1, D 0), b 1 ago
+    (R 0, D 1). Of two pieces one round old, a's layer is further ahead."""
+    assert evictions("llru", 3, layered(2, "ai", "bj"), 2) == "---a"
+
+
+def test_fate_prefers_to_keep_shallow_layers():
+    """At j (t = 3): a has age 3 * 1, i 2 * 1.5 and is as old, but deeper."""
+    assert evictions("fate", 3, layered(2, "ai", "bj"), 2) == "---i"
+
+
+def test_moe_infinity_evicts_what_a_like_prompt_used_least():
+    """The first prompt leaves the EAM {a 1, b 1 | i 2}. At j: a and b score 1.001 / 2, i
+    2.001 * 0.5 / 2, a little less. At i: j scores 0.001 * 0.5 / 2."""
+    steps = layered(2, "ai", "bi", "aj", "bi", prompts="0011")
+    assert evictions("moe-infinity", 3, steps, 2) == "---..i.j"
+
+
+def test_moe_infinity_falls_back_to_the_current_eam():
+    """No prompt is over. At j the pass's EAM is {b 1 | j 1}: a scores 0.001 / 1, b 1.001 / 1, i
+    0.001 * 0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5 / 2."""
+    for name in ("moe-infinity", "moe-infinity:matching=request"):
+        assert evictions(name, 3, layered(2, "ai", "bj"), 2) == "---i"
+
+
+def test_marking_evicts_no_marked_piece_and_chance_decides_among_the_others():
+    """c ends a phase: a and b lose their marks. Then one of them is there and unmarked, so that d
+    must evict it."""
+    seen = set()
+    for seed in range(40):
+        done = evictions("marking", 2, letters("abcd"), 1, seed)
+        assert done in ("--ab", "--ba")
+        seen.add(done)
+    assert len(seen) == 2
+
+
+def test_random_evicts_each_piece_as_often_as_the_others():
+    done = [evictions("random", 4, letters("abcde"), 1, seed)[-1] for seed in range(400)]
+    assert {letter: 60 <= done.count(letter) <= 140 for letter in "abcd"} == dict.fromkeys(
+        "abcd", True
+    )
+
+
+def test_every_policy_is_worked_by_hand_or_is_a_reading_of_ours():
+    by_hand = {name.partition(":")[0] for name, *_ in ONE_LAYER}
+    by_hand |= {"llru", "fate", "moe-infinity", "marking", "random"}
+    assert set(POLICIES) - by_hand <= {"hobbit", "hybrimoe", "next-use"}

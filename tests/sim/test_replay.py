@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.errors import BudgetError, UnknownName, UsageError
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from tests.policies.reference import Step
+from tests.policies.streams import OFFSETS, as_stream, steps, tokens
+
+STREAM = as_stream(tokens(seed=3, count=12))
+
+
+def test_counts_requests_and_misses():
+    done = replay(STREAM, OFFSETS, 4, policy("lru"), detail=True)
+    assert done.requests == STREAM.pieces.size == done.missed.size
+    assert done.misses == int(done.missed.sum()) > 0
+    assert done.miss_ratio == done.misses / done.requests
+    assert replay(STREAM, OFFSETS, 4, policy("lru")).missed is None
+
+
+def test_an_empty_stream_misses_nothing():
+    done = replay(as_stream([]), OFFSETS, 4, policy("lru"))
+    assert (done.requests, done.misses, done.miss_ratio) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["lru", "moe-infinity", "random"])
+@given(steps=steps(), capacity=st.integers(1, OFFSETS[-1]))
+@settings(max_examples=40, deadline=None)
+def test_reset_serves_every_prompt_as_if_it_were_alone(name, steps, capacity):
+    alone = 0
+    for prompt in {step.prompt for step in steps}:
+        part = as_stream([step for step in steps if step.prompt == prompt])
+        alone += replay(part, OFFSETS, capacity, policy(name)).misses
+    assert replay(as_stream(steps), OFFSETS, capacity, policy(name), reset=True).misses == alone
+
+
+def test_a_step_larger_than_the_cache_is_not_protected():
+    """2 evicts 0, of its own step. The next step fits, and 2 makes room for 0."""
+    stream = as_stream([Step([0, 1, 2], 0, 0, 0, 0, [], []), Step([0, 1], 3, 1, 0, 0, [], [])])
+    assert replay(stream, OFFSETS, 2, policy("lru")).misses == 4
+
+
+def test_pinning_decides_who_makes_room():
+    """LRU would evict 1, which this step asks for after 2; pinned, 0 goes."""
+    first, second = Step([1, 0], 0, 0, 0, 0, [], []), Step([2, 1], 3, 1, 0, 0, [], [])
+    stream = as_stream([first, second])
+    assert replay(stream, OFFSETS, 2, policy("lru"), pin="none").misses == 4
+    assert replay(stream, OFFSETS, 2, policy("lru"), pin="step").misses == 3
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 13])
+def test_a_capacity_that_cannot_be(capacity):
+    with pytest.raises(UsageError, match=f"between 1 and all 12 experts: {capacity}"):
+        replay(STREAM, OFFSETS, capacity, policy("lru"))
+
+
+def test_names_that_are_not_known():
+    with pytest.raises(UnknownName, match="unknown scope 'global': choose one of shared, per-lay"):
+        replay(STREAM, OFFSETS, 4, policy("lru"), scope="global")
+    with pytest.raises(UnknownName, match="unknown pin 'all': choose one of step, none"):
+        replay(STREAM, OFFSETS, 4, policy("lru"), pin="all")
+    with pytest.raises(BudgetError, match="each of 3 layers: 2"):
+        replay(STREAM, OFFSETS, 2, policy("lru"), scope="per-layer")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([0, 12], "step 0 .layer 0. asks for expert 12, of 12"),
+        ([0, -1], "step 0 .layer 0. asks for expert -1, of 12"),
+        ([0, 4], "step 0 .layer 0. asks for expert 4, which is of layer 1"),
+        ([3, 1, 3], "step 0 .layer 0. asks twice for expert 3"),
+    ],
+)
+def test_steps_that_cannot_be(pieces, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        replay(as_stream([Step(pieces, 0, 0, 0, 0, [], [])]), OFFSETS, 4, policy("lru"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["starts", "now", "layer", "token", "request", "rows"])
+def test_arrays_that_do_not_fit(field):
+    wrong = STREAM._replace(**{field: np.zeros(5, getattr(STREAM, field).dtype)})
+    with pytest.raises(UsageError, match="arrays do not fit"):
+        replay(wrong, OFFSETS, 4, policy("lru"))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("best", "part of static must be all, first-half"),
+        ("40-50", "part of static is empty: '40-50'"),
+        ("prefill", "part of static is empty: 'prefill'"),
+    ],
+)
+def test_a_part_that_the_trace_does_not_have(part, message):
+    with pytest.raises(UsageError, match=message):
+        replay(STREAM, OFFSETS, 4, policy(f"static:part={part}"))
+
+
+def test_static_counts_on_the_part_that_is_named():
+    """The first prompt asks for 0 and 1, the second for 2 and 3."""
+    stream = as_stream([Step([p], 3 * i, i, i // 2, 0, [], []) for i, p in enumerate([0, 1, 2, 3])])
+    for part, missed in (
+        ("first-half", [False, False, True, True]),
+        ("1-1", [True, True, False, False]),
+        ("decode", [True, True, False, False]),  # equal counts: the later requests
+    ):
+        done = replay(stream, OFFSETS, 2, policy(f"static:part={part}"), detail=True)
+        assert done.missed.tolist() == missed
