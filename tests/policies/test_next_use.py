@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache import Cache
+from greenroom.core.cache import Cache, split_capacity
 from greenroom.core.pieces import Pieces
 from greenroom.core.stream import Stream
 from greenroom.policies import policy
@@ -130,11 +130,11 @@ class Layer:
 
 
 class Reference:
-    """One pool of slots; the victim is sought among all residents."""
+    """The victim is sought among all residents of the pool: one for all layers or one a layer."""
 
-    def __init__(self, sizes: list[int], capacity: int, pin: bool) -> None:
+    def __init__(self, sizes: list[int], capacity: int, scope: str, pin: bool) -> None:
         self.layers = [Layer(n) for n in sizes]
-        self.capacity, self.pin = capacity, pin
+        self.rooms, self.scope, self.pin = split_capacity(capacity, len(sizes), scope), scope, pin
         self.options = {o.name: float(o.default) for o in next_use.options}
         self.residents: set[tuple[int, int]] = set()
 
@@ -146,13 +146,13 @@ class Reference:
         """For each request True for a hit, else what was evicted or None."""
         self.layers[now].step(used, self.layers[now - 1].last, self.options)
         current, results = {(now, e) for e in used}, []
+        room = self.rooms[now if self.scope == "per-layer" else 0]
+        protected = current if self.pin and len(used) <= room else set()
         for expert in used:
             hit, evicted = (now, expert) in self.residents, None
-            if not hit and len(self.residents) == self.capacity:
-                protected = current if self.pin and len(used) <= self.capacity else set()
-                evicted = min(
-                    self.residents - protected, key=lambda r: self.key(r, now, r in current)
-                )
+            pool = {r for r in self.residents if self.scope == "shared" or r[0] == now}
+            if not hit and len(pool) == room:
+                evicted = min(pool - protected, key=lambda r: self.key(r, now, r in current))
                 self.residents.remove(evicted)
             self.residents.add((now, expert))
             results.append(True if hit else evicted)
@@ -203,14 +203,16 @@ def stream_of(steps: list[tuple[bool, int, list[int]]], sizes: list[int]) -> Str
     seed=st.integers(0, 10**6),
     sizes=st.lists(st.integers(2, 7), min_size=1, max_size=4),
     share=st.floats(0.2, 0.9),
+    scope=st.sampled_from(["shared", "per-layer"]),
     pin=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
-def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, pin):
-    capacity = max(1, int(share * sum(sizes)))
+@settings(max_examples=20, deadline=None)
+def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, scope, pin):
+    capacity = max(len(sizes), int(share * sum(sizes)))
     steps, offsets = random_steps(seed, sizes, 40), np.concatenate([[0], np.cumsum(sizes)])
     pieces = Pieces.whole(offsets.tolist(), [1] * len(sizes))
-    reference, cache = Reference(sizes, capacity, pin), Cache(pieces, capacity, next_use)
+    reference = Reference(sizes, capacity, scope, pin)
+    cache = Cache(pieces, capacity, next_use, scope)
     request, misses = -1, 0
     for clock, (begins, layer, experts) in enumerate(steps):
         if begins:
@@ -228,7 +230,12 @@ def test_evicts_what_the_plain_reading_evicts(seed, sizes, share, pin):
             assert evicted == gone
             misses += result is not True
     got = replay(
-        stream_of(steps, sizes), offsets, capacity, next_use, pin="step" if pin else "none"
+        stream_of(steps, sizes),
+        offsets,
+        capacity,
+        next_use,
+        scope=scope,
+        pin="step" if pin else "none",
     )
     assert got.misses == misses
 

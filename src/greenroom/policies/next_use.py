@@ -137,6 +137,8 @@ def on_request(state: State, own: Own, now: Now) -> None:
 
 @compiled
 def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, now: Now) -> None:
+    if pieces.size == 0:
+        return
     layer = now.layer
     experts = own.begin[layer + 1] - own.begin[layer]
     own.steps[0] += 1
@@ -246,7 +248,7 @@ def _learn(own: Own, layer: int, experts: int) -> None:
         by_prompt += own.error[i] * own.features[PROMPT, layer, i]
         by_constant += own.error[i]
     if own.seen[layer] == 0:
-        return  # there were no old values
+        return  # there were no old values to learn from
     step = own.rate / experts
     own.weights[layer, SHORT] += step * by_short
     own.weights[layer, LONG] += step * by_long

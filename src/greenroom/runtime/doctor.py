@@ -32,7 +32,7 @@ class Effort:
     kernel_s: float
 
 
-QUICK = Effort(256 << 20, 6, 384 << 20, read_s=0.25, kernel_s=0.1)
+QUICK = Effort(256 << 20, 5, 256 << 20, read_s=0.2, kernel_s=0.08)
 THOROUGH = Effort(512 << 20, 12, 2 << 30, read_s=1.5, kernel_s=0.8)
 
 Say = Callable[[str], None]

@@ -99,10 +99,7 @@ def dense_times(seconds: float) -> Table:
     sizes, rows = [], []
     for height, width in DENSE:
         nbytes = 2 * height * width
-        model = nn.ModuleList(
-            nn.Linear(width, height, bias=False, dtype=torch.bfloat16)
-            for _ in range(max(2, STREAMED // nbytes))
-        )
+        model = nn.ModuleList(_linear(width, height) for _ in range(max(2, STREAMED // nbytes)))
         done = accelerate(model)
         try:
             times = []
@@ -114,6 +111,13 @@ def dense_times(seconds: float) -> Table:
         sizes.append(nbytes)
         rows.append(times)
     return _table(sizes, rows)
+
+
+def _linear(width: int, height: int) -> nn.Linear:
+    """Ones as weights: to draw them takes longer than to multiply with them."""
+    made = nn.utils.skip_init(nn.Linear, width, height, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(made.weight)
+    return made
 
 
 def typical(work: Callable[[], object], seconds: float) -> float:
