@@ -52,7 +52,8 @@ class Now(NamedTuple):
     token: int  # the token, or the pass where a step is a pass at a layer
     request: int  # the prompt-and-answer
     layer: int
-    index: int  # requests (experts asked for) since the start, this one not counted
+    # Requests (experts asked for) since the start, this one not counted.
+    index: int  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
