@@ -121,7 +121,8 @@ def test_moe_infinity_evicts_what_a_like_prompt_used_least():
 
 def test_moe_infinity_falls_back_to_the_current_eam():
     """No prompt is over. At j the pass's EAM is {b 1 | j 1}: a scores 0.001 / 1, b 1.001 / 1, i
-    0.001 * 0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5 / 2."""
+    0.001 * 0.5 / 1; the prompt's is {a 1, b 1 | i 1, j 1}: a and b score 1.001 / 2, i 1.001 * 0.5
+    / 2."""
     for name in ("moe-infinity", "moe-infinity:matching=request"):
         assert evictions(name, 3, layered(2, "ai", "bj"), 2) == "---i"
 

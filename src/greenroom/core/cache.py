@@ -130,7 +130,7 @@ def _bind(
     on_request: Any,
     bypass: bool,
 ) -> Bound:
-    @njit(nogil=True)
+    @njit(nogil=True, _nrt=False)
     def evict(state: State, own: Any, piece: int, now: Now) -> None:
         slot, group = state.slot_of[piece], state.group_of[piece]
         on_evict(state, own, piece, now)
@@ -160,7 +160,7 @@ def _bind(
         on_insert(state, own, piece, now)
         return slot, evicted
 
-    @njit(nogil=True)
+    @njit(nogil=True, _nrt=False)
     def serve(
         state: State,
         own: Any,
@@ -192,7 +192,7 @@ def _bind(
                     return False
         return True
 
-    @njit(nogil=True)
+    @njit(nogil=True, _nrt=False)
     def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
         """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
         piece = int(victim(state, own, group, -1, now))

@@ -27,7 +27,7 @@ Ids = NDArray[np.integer[Any]]
 
 # Called by compiled code only: without a wrapper for Python each takes a third less to compile.
 # Inlined: a call would pass every array of the state, seven words each.
-compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, _nrt=False)
 
 NO_ROWS: Rows = np.empty(0, np.int32)
 NO_WEIGHTS: Weights = np.empty(0, np.float32)
@@ -52,7 +52,8 @@ class Now(NamedTuple):
     token: int  # the token, or the pass where a step is a pass at a layer
     request: int  # the prompt-and-answer
     layer: int
-    index: int  # requests (experts asked for) since the start, this one not counted
+    # Requests (experts asked for) since the start, this one not counted.
+    index: int  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

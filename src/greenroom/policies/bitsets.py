@@ -32,7 +32,7 @@ def empty(size: int) -> Bits:
     return Bits(np.zeros(level[-1], np.uint64), level)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _leading_zeros(typingctx: Any, word: Any) -> Any:
     """Zeros above the highest bit of a word that is not zero."""
 

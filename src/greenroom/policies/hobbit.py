@@ -20,9 +20,9 @@ from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, com
 
 class Own(NamedTuple):
     layer: Ints  # [P]
-    count: Ints  # [P] requests in this prompt
+    count: Ints  # type: ignore[assignment]  # [P] requests in this prompt
     last: Ints  # [P] token of the prompt that last requested the piece, from 1; 0: none
-    index: Ints  # [P] index of the last request
+    index: Ints  # type: ignore[assignment]  # [P] index of the last request
     begin: Ints  # [1] the prompt's first token
     near: Floats  # [L] distance * (1 - d / L) for d = 0 .. L - 1
     weight: Floats  # recency, frequency

@@ -29,7 +29,7 @@ from greenroom.core.policy import (
 
 class Own(NamedTuple):
     score: Floats  # [P] S
-    index: Ints  # [P] index of the last request
+    index: Ints  # type: ignore[assignment]  # [P] index of the last request
     begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
     alpha: Floats  # [1]
 

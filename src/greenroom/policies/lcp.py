@@ -22,7 +22,7 @@ NEAR = 1e-9
 
 class Own(NamedTuple):
     ranks: Ranks  # key: log2 mu + last * fade, which ranks as P does at any time
-    count: Ints  # [P] mu
+    count: Ints  # type: ignore[assignment]  # [P] mu
     last: Ints  # [P] token of the last request
     numbers: Floats  # rho, omega, fade = log2(1 / rho) / omega
 

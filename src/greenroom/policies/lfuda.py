@@ -20,7 +20,7 @@ from greenroom.policies.buckets import Buckets
 
 class Own(NamedTuple):
     buckets: Buckets  # key: K
-    count: Ints  # [P] C
+    count: Ints  # type: ignore[assignment]  # [P] C
     age: Ints  # [G] A
 
 

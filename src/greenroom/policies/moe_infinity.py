@@ -48,7 +48,7 @@ class Own(NamedTuple):
     scores: Floats  # [C, P] the scores that each would give as pEAM
     mixed: Floats  # [P] scores where pEAM is a sum of several, or the current EAM
     summed: Ints  # [P] that sum
-    index: Ints  # [P] index of each piece's last request
+    index: Ints  # type: ignore[assignment]  # [P] index of each piece's last request
     begin: Ints  # [L + 1] layer l has the pieces begin[l] .. begin[l + 1] - 1
     numbers: Ints  # SIZE of the collection; TOKEN of the current EAM; which place is SCORED, -1
     #              for `mixed`, -2 for not yet; whether matching is BY_REQUEST; FIRST prompt

@@ -6,7 +6,7 @@ are never requested again go first, the least recently requested of them before 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -73,11 +73,11 @@ def next_uses(pieces: Ids, count: int) -> Ints:
 
 def memory(setup: Setup) -> Own:
     pieces = setup.known.pieces
-    kind = np.int32 if pieces.size < 2**31 else np.int64
+    kind: Any = np.int32 if pieces.size < 2**31 else np.int64
     sizes = np.bincount(pieces, minlength=setup.pieces)
     per_group = np.bincount(setup.group_of, weights=sizes, minlength=setup.groups)
     begin = np.concatenate([[0], np.cumsum(per_group)]).astype(np.int64)
-    following = np.empty(pieces.size, kind)
+    following: Ids = np.empty(pieces.size, kind)
     asks = pieces if setup.groups == 1 else np.empty(pieces.size, pieces.dtype)
     after = np.full(setup.pieces, NEVER, kind)
     _look_ahead(pieces, setup.group_of, begin, after, following, asks, setup.groups > 1)

@@ -12,7 +12,8 @@ from greenroom.errors import UsageError
 
 def layers_of(offsets: Ints) -> Ints:
     """The layer of each dense id; `offsets` [layers + 1]."""
-    counts = np.diff(np.asarray(offsets, np.int64))
+    ends = np.asarray(offsets, np.int64)
+    counts = ends[1:] - ends[:-1]
     return np.repeat(np.arange(counts.size, dtype=np.int64), counts)
 
 

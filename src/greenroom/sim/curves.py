@@ -8,7 +8,7 @@ is a hit. Nothing is pinned.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -88,7 +88,7 @@ ONE, FULL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @njit(nogil=True, cache=True)
-def _ones(word: int) -> int:
+def _ones(word: Any) -> Any:
     """Bits of a word that are set."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     pairs = np.uint64(0x3333333333333333)

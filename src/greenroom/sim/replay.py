@@ -96,7 +96,7 @@ def _bound_loop(policy: Policy) -> Any:
 
 @cache
 def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
-    @njit(nogil=True)
+    @njit(nogil=True, _nrt=False)
     def loop(
         state: State,
         own: Any,

@@ -1,0 +1,120 @@
+"""LLRU paper, figure 4: misses over the size of the cache, on one request of each recording.
+
+The request is the longest of its recording (at most 512 tokens of it), its experts in rounds as in
+section 5.1 (a token's first expert in every layer, then its second, and so on); nothing is pinned.
+The table has natural order too. LRU, LRU-Dist and OPT are whole curves; LLRU and Marking are
+replayed at 48 sizes, most of them small.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from common import (
+    COLOURS,
+    MODELS,
+    experts_of,
+    figure,
+    options,
+    recordings,
+    save,
+    share_of_legend,
+    table,
+)
+
+from greenroom.policies import policy
+from greenroom.sim.curves import Curve, lru_curve, opt_curve
+from greenroom.sim.replay import replay
+from greenroom.trace import Trace, stream
+
+POINTS, TOKENS = 48, 512
+DASHES = {"OPT": (0, (1, 1.2)), "LRU-Dist": (0, (4, 1.5)), "Marking": (0, (2, 1))}
+
+
+def longest(trace: Trace) -> Trace:
+    """The longest request, alone."""
+    return trace.select([int(np.argmax(np.diff(trace.request_starts)))])
+
+
+def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, Curve]:
+    """Misses by capacity for each policy of the figure."""
+    requests, offsets, total = stream(trace, order), trace.offsets, experts_of(trace)
+    sizes = np.unique((total * np.linspace(0, 1, points + 1)[1:] ** 1.7).astype(int))
+    sizes = sizes[sizes >= trace.layers]  # fewer slots cannot be shared out
+
+    def replayed(name: str) -> Curve:
+        misses = [
+            replay(requests, offsets, int(k), policy(name), pin="none", seed=seed).misses
+            for k in sizes
+        ]
+        return Curve(sizes, np.array(misses), requests.pieces.size)
+
+    return {
+        "OPT": opt_curve(requests, offsets),
+        "Marking": replayed("marking"),
+        "LRU-Dist": lru_curve(requests, offsets, scope="per-layer"),
+        "LRU": lru_curve(requests, offsets),
+        "LLRU": replayed("llru"),
+    }
+
+
+def at(curve: Curve, capacities: np.ndarray) -> np.ndarray:
+    return curve.misses[np.searchsorted(curve.capacities, capacities)]
+
+
+def row(model: str, trace: Trace, order: str, found: dict[str, Curve]) -> list[object]:
+    """What the paper says of the figure, in numbers, over the sizes at which LLRU was replayed."""
+    sizes = found["LLRU"].capacities
+    misses = {name: at(curve, sizes) for name, curve in found.items()}
+    gain = 1 - misses["LLRU"] / misses["LRU"]
+    online = np.array([misses[name] for name in ("Marking", "LRU-Dist", "LRU")])
+    best = (misses["LLRU"] <= online.min(axis=0)).mean()
+    k = int(sizes[gain.argmax()])
+    return [
+        MODELS[model], trace.tokens, order,
+        f"{(misses['LRU'] / misses['OPT']).max():.2f}",
+        f"{(misses['LLRU'] / misses['OPT']).max():.2f}",
+        f"{100 * gain.max():.1f} % (k = {k})", f"{100 * gain.mean():.1f} %",
+        f"{100 * (1 - misses['LRU'] / misses['LRU-Dist']).mean():.1f} %", f"{100 * best:.0f} %",
+    ]  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> None:
+    rows = []
+    fig, panels = figure(2, 2, 7.6, 5.6)
+    for model, whole, axes in zip(
+        args.models, recordings(args).values(), panels.flat, strict=False
+    ):
+        trace = longest(whole).head(60 if args.quick else TOKENS)
+        for order in ("rounds", "natural"):
+            found = curves(trace, order, 8 if args.quick else POINTS, args.seed)
+            rows.append(row(model, trace, order, found))
+            if order == "rounds":
+                for name, curve in found.items():
+                    axes.plot(
+                        curve.capacities, curve.misses / 1000, color=COLOURS[name],
+                        linestyle=DASHES.get(name, "-"), label=name,
+                    )  # fmt: skip
+        axes.set_title(f"{MODELS[model]}, {trace.tokens} tokens")
+        axes.set_xlim(0, experts_of(trace))
+        axes.set_ylim(0)
+    for axes in panels.flat[len(args.models) :]:
+        axes.set_visible(False)
+    for axes in panels[-1]:
+        axes.set_xlabel("cache size k (experts)")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("misses (thousands)")
+    share_of_legend(fig, panels[0, 0], 5)
+    save(fig, args, "llru-sweep")
+    table(
+        args, "llru-sweep",
+        ["recording", "tokens", "order", "LRU / OPT at most", "LLRU / OPT at most",
+         "LLRU's gain over LRU, best", "mean", "LRU's gain over LRU-Dist, mean",
+         "LLRU is the best online"],
+        rows,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(options(__doc__).parse_args())
