@@ -9,26 +9,25 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from greenroom.core import serving
+from greenroom.core.kept import bound, kept
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import (
+    INLINED,
     NO_ROWS,
     NO_WEIGHTS,
-    Ids,
     Now,
     Policy,
     Rows,
     State,
     Weights,
-    compiled,
 )
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UnknownName
 
 SCOPES = ("shared", "per-layer")
 PINS = ("step", "none")
-BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
 
 
 def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
@@ -130,76 +129,19 @@ def _bind(
     on_request: Any,
     bypass: bool,
 ) -> Bound:
-    @njit(nogil=True, _nrt=False)
-    def evict(state: State, own: Any, piece: int, now: Now) -> None:
-        slot, group = state.slot_of[piece], state.group_of[piece]
-        on_evict(state, own, piece, now)
-        state.slot_of[piece] = -1
-        state.piece_in[slot] = -1
-        state.free[state.first[group] + state.free_count[group]] = slot
-        state.free_count[group] += 1
-
-    @compiled
-    def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
-        """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
-        if bypass:
-            return BYPASS, -1
-        group = state.group_of[piece]
-        evicted = -1
-        if state.free_count[group] == 0:
-            evicted = victim(state, own, group, piece, now)
-            if evicted < 0:
-                return STUCK, -1
-            on_evict(state, own, evicted, now)
-            slot = state.slot_of[evicted]
-            state.slot_of[evicted] = -1
-        else:
-            state.free_count[group] -= 1
-            slot = state.free[state.first[group] + state.free_count[group]]
-        state.slot_of[piece], state.piece_in[slot] = slot, piece
-        on_insert(state, own, piece, now)
-        return slot, evicted
-
-    @njit(nogil=True, _nrt=False)
-    def serve(
-        state: State,
-        own: Any,
-        pieces: Ids,
-        rows: Rows,
-        weights: Weights,
-        now: Now,
-        begins: bool,
-        pin: bool,
-        out: Ints,
-    ) -> bool:
-        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck."""
-        if begins:
-            on_request(state, own, now)
-        on_step(state, own, pieces, rows, weights, now)
-        if pin:
-            for piece in pieces:
-                state.pinned[piece] += 1
-        for i in range(pieces.size):
-            piece = pieces[i]
-            at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
-            out[0, i], out[1, i], out[2, i] = state.slot_of[piece], 1, -1
-            if out[0, i] >= 0:
-                on_hit(state, own, piece, at)
-            else:
-                out[1, i] = 0
-                out[0, i], out[2, i] = miss(state, own, piece, at)
-                if out[0, i] == STUCK:
-                    return False
-        return True
-
-    @njit(nogil=True, _nrt=False)
-    def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
-        """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
-        piece = int(victim(state, own, group, -1, now))
-        if piece >= 0:
-            evict(state, own, piece, now)
-        return piece
-
+    own = {
+        "victim": victim,
+        "on_hit": on_hit,
+        "on_insert": on_insert,
+        "on_evict": on_evict,
+        "on_step": on_step,
+        "on_request": on_request,
+        "bypass": bypass,
+    }
+    miss = bound(serving.make_miss, own, **INLINED)
+    evict = kept(serving.make_evict, own)
+    serve = kept(serving.make_serve, own | {"miss": miss})
+    evict_victim = kept(serving.make_evict_victim, own | {"evict": evict})
     return Bound(miss, serve, evict, evict_victim)
 
 

@@ -27,7 +27,13 @@ Ids = NDArray[np.integer[Any]]
 
 # Called by compiled code only: without a wrapper for Python each takes a third less to compile.
 # Inlined: a call would pass every array of the state, seven words each.
-compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True, _nrt=False)
+INLINED: dict[str, Any] = {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "forceinline": True,
+    "_nrt": False,
+}
+compiled = njit(**INLINED)
 
 NO_ROWS: Rows = np.empty(0, np.int32)
 NO_WEIGHTS: Weights = np.empty(0, np.float32)

@@ -5,15 +5,16 @@ The whole stream is served in one compiled call, by the functions that serve a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from greenroom.core.cache import bind, check_pin, empty_state, preload, split_capacity
+from greenroom.core.kept import kept
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, State
 from greenroom.core.stream import Stream
@@ -94,9 +95,20 @@ def _bound_loop(policy: Policy) -> Any:
     return _loop(bind(policy).miss, policy.on_hit, policy.on_step, policy.on_request)
 
 
+# Stand-ins for the parts of the loop, which `kept` puts in their place.
+miss: Any = None
+on_hit: Any = None
+on_step: Any = None
+on_request: Any = None
+
+
 @cache
 def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
-    @njit(nogil=True, _nrt=False)
+    parts = {"miss": miss, "on_hit": on_hit, "on_step": on_step, "on_request": on_request}
+    return kept(_make_loop, parts)
+
+
+def _make_loop(stamp: int) -> Callable[..., int]:
     def loop(
         state: State,
         own: Any,
@@ -107,6 +119,7 @@ def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
         missed: NDArray[np.bool_],
     ) -> int:
         """Serve steps begin .. end - 1. How many requests were misses."""
+        stamp  # noqa: B018 - part of the key on disk
         misses, request = 0, -1
         for s in range(begin, end):
             a, b = stream.starts[s], stream.starts[s + 1]

@@ -1,0 +1,112 @@
+"""How a step is served, for any policy: templates that are compiled with a policy's functions.
+
+Each `make_*` returns a function for `kept`, which puts the policy's own functions, and functions
+made here, in place of the names below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Ids, Now, Rows, State, Weights
+
+BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
+
+# Stand-ins for the parts: a policy's functions, and those made of them.
+victim: Any = None
+on_hit: Any = None
+on_insert: Any = None
+on_evict: Any = None
+on_step: Any = None
+on_request: Any = None
+evict: Any = None
+miss: Any = None
+bypass = False
+
+
+def make_evict(stamp: int) -> Callable[..., None]:
+    def evict(state: State, own: Any, piece: int, now: Now) -> None:
+        stamp  # noqa: B018 - part of the key on disk
+        slot, group = state.slot_of[piece], state.group_of[piece]
+        on_evict(state, own, piece, now)
+        state.slot_of[piece] = -1
+        state.piece_in[slot] = -1
+        state.free[state.first[group] + state.free_count[group]] = slot
+        state.free_count[group] += 1
+
+    return evict
+
+
+def make_miss(stamp: int) -> Callable[..., tuple[int, int]]:
+    def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+        """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
+        stamp  # noqa: B018
+        if bypass:
+            return BYPASS, -1
+        group = state.group_of[piece]
+        evicted = -1
+        if state.free_count[group] == 0:
+            evicted = victim(state, own, group, piece, now)
+            if evicted < 0:
+                return STUCK, -1
+            on_evict(state, own, evicted, now)
+            slot = state.slot_of[evicted]
+            state.slot_of[evicted] = -1
+        else:
+            state.free_count[group] -= 1
+            slot = state.free[state.first[group] + state.free_count[group]]
+        state.slot_of[piece], state.piece_in[slot] = slot, piece
+        on_insert(state, own, piece, now)
+        return slot, evicted
+
+    return miss
+
+
+def make_serve(stamp: int) -> Callable[..., bool]:
+    def serve(
+        state: State,
+        own: Any,
+        pieces: Ids,
+        rows: Rows,
+        weights: Weights,
+        now: Now,
+        begins: bool,
+        pin: bool,
+        out: Ints,
+    ) -> bool:
+        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck."""
+        stamp  # noqa: B018
+        if begins:
+            on_request(state, own, now)
+        on_step(state, own, pieces, rows, weights, now)
+        if pin:
+            for piece in pieces:
+                state.pinned[piece] += 1
+        for i in range(pieces.size):
+            piece = pieces[i]
+            at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
+            out[0, i], out[1, i], out[2, i] = state.slot_of[piece], 1, -1
+            if out[0, i] >= 0:
+                on_hit(state, own, piece, at)
+            else:
+                out[1, i] = 0
+                out[0, i], out[2, i] = miss(state, own, piece, at)
+                if out[0, i] == STUCK:
+                    return False
+        return True
+
+    return serve
+
+
+def make_evict_victim(stamp: int) -> Callable[..., int]:
+    def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
+        """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
+        stamp  # noqa: B018
+        piece = int(victim(state, own, group, -1, now))
+        if piece >= 0:
+            evict(state, own, piece, now)
+        return piece
+
+    return evict_victim
