@@ -80,7 +80,7 @@ class LoadConfig:
     cache: str | int | None = _option(
         None, "size of the expert cache alone: 25%% of the experts, or 2GiB", "SIZE"
     )
-    policy: str = _option("auto", "who is evicted: auto, lru, fifo, lfu", "NAME")
+    policy: str = _option("auto", "who is evicted: auto, lru, llru, moe-infinity, ...", "NAME")
     scope: str = _option("shared", "one cache for all layers, or one a layer", None,
                          ("shared", "per-layer"))  # fmt: skip
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)

@@ -13,6 +13,7 @@ from greenroom.errors import BudgetError, ClosedError, StoreError, UnknownName, 
 from greenroom.hf.attach import slots_for
 from greenroom.hf.budget import kv_cache_bytes
 from greenroom.hf.build import Draft
+from greenroom.policies import DEFAULT
 from tests.models import cached_tiny, reference, tiny
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -50,11 +51,18 @@ def test_an_ordinary_transformers_model_whose_generate_works(folder):
     assert torch.equal(model.generate(**prompt, **options), wanted.generate(**prompt, **options))
     stats = model.greenroom.stats()
     assert stats.capacity == stats["capacity"] == 4
-    assert dict(stats)["policy"] == "lru"
+    assert dict(stats)["policy"] == DEFAULT
     assert stats.budget_bytes is None
     with pytest.raises(KeyError):
         stats["colour"]
     model.greenroom.detach()
+
+
+def test_where_everything_fits_the_default_policy_is_the_cheapest(loaded):
+    assert loaded(cache="100%").greenroom.stats().policy == "lru"
+    assert loaded(memory="4GiB", cache=None).greenroom.stats().policy == "lru"
+    assert loaded(cache="100%", policy="fifo").greenroom.stats().policy == "fifo"
+    assert loaded(cache="90%").greenroom.stats().policy == DEFAULT
 
 
 def test_statistics_start_again_after_a_reset(loaded):

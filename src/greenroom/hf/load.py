@@ -24,6 +24,7 @@ from greenroom.hf.budget import (
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.kv import SPARE
+from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.kernels import KERNELS, ahead
 from greenroom.runtime.memory import give_back, rss_bytes, uncollected
@@ -91,16 +92,18 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
         split_capacity(parts.capacity, len(catalog.layers), config.scope)  # or BudgetError
-        model = draft.load()
+        room = parts.capacity
     else:
         budget = budget_bytes(config.memory)
         need = needs(draft, parts)
         least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
-        capacity_for(budget, need, catalog, least)  # before anything is loaded
-        model = draft.load()
+        room = capacity_for(budget, need, catalog, least)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
+    chosen = choose(config.policy, room, catalog.experts)
+    parts = replace(parts, policy=chosen.name)
+    model = draft.load()
     model.generation_config.prefill_chunk_size = PREFILL_BLOCK
-    compile_for(named_policy(config.policy))
+    compile_for(chosen)
     ahead.wait()
     model.greenroom = greenroom = Greenroom(model, parts)
     try:
