@@ -3,7 +3,7 @@
 The claim: 2 L E of them for 75 %, L E ln(L E) / 2 for 98 %, whatever the requests. The figure has
 what recordings need (greedy cover; a minimum can be smaller), for whole requests and, so that there
 are more EAMs than the bound, for windows of 8 tokens. The last column counts what the worst case
-needs: EAMs of one token, top-1, agree in at least 75 % of the layers or are not 75 % similar, so E^L
+needs: EAMs of one token, top-1, agree in 75 % of the layers or are not 75 % similar; so E^L
 of them over the ones within reach of one.
 """
 
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         trace, total = whole.head(limit(args)), experts_of(whole)
         for axes, eams in zip(
             panels[0],
-            (requests_of(trace), windows_of(trace, 500 if args.quick else 4000, args.seed)),
+            (requests_of(trace), windows_of(trace, 500 if args.quick else 5000, args.seed)),
             strict=True,
         ):
             similar = eams @ eams.T

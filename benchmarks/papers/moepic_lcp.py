@@ -60,30 +60,46 @@ def omega_of(tokens: float, rho: float = 0.25) -> str:
 def main(args: argparse.Namespace) -> None:
     lives = HALF_LIVES[::3] if args.quick else HALF_LIVES
     fig, panels = figure(2, 2, 7.6, 5.2)
-    rows = [["Qwen1.5-MoE (paper)", name, *(f"{x:.1f} %" for x in hits)]
-            for name, hits in PAPER.items()]  # fmt: skip
+    rows = [
+        ["Qwen1.5-MoE (paper)", name, *(f"{x:.1f} %" for x in hits)] for name, hits in PAPER.items()
+    ]
     best = []
     for (model, whole), axes in zip(recordings(args).items(), panels.flat, strict=False):
         trace = whole.head(limit(args))
         requests, slots = stream(trace, "natural"), sixths(trace)
         for name, base in ROWS.items():
             found = [hit_ratio(requests, trace, c, base, args.seed) for c in slots]
-            rows.append([f"{MODELS[model]} ({slots[0]} to {slots[-1]} of"
-                         f" {trace.experts_per_layer[0]})", name, *map(percent, found)])  # fmt: skip
+            rows.append(
+                [
+                    f"{MODELS[model]} ({slots[0]} to {slots[-1]} of {trace.experts_per_layer[0]})",
+                    name,
+                    *map(percent, found),
+                ]
+            )
         half = slots[2]
         lru, lfu = (hit_ratio(requests, trace, half, name, args.seed) for name in ("lru", "lfu"))
         lcp = [hit_ratio(requests, trace, half, omega_of(x), args.seed) for x in lives]
         axes.axhline(lru, color=COLOURS["LRU"], linestyle="--", linewidth=1.2, label="LRU")
         axes.axhline(lfu, color=COLOURS["LFU"], linestyle="--", linewidth=1.2, label="LFU")
         axes.plot(lives, lcp, "o-", ms=3.5, color=COLOURS["LCP"], label="LCP")
-        axes.axvline(64, color="#999999", linewidth=0.8, linestyle=":",
-                     label="default: rho 0.25, omega 128")  # fmt: skip
+        axes.axvline(
+            64, color="#999999", linewidth=0.8, linestyle=":", label="default: rho 0.25, omega 128"
+        )
         axes.set_xscale("log", base=2)
         axes.set_title(f"{MODELS[model]}, {half} of {trace.experts_per_layer[0]} a layer")
         top = int(np.argmax(lcp))
         default = hit_ratio(requests, trace, half, "lcp", args.seed)
-        best.append([MODELS[model], trace.tokens, percent(lru), percent(lfu), percent(default),
-                     percent(lcp[top]), f"{lives[top]:g} tokens (omega {2 * lives[top]:g})"])  # fmt: skip
+        best.append(
+            [
+                MODELS[model],
+                trace.tokens,
+                percent(lru),
+                percent(lfu),
+                percent(default),
+                percent(lcp[top]),
+                f"{lives[top]:g} tokens (omega {2 * lives[top]:g})",
+            ]
+        )
     for axes in panels.flat[len(args.models) :]:
         axes.set_visible(False)
     for axes in panels[-1]:
@@ -92,10 +108,18 @@ def main(args: argparse.Namespace) -> None:
         axes.set_ylabel("hit ratio")
     share_of_legend(fig, panels[0, 0], 4)
     save(fig, args, "moepic-lcp")
-    table(args, "moepic-table1",
-          ["recording", "policy", "1/6 of the experts", "2/6", "3/6", "4/6", "5/6"], rows)  # fmt: skip
-    table(args, "moepic-lcp",
-          ["recording", "tokens", "LRU", "LFU", "LCP, omega 128", "LCP at its best", "at"], best)  # fmt: skip
+    table(
+        args,
+        "moepic-table1",
+        ["recording", "policy", "1/6 of the experts", "2/6", "3/6", "4/6", "5/6"],
+        rows,
+    )
+    table(
+        args,
+        "moepic-lcp",
+        ["recording", "tokens", "LRU", "LFU", "LCP, omega 128", "LCP at its best", "at"],
+        best,
+    )
 
 
 if __name__ == "__main__":
