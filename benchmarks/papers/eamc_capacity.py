@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
         axes.axhline(lru, color=COLOURS["LRU"], linestyle="--", linewidth=1.2, label="LRU")
         for matching, dash in (("request", "-"), ("iteration", (0, (2, 1)))):
             found = [ratio(f"moe-infinity:matching={matching},capacity={c}") for c in capacities]
-            axes.plot(capacities, found, "o", ms=3.5, linestyle=dash, color=BY_MODEL[model],
+            axes.plot(capacities, found, "o", ms=3.5, linestyle=dash, color=COLOURS["MoE-Infinity"],
                       label=f"by {matching}")  # fmt: skip
             best = int(np.argmin(found))
             small = max(round(0.03 * trace.requests), 1)
