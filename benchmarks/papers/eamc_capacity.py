@@ -12,7 +12,6 @@ import argparse
 
 import numpy as np
 from common import (
-    BY_MODEL,
     COLOURS,
     MODELS,
     experts_of,
