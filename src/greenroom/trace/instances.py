@@ -72,10 +72,11 @@ def all_cycle(layers: int, experts: int, rounds: int) -> Trace:
 def uniform(layers: int, experts: int, rounds: int, seed: int = 0) -> Trace:
     """Theorem 3.4: every expert is as likely as the others of its layer.
 
-    With k = layers * experts - 1 slots any policy misses at least every n-th round. OPT's misses are
-    as far apart as it takes to ask for all: E(T(n, l)) rounds (`expected_cover_time`), the proof
-    says; in fact up to one less, since the request that ends such a block begins the next one too.
-    With one layer that matters: Marking's ratio is H_(n - 1) there, less than the theorem's H_n.
+    With k = layers * experts - 1 slots any policy misses at least every n-th round. OPT's misses
+    are as far apart as it takes to ask for all: E(T(n, l)) rounds (`expected_cover_time`), the
+    proof says; in fact up to one less, since the request that ends such a block begins the next
+    one too. With one layer that matters: Marking's ratio is H_(n - 1) there, less than the
+    theorem's H_n.
     """
     return zipf(ZipfConfig(layers=layers, experts=experts, tokens=rounds, a=0.0, seed=seed))
 
