@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check format lint types imports test soak bench clean
+.PHONY: help setup demo check format lint types imports test soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, and prove it"
@@ -12,6 +12,7 @@ help:
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
+	@echo "make papers  the papers' figures and tables (TRACES=DIR has the recordings; 10 minutes)"
 
 setup: $(READY)
 
@@ -57,6 +58,14 @@ bench: $(READY)
 	$(BIN)/python benchmarks/decode.py bench-data --out bench-data/decode.jsonl
 	$(BIN)/python benchmarks/resident.py bench-data
 	$(BIN)/python benchmarks/startup.py
+
+TRACES ?= ../shared/traces
+papers: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
+	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp promoe_skew; do \
+		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
+	cp bench-data/papers/*.svg docs/figures/
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

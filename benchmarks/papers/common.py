@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from greenroom.trace import Trace, load
+from greenroom.trace.trace import starts_of
 
 MODELS = {
     "olmoe-1b-7b": "OLMoE-1B-7B",
@@ -149,3 +150,17 @@ def _cell(value: Any) -> str:
 def percent(value: float) -> str:
     """A share as a percentage, one digit after the point."""
     return f"{100 * value:.1f} %"
+
+
+def heads(trace: Trace, tokens: int, requests: Sequence[int] | np.ndarray) -> Trace:
+    """The first tokens of these requests, in this order, each token a pass."""
+    starts, lengths = trace.request_starts[:-1], np.diff(trace.request_starts).clip(max=tokens)
+    rows = np.concatenate([np.arange(starts[r], starts[r] + lengths[r]) for r in requests])
+    return Trace(
+        experts=trace.experts[rows],
+        experts_per_layer=trace.experts_per_layer,
+        request_starts=starts_of(lengths[np.asarray(requests)]),
+        pass_starts=np.arange(len(rows) + 1),
+        pass_prefill=np.zeros(len(rows), np.bool_),
+        labels=tuple(trace.labels[r] for r in requests),
+    )

@@ -3,7 +3,7 @@
 Requests in rounds (section 5.1), each from an empty cache, nothing pinned. The paper has k = 200 of
 Llama-MoE's 512 experts (39 %) and of Mixtral's 256 (78 %): here both shares for every recording.
 LLRU-Dist is LRU-Dist: within a layer, LLRU's order is LRU's. The second table replays whole
-recordings (up to --limit tokens), one cache for all requests.
+recordings (up to --limit tokens), one cache for all their requests.
 """
 
 from __future__ import annotations

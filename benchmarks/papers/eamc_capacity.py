@@ -1,0 +1,73 @@
+"""MoE-Infinity, figure 9: how many EAMs the collection needs.
+
+Miss ratio over the collection's capacity, with slots for a quarter of the experts, shared by the
+layers. The load is mixed: requests of all kinds in a drawn order, the first 40 tokens of each
+(--limit tokens in all), natural order, step pinning. `iteration` matches this pass's EAM as in
+algorithm 1, `request` the counts since the request began.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from common import (
+    COLOURS,
+    MODELS,
+    experts_of,
+    figure,
+    heads,
+    limit,
+    options,
+    percent,
+    recordings,
+    save,
+    table,
+)
+
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.trace import stream
+
+CAPACITIES = (1, 2, 5, 10, 20, 40, 80, 120)
+TOKENS = 40
+
+
+def main(args: argparse.Namespace) -> None:
+    capacities = CAPACITIES[::3] if args.quick else CAPACITIES
+    fig, panels = figure(1, len(args.models), 0.6 + 2.35 * len(args.models), 2.9)
+    rows = []
+    for (model, whole), axes in zip(recordings(args).items(), panels.flat, strict=True):
+        drawn = np.random.default_rng(args.seed).permutation(whole.requests)
+        trace = heads(whole, TOKENS, drawn[: max(limit(args) // TOKENS, 1)])
+        requests, slots = stream(trace, "natural"), experts_of(trace) // 4
+
+        def ratio(name: str) -> float:
+            return replay(requests, trace.offsets, slots, policy(name)).miss_ratio  # noqa: B023
+
+        lru = ratio("lru")
+        axes.axhline(lru, color=COLOURS["LRU"], linestyle="--", linewidth=1.2, label="LRU")
+        for matching, dash in (("request", "-"), ("iteration", (0, (2, 1)))):
+            found = [ratio(f"moe-infinity:matching={matching},capacity={c}") for c in capacities]
+            axes.plot(capacities, found, "o", ms=3.5, linestyle=dash, color=COLOURS["MoE-Infinity"],
+                      label=f"by {matching}")  # fmt: skip
+            best = int(np.argmin(found))
+            small = max(round(0.03 * trace.requests), 1)
+            near = int(np.argmin(np.abs(np.array(capacities) - small)))
+            rows.append([MODELS[model], trace.requests, matching, percent(lru), percent(found[0]),
+                         f"{percent(found[near])} ({capacities[near]})", percent(found[-1]),
+                         f"{percent(found[best])} ({capacities[best]})"])  # fmt: skip
+        axes.set_title(MODELS[model], fontsize=8.5)
+        axes.set(xlabel="EAMs in the collection", xlim=(0, 125))
+        axes.legend(fontsize=7.5)
+    panels[0, 0].set_ylabel("miss ratio, 25 % cached")
+    save(fig, args, "eamc-capacity")
+    table(args, "eamc-capacity",
+          ["recording", "requests", "matching", "LRU", "1 EAM", "3 % of the requests (EAMs)",
+           f"{capacities[-1]} EAMs", "best (EAMs)"], rows)  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.set_defaults(limit=12_000, models=["olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite"])
+    main(parser.parse_args())
