@@ -16,8 +16,9 @@ LONG = ("The green room", "--cache", "13%", "--max-new-tokens", 200, "--kernels"
 FULL = Path("/dev/full")
 
 
-def test_ctrl_c_while_it_answers(folder: Path) -> None:
-    process = start("run", folder, *LONG, "--device", "fake", "--temperature", 2, "--seed", 1)
+def test_ctrl_c_while_it_answers() -> None:
+    asked = ("--cache", "13%", "--temperature", 2, "--seed", 1, "--max-new-tokens", 1900)
+    process = start("run", "demo", "The green room", *asked, "--device", "fake")
     assert process.stdout
     assert process.stderr
     assert "experts in slots" in process.stderr.readline()

@@ -78,19 +78,30 @@ def test_interrupted_while_waiting_nobody_waits_for_ever():
         with turns:
             after.append(True)
 
-    first = threading.Thread(target=holder)
+    first = threading.Thread(target=holder, daemon=True)
     first.start()
     inside.wait()
 
+    class Interrupt(Exception):
+        pass
+
+    def interrupted(*_: object) -> None:
+        if turns._waiting:
+            raise Interrupt
+
     def interrupt() -> None:
         waiting(turns, 1)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while turns._waiting:  # a signal just before the wait begins would not end it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(0.01)
 
+    before = signal.signal(signal.SIGUSR1, interrupted)
     killer = threading.Thread(target=interrupt)
     killer.start()
-    with pytest.raises(KeyboardInterrupt), turns:
+    with pytest.raises(Interrupt), turns:
         pass
     killer.join()
+    signal.signal(signal.SIGUSR1, before)
     assert not turns._waiting
     second = threading.Thread(target=other)
     second.start()
