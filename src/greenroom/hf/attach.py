@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.config import Amount
-from greenroom.core.cache import compile_for, split_capacity
+from greenroom.core.cache import split_capacity
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler import Counts, Scheduler
@@ -128,8 +128,7 @@ class Greenroom:
         return self.driver.scheduler.cache.capacity
 
     def compile(self) -> None:
-        """Have all compiled now: the policy, and the kernels for one token and for many."""
-        compile_for(self.driver.scheduler.cache.policy)
+        """Have the kernels compiled now, for one token and for many."""
         binding: Binding = getattr(self._modules[0], BINDING)
         experts, slots = [0], [0]
         for tokens in (1, COMPILED_TOKENS):

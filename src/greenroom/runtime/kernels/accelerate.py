@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import layers
-from greenroom.runtime.kernels.attention import Reserve, attention_forward, fits
+from greenroom.runtime.kernels.attention import Reserve, attention_forward, fits, norms_of
 from greenroom.runtime.kernels.openmp import body
 
 FEW = 4  # tokens
@@ -58,11 +58,8 @@ def accelerate(model: nn.Module, reserve: Reserve = lambda cache, layer: None) -
     done, tried = Accelerated(), dict[Any, bool]()
     for module in model.modules():
         if fits(module) and "forward" not in module.__dict__ and _unheard(module):
-            styles = {norm_style(part) for name, part in module.named_children() if "norm" in name}
-            width = module.head_dim
-            if all(p.numel() == width for n, p in module.named_parameters() if "norm" in n) and (
-                len(styles) <= 1 and None not in styles
-            ):
+            styles = {_head_norm(module, part) for part in norms_of(module)}
+            if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
                 done.add("attention", module, attention_forward(module, style, reserve, tried))
     for module in _candidates(model):
@@ -71,6 +68,13 @@ def accelerate(model: nn.Module, reserve: Reserve = lambda cache, layer: None) -
         elif (style := norm_style(module)) is not None:
             done.add("norm", module, norm_forward(module, *style))
     return done
+
+
+def _head_norm(attention: nn.Module, norm: nn.Module) -> tuple[int, float] | None:
+    """The style of a norm of each head, or None: of all heads together, or another kind."""
+    weight = norm._parameters.get("weight")
+    of_a_head = weight is not None and weight.numel() == attention.head_dim
+    return norm_style(norm) if of_a_head else None
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Module]:

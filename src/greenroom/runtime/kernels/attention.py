@@ -243,6 +243,11 @@ def fits(module: nn.Module) -> bool:
     return bool(whole and k.shape == v.shape and o.shape[1] == q.shape[0])
 
 
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """The norms of queries and keys that an attention has."""
+    return [part for name in _NORMS if (part := module._modules.get(name)) is not None]
+
+
 def attention_forward(
     module: nn.Module, style: Style | None, reserve: Reserve, tried: dict[Any, bool]
 ) -> Forward:

@@ -1,0 +1,23 @@
+"""How OpenMP's threads are asked to wait."""
+
+from __future__ import annotations
+
+import os
+
+from greenroom.threads import SPINS, wait_briefly
+
+
+def test_they_spin_for_a_moment_and_sleep_then(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that it is put back at the end
+        monkeypatch.delenv(name)
+    wait_briefly()
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("PASSIVE", str(SPINS))
+
+
+def test_the_user_s_own_settings_stay(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    wait_briefly()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ
