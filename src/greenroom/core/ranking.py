@@ -19,17 +19,20 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 @_compiled
-def top(scores: NDArray[Any], width: int) -> NDArray[np.int64]:
+def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.int64]:
     """The columns of the `width` highest scores of each row, highest first: [T, E] -> [T, width].
 
-    Of equal scores the lower column comes first. Width is at most E.
+    Of equal scores the lower column comes first. Width is at most E. Where fewer scores are `above`
+    that, -1 stands for the rest.
     """
     rows, columns = scores.shape
-    best = np.empty((rows, width), np.int64)
+    best = np.full((rows, width), -1, np.int64)
     for t in range(rows):
         found = 0
         for column in range(columns):
             score = scores[t, column]
+            if not score > above:
+                continue
             if found == width and not score > scores[t, best[t, width - 1]]:
                 continue
             at = min(found, width - 1)
