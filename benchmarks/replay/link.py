@@ -1,6 +1,6 @@
 """What the link's own copies cost the computation: passes alone beside passes with a busy link.
 
-    python benchmarks/replay/link.py bench-data/olmoe-8 olmoe-1b-7b.npz [--kernels numba]
+    python benchmarks/replay/link.py bench-data/olmoe-8 olmoe-1b-7b.npz
 
 A link of this machine is a thread that copies. So a replay at some ratio of transfer to compute
 means what it says only where these copies leave the computation alone: both go through the same

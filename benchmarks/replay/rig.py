@@ -28,7 +28,9 @@ from greenroom.core.cache import compile_for
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.hf import attach
 from greenroom.policies import choose
+from greenroom.runtime.measure import disk_bandwidth
 from greenroom.runtime.ram import RamStore
+from greenroom.runtime.store import CHUNK_BYTES
 from greenroom.trace import Trace, load
 from greenroom.trace.orders import stream
 
@@ -53,6 +55,11 @@ class Rig:
         self.trace: Trace = prepared(load(recording), layers, vocabulary)
         self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
         self.ram = RamStore(self.catalog)
+
+    def disk(self) -> float:
+        """Bytes a second of the disk, read as the store reads it."""
+        files = [Path(file) for file in self.catalog.files]
+        return disk_bandwidth(files, CHUNK_BYTES, READERS, direct=True, seconds=4)
 
     def attach(
         self, capacity: int, *, policy: str = "auto", bandwidth: float | None = INFINITE,
@@ -160,9 +167,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="what checkpoint.py made: bench-data/olmoe-8")
     parser.add_argument("trace", type=Path, help="a recording: olmoe-1b-7b.npz")
-    parser.add_argument("--kernels", default="eager", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1,
-                        help="that compute; the link has the others (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--kernels", default="auto", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="that compute: default %(default)s")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--out", type=Path, help="append every run to this file, as JSON lines")
     return parser
