@@ -259,5 +259,7 @@ def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
     said = trace.predictions["echo"].experts
     assert trace.predictions["echo"].distance == 1
     begins = [[0, 0], [0, 0], [0, 0], [2, 0]]  # the last: layer 1's of the token before it
+    assert (said[..., 2] == 255).all()  # two were named, there is room for three
+    said = said[..., :2]
     assert said[:, 0].tolist() == begins * 2
     assert said[:, 1].tolist() == [[2, 1]] * 3 + [[0, 0]] + [[2, 1]] * 3 + [[0, 0]]
