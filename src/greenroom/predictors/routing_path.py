@@ -17,7 +17,7 @@ so before its token's id is known.
 
 When a layer's routing is known, both logits are moved towards it by a step of stochastic gradient
 descent on the logistic loss, each on its own error: `link` along that of `passed`, all else along
-that of `path`, so that either is as good as it can be alone (stagewise, as in boosting).
+that of `early`, so that either is as good as it can be alone (stagewise, as in boosting).
 """
 
 from __future__ import annotations
