@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ def _above(path: str) -> list[str]:
     return found or [""]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     """Where a tensor can be had before the experts run: an argument of a module, or its output."""
 
@@ -261,19 +260,14 @@ class _Layer:
     def _install(self, call: _Call) -> None:
         """Keep the sources of each pass, and give the shared module a forward that looks first."""
         for source in dict.fromkeys(call.sources):
-            if source.output:
-                hook = source.module.register_forward_hook(partial(self._keep_output, source))
-            else:
-                hook = source.module.register_forward_pre_hook(
-                    partial(self._keep_input, source), with_kwargs=True
-                )
-            self._hooks.append(hook)
+            self._hooks.append(self._keep(source))
         here, module = self._pass, call.module
         original = self._forward = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             stash, here.stash = here.stash, None
-            here.tensors = {}
+            if here.tensors:
+                here.tensors = {}
             if stash is not None:
                 if not torch.is_grad_enabled() and stash.is_of((args, kwargs)):
                     self.used += 1
@@ -284,22 +278,28 @@ class _Layer:
         self._shadowed = module.__dict__.get("forward")
         self._own = module.forward = forward
 
-    def _keep_input(
-        self, source: _Source, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        values: Any = args if isinstance(source.place, int) else kwargs
-        self._keep(source, values, args, kwargs)
+    def _keep(self, source: _Source) -> Any:
+        """Have a source's tensor noted in every pass. One that is called otherwise than it was has
+        none, and then nothing is done ahead."""
+        here, place, grad = self._pass, source.place, torch.is_grad_enabled
 
-    def _keep_output(self, source: _Source, module: nn.Module, args: Any, output: Any) -> None:
-        self._keep(source, output if isinstance(output, tuple) else (output,), args, {})
+        def keep(values: Any) -> None:
+            here.grad = grad()
+            try:
+                here.tensors[source] = values[place]
+            except LookupError:
+                here.tensors.pop(source, None)
 
-    def _keep(self, source: _Source, values: Any, args: Any, kwargs: Any) -> None:
-        here = self._pass
-        here.grad = torch.is_grad_enabled()
-        try:
-            here.tensors[source] = values[source.place]
-        except LookupError:  # called in another way than it was
-            here.tensors.pop(source, None)
+        module = source.module
+        if source.output:
+            return module.register_forward_hook(
+                lambda _, args, output: keep(output if isinstance(output, tuple) else (output,))
+            )
+        if isinstance(place, str):
+            return module.register_forward_pre_hook(
+                lambda _, args, kwargs: keep(kwargs), with_kwargs=True
+            )
+        return module.register_forward_pre_hook(lambda _, args: keep(args))
 
     def meanwhile(self) -> None:
         """Compute the shared module now, with this pass's input; at most once a pass."""
