@@ -74,9 +74,14 @@ def make_serve(stamp: int) -> Callable[..., bool]:
         now: Now,
         begins: bool,
         pin: bool,
+        fill: int,
         out: Ints,
     ) -> bool:
-        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck."""
+        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck.
+
+        With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
+        the others pass by.
+        """
         stamp  # noqa: B018
         if begins:
             on_request(state, own, now)
@@ -92,6 +97,11 @@ def make_serve(stamp: int) -> Callable[..., bool]:
                 on_hit(state, own, piece, at)
             else:
                 out[1, i] = 0
+                if fill >= 0:
+                    if fill == 0 or state.free_count[state.group_of[piece]] == 0:
+                        out[0, i] = BYPASS
+                        continue
+                    fill -= 1
                 out[0, i], out[2, i] = miss(state, own, piece, at)
                 if out[0, i] == STUCK:
                     return False

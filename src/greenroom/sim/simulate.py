@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from greenroom.core.cost import FREE, Chain, Costs
+from greenroom.core.cost import FREE, Costs
 from greenroom.core.events import (
     Action,
     Compute,
@@ -112,7 +112,7 @@ class Clock:
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
-        self._chain = Chain(costs.links)
+        self._link_free = [0.0] * len(costs.links)
         self._step: TraceStep
 
     def run(self, step: TraceStep) -> None:
@@ -121,25 +121,25 @@ class Clock:
         dense = self.costs.dense.seconds(step.tokens)
         self.now += dense
         self.compute += dense
-        finished = self._carry_out(self.scheduler.on(Routed(step.step, step.layer, step.experts)))
+        finished = self._tell(Routed(step.step, step.layer, step.experts))
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.wave
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now
             self.now = due
-            finished = self._carry_out(self.scheduler.on(event))
+            finished = self._tell(event)
+
+    def _tell(self, event: Event) -> bool:
+        """Tell the scheduler and do as it says; True where the step is over."""
+        return self._carry_out(self.scheduler.on(event, self.now))
 
     def _carry_out(self, actions: list[Action]) -> bool:
         finished = False
         for action in actions:
             match action:
-                case StartChunk(lane, piece, _, chunk):
-                    nbytes = self._nbytes(piece, chunk)
-                    self.bytes_moved += nbytes
-                    self._at(self._chain.send(nbytes, self.now), Landed(lane, piece))
-                    if chunk == 0:
-                        self.fetched.append(piece)
+                case StartChunk():
+                    self._send(action)
                 case Compute(experts, _):
                     seconds = self._seconds(experts)
                     self.compute += seconds
@@ -147,6 +147,17 @@ class Clock:
                 case Finish():
                     finished = True
         return finished
+
+    def _send(self, action: StartChunk) -> None:
+        """A link carries a chunk as soon as it has carried what it was given before."""
+        nbytes, link = self._nbytes(action.piece, action.chunk), self.costs.links[action.link]
+        free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
+        self._link_free[action.link] = free
+        self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
+        if action.link == 0:
+            self.bytes_moved += nbytes
+            if action.chunk == 0:
+                self.fetched.append(action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""
