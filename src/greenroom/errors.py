@@ -10,6 +10,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 |   +-- UnsupportedModel  an architecture, layout or file format that is not served, and why
 |   +-- CheckpointError   a damaged checkpoint: a shard, header, shape or type is wrong
 +-- TraceError            a trace that is damaged, of another version, or cannot be right
++-- PredictorError        a predictor that is damaged, another model's, or impossible here
 +-- StoreError            reading an expert failed while answering (its cause is the disk's own)
 +-- DeviceError           the device refused memory or a copy
 +-- ProfileError          a machine profile that is damaged, or of another version
@@ -64,6 +65,10 @@ class CheckpointError(ModelError):
 
 class TraceError(GreenroomError):
     """A trace that is damaged, of another version, or holds what no model can have routed."""
+
+
+class PredictorError(GreenroomError):
+    """A predictor that is damaged, another model's, or asks what this model cannot say."""
 
 
 class StoreError(GreenroomError):

@@ -1,0 +1,165 @@
+"""learned: a small network for each layer, trained offline (ProMoE, section 4.4).
+
+    scores[l] = down[l] relu(up[l] x + b[l]) + c[l]
+
+where x is what enters the gate of layer l - distance: of the same token, or for the first layers
+of the one before it. `greenroom train-predictor` trains them; the tensors of its file are
+
+    distance [1]; for each layer N: N.up.weight [hidden, H], N.up.bias [hidden],
+    N.down.weight [experts, hidden], N.down.bias [experts]
+
+For one token the time is that of reading `up`, which is kept in bfloat16: half the memory, and a
+quarter less time than float32 where the experts have just emptied the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from greenroom.core.predictor import Guess, Inputs, PassBegins, Seen, Shape
+from greenroom.core.ranking import top
+from greenroom.errors import PredictorError, UsageError
+from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.none import Nothing
+from greenroom.predictors.ranks import Floats
+
+Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32
+FEW = 4  # tokens; more are multiplied by NumPy
+
+
+class Network(NamedTuple):
+    """The two layers of one target's MLP."""
+
+    up: Halves  # [hidden, H]
+    up_bias: Floats  # [hidden]
+    down: Floats  # [E, hidden]
+    down_bias: Floats  # [E]
+
+
+def halves(values: Floats) -> Halves:
+    """float32 -> the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    near = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    rounded: Halves = near.astype(np.uint16)
+    return rounded
+
+
+def doubled(values: Halves) -> Floats:
+    """bfloat16 -> float32, exactly."""
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def _fast(function: Callable[..., Any]) -> Any:
+    """Compiled with sums in any order, so that they are vectors; kept on disk where that works."""
+    try:
+        return njit(nogil=True, cache=True, fastmath=True)(function)
+    except RuntimeError:
+        return njit(nogil=True, fastmath=True)(function)
+
+
+@_fast
+def forward(
+    x: Inputs, up: Halves, up_bias: Floats, down: Floats, down_bias: Floats, scores: Floats
+) -> None:
+    """`scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's first cache."""
+    hidden = np.empty(up.shape[0], np.float32)
+    bits = np.empty(up.shape[1], np.uint32)
+    row = bits.view(np.float32)
+    for token in range(x.shape[0]):
+        for j in range(up.shape[0]):
+            for i in range(up.shape[1]):
+                bits[i] = np.uint32(up[j, i]) << np.uint32(16)
+            total = up_bias[j]
+            for i in range(up.shape[1]):
+                total += row[i] * x[token, i]
+            hidden[j] = max(total, np.float32(0))
+        for e in range(down.shape[0]):
+            total = down_bias[e]
+            for j in range(down.shape[1]):
+                total += down[e, j] * hidden[j]
+            scores[token, e] = total
+
+
+class Learned(Nothing):
+    """What is learned comes from a file; while it runs it learns nothing."""
+
+    name = "learned"
+
+    def __init__(self, shape: Shape, networks: list[Network], distance: int) -> None:
+        self.distance: int | None = distance
+        self._ahead, self._shape, self._networks = distance, shape, networks
+        self._inputs: Inputs | None = None
+
+    def begin(self, at: PassBegins) -> None:
+        self._inputs = None
+
+    def observe(self, seen: Seen) -> None:
+        self._inputs = seen.inputs
+
+    def predict(self, layer: int) -> list[Guess]:
+        if self._inputs is None:
+            return []
+        beyond, target = divmod(layer + self._ahead, self._shape.layers)
+        rows = self._inputs[-1:] if beyond else self._inputs
+        scores = self._scores(self._networks[target], rows)
+        return [Guess(layer + self._ahead, top(scores, self._shape.width))]
+
+    def _scores(self, network: Network, x: Inputs) -> Floats:
+        up, up_bias, down, down_bias = network
+        if len(x) > FEW:
+            hidden = np.maximum(x @ doubled(up).T + up_bias, np.float32(0))
+            result: Floats = hidden @ down.T + down_bias
+            return result
+        scores = np.empty((len(x), len(down)), np.float32)
+        forward(np.ascontiguousarray(x), up, up_bias, down, down_bias, scores)
+        return scores
+
+
+def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list[Network], int]:
+    """(a network for each layer, distance). PredictorError where the tensors do not fit."""
+    distance = tensors.get("distance", np.empty(0))
+    if distance.shape != (1,) or not 1 <= int(distance[0]) <= shape.layers:
+        raise PredictorError("the learned predictor is damaged: it has no distance that can be")
+    found = []
+    for layer, experts in enumerate(shape.experts_per_layer):
+        parts = [
+            tensors.get(f"{layer}.{name}")
+            for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+        ]
+        if any(part is None or part.dtype != np.float32 for part in parts):
+            raise PredictorError(f"the learned predictor is damaged: layer {layer} is not whole")
+        up, up_bias, down, down_bias = (np.ascontiguousarray(part) for part in parts)
+        hidden = len(up_bias)
+        shapes = (up.shape[:1], up_bias.shape, down.shape, down_bias.shape)
+        if up.ndim != 2 or shapes != ((hidden,), (hidden,), (experts, hidden), (experts,)):
+            raise PredictorError(
+                f"the learned predictor is another model's: layer {layer} has {experts} experts"
+            )
+        found.append(Network(halves(up), up_bias, down, down_bias))
+    if len({network.up.shape[1] for network in found}) > 1 or f"{shape.layers}.up.bias" in tensors:
+        raise PredictorError(
+            f"the learned predictor is not of a model of {shape.layers} MoE layers"
+        )
+    return found, int(distance[0])
+
+
+def make(setting: Setting) -> Learned:
+    if setting.learned is None:
+        raise UsageError(
+            "predictor learned needs the file of `greenroom train-predictor`, and runs beside the"
+            " model that it was trained for"
+        )
+    return Learned(setting.shape, *networks_of(setting.learned, setting.shape))
+
+
+learned = Kind(
+    "learned",
+    make,
+    "small networks, trained by `greenroom train-predictor`",
+    frozenset({"inputs", "file"}),
+)

@@ -1,0 +1,88 @@
+"""noisy-oracle: the oracle with errors, so that prefetching can be studied at any accuracy.
+
+Each expert that will be used is named with the probability `accuracy`; in its place stands another
+expert of the layer otherwise, drawn uniformly among those that the token does not use and that are
+not named yet (none, where there are no more). So the expectation of the accuracy is what was asked
+for, at every distance and in every layer.
+
+Without `accuracy=`, it is that of distance d in ProMoE (section 4.2 and figure 8a, DeepSeek-V2),
+whose text gives, as means over all layers, 90.5 % at d = 1 and 54.5 % at d = 8 for skip-based
+prediction (the next gates, fed early), and 54 % for the token's id, which knows no distance.
+Between them we put the same factor on each layer: 0.905 * (0.545 / 0.905) ** ((d - 1) / 7), and
+54 % beyond, where the paper says that skip-based prediction falls below the token's. The figure's
+curve of its learned predictor lies higher; the text gives no number for it: use `accuracy=`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.policy import Option
+from greenroom.core.predictor import Ids
+from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.oracle import NO_ID, truth
+from greenroom.predictors.ranks import compiled
+from greenroom.predictors.recorded import Recorded
+
+NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token's id helps
+
+
+def promoe(distance: int) -> float:
+    """The accuracy at a distance that stands for ProMoE's figure 8a."""
+    between: float = NEAR * (FAR / NEAR) ** ((distance - 1) / 7)
+    return max(between, TOKEN)
+
+
+@compiled
+def disturb(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
+    """Write to `named` what replaces `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
+    np.random.seed(seed)
+    tokens, layers, top_k = truth.shape
+    taken = np.zeros(sizes.max(), np.bool_)
+    for token in range(tokens):
+        for layer in range(layers):
+            taken[:] = False
+            for rank in range(top_k):
+                taken[truth[token, layer, rank]] = True
+            free = sizes[layer] - top_k
+            for rank in range(top_k):
+                expert = int(truth[token, layer, rank])
+                if np.random.random() >= accuracy:
+                    expert = -1
+                    if free > 0:
+                        left = np.random.randint(free)  # the one after so many that are free
+                        while left >= 0:
+                            expert += 1
+                            left -= not taken[expert]
+                        taken[expert] = True
+                        free -= 1
+                named[token, layer, rank] = expert
+
+
+def make(setting: Setting) -> Recorded:
+    routed = truth(setting, "noisy-oracle")
+    accuracy = float(setting.options["accuracy"])
+    if accuracy == PAPER:
+        accuracy = promoe(setting.ahead)
+    named = np.empty(routed.shape, np.int16)
+    sizes = np.array(setting.shape.experts_per_layer, np.int64)
+    disturb(np.ascontiguousarray(routed), sizes, accuracy, setting.seed, named)
+    return Recorded("noisy-oracle", named, NO_ID, setting.ahead, setting.shape)
+
+
+PAPER = -1.0
+noisy_oracle = Kind(
+    "noisy-oracle",
+    make,
+    "the experts that will be used, with errors",
+    frozenset({"trace"}),
+    distance=1,
+    options=(
+        Option(
+            "accuracy", PAPER, "share that is right; -1: ProMoE's figure 8 at the distance", -1, 1
+        ),
+    ),
+)

@@ -1,0 +1,32 @@
+"""oracle: the experts that the trace says will be used, `distance` layers before. No predictor that
+looks as far ahead can do better: the upper bound of them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from greenroom.errors import UsageError
+from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.recorded import Recorded
+
+NO_ID = -1
+
+
+def truth(setting: Setting, name: str) -> NDArray[Any]:
+    """[tokens, layers, top_k] what will be used. UsageError where there is no trace."""
+    if setting.routed is None:
+        raise UsageError(
+            f"predictor {name} must know the whole trace beforehand:"
+            " it runs where a trace is replayed only"
+        )
+    return setting.routed
+
+
+def make(setting: Setting) -> Recorded:
+    return Recorded("oracle", truth(setting, "oracle"), NO_ID, setting.ahead, setting.shape)
+
+
+oracle = Kind("oracle", make, "the experts that will be used", frozenset({"trace"}), distance=1)

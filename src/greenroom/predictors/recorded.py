@@ -1,0 +1,101 @@
+"""recorded: the predictions that a trace holds, made again where they were made.
+
+What was expected of layer l of token t comes `distance` layers before it; for the first layers of
+a pass that is in the pass before, where the one token that follows is all that is known of the pass
+to come. Of a pass of several tokens the others' first layers come when it begins, and so do those
+of the first pass of all. Distance 0 stands for predictions of whole passes: all comes when they
+begin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.policy import Option
+from greenroom.core.predictor import Guess, Ids, PassBegins, Shape
+from greenroom.errors import UnknownName, UsageError
+from greenroom.predictors.kind import Kind, Recording, Setting
+from greenroom.predictors.none import Nothing
+
+
+class Recorded(Nothing):
+    """`rows` [tokens, layers, width] of experts; `nothing` is the id that stands for none."""
+
+    def __init__(
+        self, name: str, rows: NDArray[Any], nothing: int, distance: int, shape: Shape
+    ) -> None:
+        self.name, self.distance = name, distance or None
+        self._rows, self._nothing = rows, nothing
+        self._layers, self._at = shape.layers, PassBegins(-1, 0, 0, False)
+        self._known_late = True
+        if rows.ndim != 3 or rows.shape[1] != shape.layers:
+            raise UsageError(
+                f"{name} has predictions {list(rows.shape)}, not [tokens, {shape.layers}, width]:"
+                " the trace is of another model"
+            )
+        most = np.where(rows == nothing, 0, rows).max(axis=(0, 2), initial=0)
+        if (most >= shape.experts_per_layer).any():
+            raise UsageError(f"{name} names experts that the model does not have")
+
+    def begin(self, at: PassBegins) -> None:
+        if at.first + at.tokens > len(self._rows):
+            raise UsageError(
+                f"{self.name} has {len(self._rows)} tokens,"
+                f" but token {at.first + at.tokens - 1} was asked for: not the trace's own run"
+            )
+        self._known_late = at.tokens > 1 or self._at.tokens == 0
+        self._at = at
+
+    def predict(self, layer: int) -> list[Guess]:
+        if self.distance is None:
+            return [self._inside(i) for i in range(self._layers)] if layer < 0 else []
+        if layer < 0:
+            return [self._inside(i) for i in range(self.distance)] if self._known_late else []
+        target = layer + self.distance
+        if target < self._layers:
+            return [self._inside(target)]
+        after = self._at.first + self._at.tokens
+        if after >= len(self._rows):
+            return []
+        return [Guess(target, self._ids(after, 1, target - self._layers))]
+
+    def _inside(self, layer: int) -> Guess:
+        return Guess(layer, self._ids(self._at.first, self._at.tokens, layer))
+
+    def _ids(self, first: int, tokens: int, layer: int) -> Ids:
+        ids = self._rows[first : first + tokens, layer].astype(np.int64)
+        ids[ids == self._nothing] = -1
+        return ids
+
+
+def pick(recorded: dict[str, Recording], of: str) -> tuple[str, Recording]:
+    """The predictions of that name; without one, the only ones that there are."""
+    if not recorded:
+        raise UsageError("predictor recorded needs a trace with predictions: this one has none")
+    if not of and len(recorded) > 1:
+        raise UsageError(f"the trace has several predictions: say of={'|'.join(recorded)}")
+    name = of or next(iter(recorded))
+    if name not in recorded:
+        raise UnknownName("prediction of the trace", name, recorded)
+    return name, recorded[name]
+
+
+def make(setting: Setting) -> Recorded:
+    name, found = pick(dict(setting.recorded), str(setting.options["of"]))
+    nothing = int(np.iinfo(found.experts.dtype).max)
+    distance = int(found.distance)
+    if not 0 <= distance <= setting.shape.layers:
+        raise UsageError(f"prediction {name} has distance {distance}: the trace is damaged")
+    return Recorded("recorded", found.experts, nothing, distance, setting.shape)
+
+
+recorded = Kind(
+    "recorded",
+    make,
+    "what another predictor said when the trace was made",
+    frozenset({"trace"}),
+    options=(Option("of", "", "the predictor, where the trace has several"),),
+)

@@ -1,0 +1,95 @@
+"""Run a predictor over a trace's arrays: what it would have said, and how often it was right.
+
+The predictor learns as it goes, as it would in a run. Accuracy is the share of the experts used
+that were among the top-k predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.predictor import Guess, PassBegins, Predictor, Seen, Shape
+
+Ints = NDArray[np.int64]
+
+
+class Routing(NamedTuple):
+    """A trace's arrays: N tokens, P passes, R requests."""
+
+    experts: NDArray[Any]  # [N, layers, top_k]
+    pass_starts: Ints  # [P + 1] token offsets
+    pass_prefill: NDArray[np.bool_]  # [P]
+    request_starts: Ints  # [R + 1] token offsets
+    token_ids: NDArray[np.int32] | None = None  # [N]
+
+
+class Predicted(NamedTuple):
+    """Predictions as a trace holds them."""
+
+    experts: NDArray[Any]  # [N, layers, width] uint8 or uint16, the largest of the type: nothing
+    distance: int  # 0: before the pass began
+
+
+def passes(routing: Routing) -> Iterator[PassBegins]:
+    """What a run is told before each pass of a trace."""
+    starts = routing.pass_starts
+    request = np.searchsorted(routing.request_starts, starts[:-1], side="right") - 1
+    for i, first in enumerate(starts[:-1].tolist()):
+        tokens = int(starts[i + 1]) - first
+        ids = None
+        if routing.token_ids is not None:
+            ids = routing.token_ids[first : first + tokens].astype(np.int64)
+        yield PassBegins(int(request[i]), first, tokens, bool(routing.pass_prefill[i]), ids)
+
+
+def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
+    """What the predictor says of each layer, at least its distance before.
+
+    Of several such guesses the last one counts. What is said when a pass of several tokens begins
+    counts too: before, it was known of one token at most.
+    """
+    tokens, layers, _ = routing.experts.shape
+    kind = np.uint8 if max(shape.experts_per_layer) <= 255 else np.uint16
+    nothing = int(np.iinfo(kind).max)
+    made = np.full((tokens, layers, shape.width), nothing, kind)
+    distance = predictor.distance or 0
+    for at in passes(routing):
+        announced = at.first == 0 or at.tokens > 1
+        predictor.begin(at)
+        for layer in range(-1, layers):
+            if layer >= 0:
+                inside = routing.experts[at.first : at.first + at.tokens, layer]
+                predictor.observe(Seen(layer, inside.astype(np.int64)))
+            for guess in predictor.predict(layer):
+                if guess.layer - layer >= distance or (layer < 0 and announced):
+                    _write(made, guess, at, nothing)
+    return Predicted(made, distance)
+
+
+def _write(made: NDArray[Any], guess: Guess, at: PassBegins, nothing: int) -> None:
+    layers, most = made.shape[1:]
+    ids = guess.experts[:, :most]
+    first = at.first if guess.layer < layers else at.first + at.tokens
+    if first < len(made):
+        rows = made[first : first + len(ids), guess.layer % layers]
+        rows[:, : ids.shape[1]] = np.where(ids < 0, nothing, ids)
+        rows[:, ids.shape[1] :] = nothing
+
+
+def accuracy(predicted: NDArray[Any], experts: NDArray[Any], since: int = 0) -> NDArray[np.float64]:
+    """[layers] share of the experts used that were among the top-k predicted, from token `since`.
+
+    `predicted` [tokens, layers, width] as a trace holds it; `experts` [tokens, layers, top_k].
+    """
+    top_k = experts.shape[2]
+    hits = np.zeros(experts.shape[1], np.int64)
+    nothing = np.iinfo(predicted.dtype).max
+    for rank in range(min(top_k, predicted.shape[2])):
+        guess = predicted[since:, :, rank, None]
+        hits += ((guess == experts[since:]) & (guess != nothing)).sum(axis=(0, 2))
+    shares: NDArray[np.float64] = hits / max(1, (len(experts) - since) * top_k)
+    return shares

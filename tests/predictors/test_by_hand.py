@@ -1,0 +1,217 @@
+"""Predictors against what their papers' formulas give by hand."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
+from greenroom.errors import UnknownName, UsageError
+from greenroom.predictors import Setting, predictor
+from greenroom.predictors.noisy_oracle import promoe
+from greenroom.predictors.replay import Predicted, accuracy, replay
+from greenroom.predictors.token import Token
+from tests.predictors.small import SHAPE, FakeGates, decode, said
+
+TWO = Shape((4, 4), 1)  # guesses name two experts
+
+
+def guesses(text: str, experts, ids=None, shape: Shape = TWO, **setting):
+    """[(token, after layer, layer, rows)] of all that is said about decode passes."""
+    it = predictor(text).make(Setting(shape, **setting))
+    return [
+        (at.first, layer, guess.layer, guess.experts.tolist())
+        for at, layer, told in said(it, decode(experts, ids))
+        for guess in told
+    ]
+
+
+def test_popularity_counts_with_decay():
+    """Half-life 1: after 0 0 1 in layer 0, expert 0 counts 1/2 + 1/4 and expert 1 counts 1."""
+    experts = [[[0], [3]], [[0], [3]], [[1], [3]]]
+    told = guesses("popularity:1,half-life=1", experts)
+    assert told[0] == (0, 0, 1, [[-1, -1]])
+    assert told[1] == (0, 1, 2, [[0, -1]])
+    assert told[-2:] == [(2, 0, 1, [[3, -1]]), (2, 1, 2, [[1, 0]])]
+    longer = guesses("popularity:1,half-life=100", experts)
+    assert longer[-1] == (2, 1, 2, [[0, 1]])
+
+
+def test_token_names_what_its_id_used_most():
+    experts = [[[0], [1]], [[2], [3]], [[0], [2]], [[0], [2]], [[3], [3]], [[1], [1]]]
+    told = guesses("token", experts, [7, 8, 7, 7, 7, 9])
+    assert {layer for _, layer, _, _ in told} == {-1}
+    assert told[:2] == [(0, -1, 0, [[-1, -1]]), (0, -1, 1, [[-1, -1]])]
+    assert told[2:4] == [(1, -1, 0, [[0, -1]]), (1, -1, 1, [[1, -1]])]  # not known: popularity
+    # 7 used 0, 0, 0 in layer 0 and 1, 2, 2 in layer 1; second comes what is popular
+    assert told[8:10] == [(4, -1, 0, [[0, 2]]), (4, -1, 1, [[2, 1]])]
+    # 9 is new: overall 0 three times, then 2 and 3 once each; 2 twice, 3 twice
+    assert told[10:] == [(5, -1, 0, [[0, 2]]), (5, -1, 1, [[2, 3]])]
+
+
+def test_token_without_ids_knows_popularity():
+    told = guesses("token", [[[0], [1]], [[0], [1]], [[2], [1]]])
+    assert told[4:] == [(2, -1, 0, [[0, -1]]), (2, -1, 1, [[1, -1]])]
+
+
+def test_tokens_not_met_for_longest_leave(monkeypatch):
+    monkeypatch.setattr(sys.modules[Token.__module__], "MOST_BYTES", 2 * TWO.layers * 4 * 2)
+    it = Token(TWO)
+    used = {5: 0, 6: 1, 7: 2}
+
+    def meet(id_: int) -> int:
+        it.begin(PassBegins(0, 0, 1, False, np.array([id_])))
+        first = it.predict(-1)[0].experts[0, 0]
+        for layer in range(2):
+            it.observe(Seen(layer, np.array([[used[id_]]])))
+        return int(first)
+
+    meet(5), meet(6), meet(5), meet(5)
+    assert meet(6) == 1  # though 0 is more popular
+    assert meet(7) == 0  # new: 5 leaves
+    assert meet(6) == 1
+    assert meet(7) == 2
+    assert it.state()["ids"].tolist() == [7, 6]
+    # a pass with more ids than there is room for learns of the first
+    it.begin(PassBegins(0, 0, 3, True, np.array([5, 6, 7])))
+    it.predict(-1)
+    it.observe(Seen(0, np.array([[3], [1], [2]])))
+    assert sorted(it.state()["ids"].tolist()) == [5, 6]
+
+
+def test_markov_names_what_followed():
+    """Layer 0's expert 0 was followed by 1, 1, 2 in layer 1; expert 3 by 0."""
+    experts = [[[0], [1]], [[0], [1]], [[3], [0]], [[0], [2]], [[0], [3]], [[3], [1]]]
+    told = guesses("markov", experts)
+    inside = {first: rows for first, layer, _, rows in told if layer == 0}
+    assert inside[4] == [[1, 2]]
+    assert inside[5] == [[0, 1]]  # the others have the same count: the lowest id
+    # beyond the last layer: the next token's first. 1 was followed by 0, then by 3; 0 by 0
+    after = {first: (layer, rows) for first, when, layer, rows in told if when == 1}
+    assert after[1] == (2, [[0, 1]])
+    assert after[5] == (2, [[0, 3]])
+
+
+def test_markov_puts_counts_together_as_if_independent():
+    """top-2: 0 was followed by {0, 1} and 1 by {0, 2}; log counts with a prior of 0.1."""
+    shape = Shape((4, 4), 2)
+    experts = [[[0, 2], [0, 1]], [[1, 3], [0, 2]], [[0, 1], [3, 2]]]
+    it = predictor("markov").make(Setting(shape))
+    told = [g for at, layer, g in said(it, decode(experts)) if (at.first, layer) == (2, 0)]
+    pair, once, never = np.log(1.1), np.log(1.1), np.log(0.1)
+    total = np.log([4.4, 2.4, 2.4, 0.4])  # each token counts once for both that it used before
+    scores = [once + pair, once + never, never + once, 2 * never] - total
+    assert told[0][0].experts.tolist() == [np.argsort(-scores, kind="stable").tolist()]
+
+
+def test_markov_learns_within_a_prompt_but_not_across_requests():
+    it = predictor("markov").make(Setting(TWO))
+    it.begin(PassBegins(0, 0, 3, True))
+    it.observe(Seen(0, np.array([[0], [1], [2]])))
+    assert it.predict(0)[0].experts.shape == (3, 2)
+    it.observe(Seen(1, np.array([[3], [3], [0]])))
+    next_first = it.predict(1)[0]
+    assert next_first.layer == 2
+    assert next_first.experts.shape == (1, 2)
+    pairs = np.exp(it.state()["pairs"]).round(1)
+    assert pairs[1, 3] == pytest.approx([0.1, 1.1, 1.1, 0.1])  # token 0 -> 1, token 1 -> 2
+    assert pairs[0].sum() == pytest.approx(16 * 0.1 + 3)
+    it.begin(PassBegins(1, 3, 1, False))
+    it.observe(Seen(0, np.array([[3]])))
+    assert (np.exp(it.state()["pairs"])[1, 0].round(1) == 0.1).all()
+
+
+def test_the_oracle_looks_into_the_next_pass():
+    experts = [[[0], [1]], [[2], [3]]]
+    routed = np.array(experts, np.uint8)
+    assert guesses("oracle:1", experts, routed=routed) == [
+        (0, -1, 0, [[0]]),  # nothing was before the first pass
+        (0, 0, 1, [[1]]),
+        (0, 1, 2, [[2]]),
+        (1, 0, 1, [[3]]),
+    ]
+    assert guesses("oracle:2", experts, routed=routed) == [
+        (0, -1, 0, [[0]]),
+        (0, -1, 1, [[1]]),
+        (0, 0, 2, [[2]]),
+        (0, 1, 3, [[3]]),
+    ]
+
+
+def test_the_oracle_cannot_run_where_the_trace_ends():
+    it = predictor("oracle").make(Setting(TWO, routed=np.zeros((3, 2, 1), np.uint8)))
+    with pytest.raises(UsageError, match="oracle has 3 tokens, but token 3 was asked for"):
+        it.begin(PassBegins(0, 2, 2, True))
+    with pytest.raises(UsageError, match=r"predictions \[3, 1, 1\], not \[tokens, 2, width\]"):
+        predictor("oracle").make(Setting(TWO, routed=np.zeros((3, 1, 1), np.uint8)))
+    with pytest.raises(UsageError, match="names experts that the model does not have"):
+        predictor("oracle").make(Setting(TWO, routed=np.full((3, 2, 1), 4, np.uint8)))
+
+
+def test_the_256th_expert_is_an_expert_to_the_oracle_and_nothing_in_a_recording():
+    shape = Shape((256,), 1)
+    routed = np.full((1, 1, 1), 255, np.uint8)
+    assert guesses("oracle", routed, shape=shape, routed=routed) == [(0, -1, 0, [[255]])]
+    recorded = {"x": Predicted(routed, 1)}
+    assert guesses("recorded", routed, shape=shape, recorded=recorded) == [(0, -1, 0, [[-1]])]
+
+
+def test_noise_takes_from_those_that_are_not_used():
+    routed = np.tile(np.array([[[0, 1]]], np.uint8), (50, 1, 1))
+    shape = Shape((3,), 2)
+    told = guesses("noisy-oracle:accuracy=0", routed, shape=shape, routed=routed)
+    assert all(rows in ([[2, -1]], [[-1, 2]]) for *_, rows in told)
+    assert len(told) == 50
+
+
+def test_accuracies_of_promoe():
+    assert promoe(1) == pytest.approx(0.905)
+    assert promoe(8) == pytest.approx(0.545)
+    assert promoe(4) == pytest.approx(0.905 * (0.545 / 0.905) ** (3 / 7))
+    assert promoe(20) == 0.54
+    routed = np.random.default_rng(0).integers(0, 4, (20_000, 2, 1)).astype(np.uint8)
+    it = predictor("noisy-oracle:2").make(Setting(TWO, routed=routed))
+    told = replay(it, decode(routed), TWO)
+    assert accuracy(told.experts, routed) == pytest.approx(promoe(2), abs=0.015)
+
+
+def test_recorded_takes_the_predictions_that_are_named():
+    one, two = (Predicted(np.full((1, 2, 1), i, np.uint8), 1) for i in (1, 2))
+    both = {"one": one, "two": two}
+    assert guesses("recorded:of=two", [[[0], [0]]], recorded=both)[0] == (0, -1, 0, [[2]])
+    assert guesses("recorded", [[[0], [0]]], recorded={"one": one})[0] == (0, -1, 0, [[1]])
+    with pytest.raises(UsageError, match=r"several predictions: say of=one\|two"):
+        guesses("recorded", [[[0], [0]]], recorded=both)
+    with pytest.raises(UnknownName, match="prediction of the trace 'three': choose one of one"):
+        guesses("recorded:of=three", [[[0], [0]]], recorded=both)
+
+
+def test_pregated_asks_the_router_of_the_layer_before():
+    it = predictor("pregated").make(Setting(SHAPE, gates=FakeGates()))
+    inputs = np.ones((2, 3), np.float32)
+    it.begin(PassBegins(0, 0, 2, True))
+    assert it.predict(-1) == []
+    it.observe(Seen(0, np.zeros((2, 2), np.int64), None, inputs))
+    (told,) = it.predict(0)
+    assert isinstance(told, Guess)
+    assert told.layer == 1
+    assert (told.experts == FakeGates().rank(1, inputs, 2)).all()
+    it.observe(Seen(2, np.zeros((2, 2), np.int64), None, inputs))
+    assert it.predict(2) == []
+
+
+def test_pregated_is_the_oracle_of_one_layer_where_a_trace_is_replayed():
+    experts = [[[0], [1]], [[2], [3]]]
+    routed = np.array(experts, np.uint8)
+    assert guesses("pregated", experts, routed=routed) == guesses(
+        "oracle:1", experts, routed=routed
+    )
+
+
+def test_accuracy_counts_the_top_k_alone():
+    experts = np.array([[[0, 1]], [[0, 1]]], np.uint8)
+    predicted = np.array([[[1, 2, 0, 3]], [[255, 255, 0, 1]]], np.uint8)
+    assert accuracy(predicted, experts).tolist() == [0.25]
+    assert accuracy(predicted, experts, since=1).tolist() == [0.0]

@@ -1,0 +1,81 @@
+"""Names, distances and options of predictors."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.predictor import Shape
+from greenroom.errors import UnknownName, UsageError
+from greenroom.predictors import AUTO, PREDICTORS, Setting, predictor
+from tests.predictors.small import SHAPE
+
+
+def test_the_table_has_every_predictor_by_its_name():
+    assert {
+        *("none", "popularity", "token", "markov"),
+        *("recorded", "oracle", "noisy-oracle", "pregated"),
+    } <= set(PREDICTORS)
+    assert all(kind.name == name and kind.help for name, kind in PREDICTORS.items())
+    assert predictor("off").kind is predictor("none").kind is PREDICTORS["none"]
+
+
+def test_auto_is_for_the_driver_to_decide():
+    assert predictor("auto").kind is AUTO
+    with pytest.raises(UsageError, match="its driver chooses"):
+        predictor("auto").make(Setting(SHAPE))
+
+
+def test_distance_and_options_follow_the_name():
+    assert (predictor("markov").distance, predictor("markov").name) == (1, "markov")
+    assert (predictor("markov:12").distance, predictor("markov:12").name) == (12, "markov:12")
+    assert predictor("token").distance is None
+    noisy = predictor("noisy-oracle:4,accuracy=0.7")
+    assert (noisy.distance, noisy.options) == (4, {"accuracy": 0.7})
+    assert predictor("noisy-oracle:accuracy=0.7").distance == 1
+    assert predictor("noisy-oracle").options == {"accuracy": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("marcov", r"unknown predictor 'marcov': choose one of auto, off, none, .*markov"),
+        ("", r"unknown predictor ''"),
+        ("markov:0", r"the distance of markov must be a whole number from 1: '0'"),
+        ("markov:-1", r"the distance of markov must be a whole number from 1: '-1'"),
+        ("markov:1.5", r"the distance of markov must be a whole number from 1: '1.5'"),
+        ("markov:far", r"the distance of markov must be a whole number from 1: 'far'"),
+        ("markov:", r"a distance or options must follow the colon: 'markov:'"),
+        ("markov:,a=1", r"markov is followed by a distance or options: ',a=1'"),
+        ("token:2", r"predictor token has no distance to choose: '2'"),
+        ("off:2", r"predictor none has no distance to choose: '2'"),
+        ("auto:2", r"predictor auto has no distance to choose: '2'"),
+        ("markov:1,2", r"predictor markov has no options: '2'"),
+        ("markov:a=1", r"predictor markov has no options: 'a=1'"),
+        ("noisy-oracle:1,noise=1", r"unknown option of noisy-oracle 'noise': choose one of accu"),
+        ("noisy-oracle:1,accuracy", r"options of noisy-oracle are given once, as name=value"),
+        ("noisy-oracle:accuracy=1,accuracy=0", r"given once, as name=value: 'accuracy=0'"),
+        ("noisy-oracle:accuracy=2", r"accuracy of noisy-oracle must be between -1 and 1: 2"),
+        ("popularity:half-life=0", r"half-life of popularity must be between 0.1 and"),
+    ],
+)
+def test_what_cannot_be_right_is_one_clear_line(text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        predictor(text)
+    assert "\n" not in str(caught.value)
+    if message.startswith("unknown"):
+        assert isinstance(caught.value, UnknownName)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("oracle", r"predictor oracle must know the whole trace beforehand"),
+        ("noisy-oracle", r"predictor noisy-oracle must know the whole trace beforehand"),
+        ("recorded", r"predictor recorded needs a trace with predictions: this one has none"),
+        ("pregated", r"predictor pregated needs a model whose routers are known ahead"),
+    ],
+)
+def test_what_cannot_be_had_is_one_clear_line(text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        predictor(text).make(Setting(Shape((4, 4), 2)))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,210 @@
+"""Probes, at the routers of tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from greenroom.errors import PredictorError
+from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers
+from greenroom.runtime.probes.linear import find_linear
+from tests.models import VOCAB, make
+
+TOKENS = 48
+# What the router of each architecture computes; None: something else, and it is asked itself.
+FORMULAS: dict[str, str | None] = {
+    "qwen3_moe": "none",
+    "gpt_oss": "none",  # with a bias
+    "gemma4_text": "none",  # of normed and scaled states; on the decoder layer
+    "ernie4_5_moe": "softmax",
+    "minimax_m2": "sigmoid",  # its block hands the correction over
+    "afmoe": "sigmoid",  # the same, and it insists on a batch
+    "inkling_text": "sigmoid",  # its matrix has rows for shared experts
+    "deepseek_v3": None,  # groups of experts
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def experts_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if hasattr(module, "_apply_gate")]
+
+
+class Passed:
+    """A model's pass: what each router was given, and what it answered."""
+
+    def __init__(self, name: str, dtype: str = "float32") -> None:
+        self.model = make(name, dtype).eval()
+        self.routers = find_routers(self.model, experts_of(self.model))
+        self.gates = RouterGates(self.routers)
+        inputs = GateInputs(self.routers)
+        answers: dict[int, Any] = {}
+        hooks = [
+            router.module.register_forward_hook(
+                lambda module, args, out, layer=layer: answers.__setitem__(layer, out)
+            )
+            for layer, router in enumerate(self.routers)
+        ]
+        random = torch.Generator().manual_seed(1)
+        ids = torch.randint(3, VOCAB, (1, TOKENS), generator=random)
+        with torch.no_grad():
+            self.model(input_ids=ids, use_cache=False)
+        self.inputs = [inputs.take(layer) for layer in range(len(self.routers))]
+        self.chosen = [
+            answers[layer][2].reshape(TOKENS, -1).numpy() for layer in range(len(self.routers))
+        ]
+        self.logits = [
+            answers[layer][0].reshape(TOKENS, -1).float().numpy()
+            for layer in range(len(self.routers))
+        ]
+        inputs.detach()
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_agrees_with_the_router_on_its_own_inputs(name: str) -> None:
+    passed = Passed(name)
+    formula = FORMULAS[name]
+    assert passed.gates.compiled == (0 if formula is None else len(passed.routers))
+    for layer, (inputs, chosen) in enumerate(zip(passed.inputs, passed.chosen, strict=True)):
+        linear = find_linear(passed.routers[layer])
+        assert (linear and linear.function) == formula
+        top_k = chosen.shape[1]
+        together = passed.gates.rank(layer, inputs, 4)
+        one_by_one = [passed.gates.rank(layer, row[None], 4) for row in inputs]
+        for ranked in (together, np.concatenate(one_by_one)):
+            assert ranked.dtype == np.int64
+            np.testing.assert_array_equal(np.sort(ranked[:, :top_k]), np.sort(chosen))
+            assert all(len(set(row)) == 4 for row in ranked.tolist())
+
+
+def test_where_rounding_makes_ties_it_chooses_one_of_the_tied() -> None:
+    passed = Passed("olmoe", "bfloat16")
+    different = 0
+    for layer, (inputs, chosen) in enumerate(zip(passed.inputs, passed.chosen, strict=True)):
+        ranked = passed.gates.rank(layer, inputs, chosen.shape[1])
+        for mine, theirs, logits in zip(ranked, chosen, passed.logits[layer], strict=True):
+            odd = set(mine.tolist()) ^ set(theirs.tolist())
+            different += bool(odd)
+            if odd:
+                values = logits[list(odd)]
+                assert np.ptp(values) <= np.abs(values).max() / 64  # two steps of bfloat16
+    assert different < 0.1 * TOKENS * len(passed.routers)
+
+
+def test_the_rest_is_ranked_by_what_the_router_scored() -> None:
+    passed = Passed("deepseek_v3")
+    chosen = passed.chosen[0]
+    ranked = passed.gates.rank(0, passed.inputs[0], 8)
+    assert all(sorted(row) == list(range(8)) for row in ranked.tolist())
+    rest = np.take_along_axis(passed.logits[0], ranked[:, chosen.shape[1] :], axis=1)
+    assert (np.diff(rest) <= 0).all()
+
+
+@pytest.mark.parametrize("name", ["zaya", "deepseek_v4"])
+def test_routers_that_need_what_is_not_known_ahead(name: str) -> None:
+    model = make(name)
+    routers = find_routers(model, experts_of(model))
+    with pytest.raises(PredictorError, match="which is not known ahead") as error:
+        RouterGates(routers)
+    assert "\n" not in str(error.value)
+
+
+def test_no_router_beside_the_experts() -> None:
+    model = make("qwen3_moe")
+    names = experts_of(model)
+    block = model.get_submodule(names[0].rpartition(".")[0])
+    block.chooser = block.gate
+    del block.gate
+    with pytest.raises(PredictorError, match="no router beside the experts"):
+        find_routers(model, names)
+
+
+def test_listening_ends() -> None:
+    model = make("qwen3_moe").eval()
+    routers = find_routers(model, experts_of(model))
+    inputs = GateInputs(routers)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    assert inputs.take(0).shape == (3, 32)
+    with pytest.raises(ValueError, match="nothing has entered the router of layer 0"):
+        inputs.take(0)  # it was let go of
+    inputs.detach()
+    inputs.detach()
+    assert all(not router.module._forward_pre_hooks for router in routers)
+    with pytest.raises(ValueError, match="nothing has entered"):
+        inputs.take(1)
+
+
+def test_asking_passes_hooks_by() -> None:
+    model = make("deepseek_v3").eval()
+    routers = find_routers(model, experts_of(model))
+    gates, inputs = RouterGates(routers), GateInputs(routers)
+    gates.rank(0, np.zeros((1, 32), np.float32), 2)
+    with pytest.raises(ValueError, match="nothing has entered"):
+        inputs.take(0)
+
+
+class Plain(nn.Module):
+    """A router that answers by `choose` of its logits."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(3)))
+        self.choose = choose
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        logits = hidden_states.reshape(-1, 16) @ self.weight.T
+        return self.choose(logits)
+
+
+def test_a_formula_that_only_nearly_fits_is_not_taken() -> None:
+    def choose(logits: Tensor) -> Any:
+        """The best of each half: often the two best, but not always."""
+        halves = logits.reshape(-1, 2, 4).argmax(2) + torch.tensor([0, 4])
+        return logits, logits.gather(1, halves), halves
+
+    router = Router(Plain(choose), nn.Module(), 8)
+    assert find_linear(router) is None
+    x = torch.randn(20, 16).numpy()
+    ranked = RouterGates([router]).rank(0, x, 2)
+    assert sorted(map(sorted, ranked.tolist())) == sorted(
+        map(sorted, choose(torch.from_numpy(x) @ router.module.weight.detach().T)[2].tolist())
+    )
+
+
+def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
+    def choose(logits: Tensor) -> Any:
+        ids = logits.argmin(1, keepdim=True)
+        return logits[:, :1], logits.gather(1, ids), ids
+
+    ranked = RouterGates([Router(Plain(choose), nn.Module(), 8)]).rank(
+        0, np.eye(3, 16, dtype="f"), 3
+    )
+    assert (ranked[:, 0] >= 0).all()
+    assert (ranked[:, 1:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (lambda logits: logits, "does not return scores, weights and ids"),
+        (lambda logits: (logits, logits, logits), "no ids of experts"),
+        (lambda logits: logits.nothing, "has no attribute"),
+    ],
+)
+def test_a_module_that_is_no_router(choose: Any, words: str) -> None:
+    with pytest.raises(PredictorError, match=f"^Plain cannot be asked out of turn: .*{words}"):
+        RouterGates([Router(Plain(choose), nn.Module(), 8)])
