@@ -156,3 +156,11 @@ class Buffer:
     def _forget(self, held: Held) -> None:
         self._unlist(held)
         del self.held[held.piece]
+
+
+def slots_ahead(capacity: int, top_k: int) -> int:
+    """Slots of the buffer where nothing else is said: two layers' experts, but an eighth at most.
+
+    docs/log.md has what other sizes gave.
+    """
+    return min(2 * top_k, capacity // 8)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.cost import FREE, Costs
 from greenroom.core.events import (
@@ -20,8 +21,10 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
+from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Policy
+from greenroom.core.policy import Policy, Weights
+from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 
 
@@ -29,14 +32,19 @@ class TraceStep(NamedTuple):
     """One layer of one pass: dense expert ids, ascending and distinct.
 
     `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
-    experts[i] (one each where it is not given).
+    experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
+    `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
     """
 
     step: int
     layer: int
     experts: Ints
-    rows: Ints | None = None
+    rows: NDArray[np.integer[Any]] | None = None
     tokens: int = 1
+    request: int = 0
+    weights: Weights | None = None
+    prefill: bool = False
+    chosen: Ids | None = None
 
 
 @dataclass
@@ -105,8 +113,10 @@ def simulate(
 class Clock:
     """Simulated time: an event heap, one processor and one chain of links."""
 
-    def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
-        self.scheduler, self.costs = scheduler, costs
+    def __init__(
+        self, scheduler: Scheduler, costs: Costs, foresight: Foresight | None = None
+    ) -> None:
+        self.scheduler, self.costs, self.foresight = scheduler, costs, foresight
         self.now = self.stall = self.compute = 0.0
         self.bytes_moved = 0
         self.fetched: list[int] = []
@@ -115,13 +125,27 @@ class Clock:
         self._link_free = [0.0] * len(costs.links)
         self._step: TraceStep
 
+    def begin(self, at: PassBegins) -> None:
+        """A pass begins."""
+        if self.foresight is not None:
+            for event in self.foresight.begin(at):
+                self._tell(event)
+
     def run(self, step: TraceStep) -> None:
-        """One step, from its routing to its end."""
+        """One step: the rest of its layer, its routing, its experts."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
-        self.now += dense
+        self._until(self.now + dense)
         self.compute += dense
-        finished = self._tell(Routed(step.step, step.layer, step.experts))
+        finished = self._tell(
+            Routed(
+                step.step, step.layer, step.experts, step.request, step.rows, step.weights,
+                step.prefill,
+            )
+        )  # fmt: skip
+        if self.foresight is not None and step.chosen is not None:
+            for event in self.foresight.routed(Seen(step.layer, step.chosen)):
+                finished |= self._tell(event)
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.wave
             due, _, event = heapq.heappop(self._heap)
@@ -129,6 +153,13 @@ class Clock:
                 self.stall += due - self.now
             self.now = due
             finished = self._tell(event)
+
+    def _until(self, end: float) -> None:
+        """Links go on while something else is computed."""
+        while self._heap and self._heap[0][0] <= end:
+            self.now, _, event = heapq.heappop(self._heap)
+            self._tell(event)
+        self.now = end
 
     def _tell(self, event: Event) -> bool:
         """Tell the scheduler and do as it says; True where the step is over."""
