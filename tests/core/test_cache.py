@@ -113,10 +113,9 @@ def test_equals_the_obvious_cache(name, scope, steps, capacity):
 @given(
     steps=steps,
     capacities=st.lists(st.integers(LAYERS, LAYERS * EXPERTS), min_size=1, max_size=6),
-    buffered=st.integers(0, 4),
 )
 @settings(max_examples=80, deadline=None)
-def test_resize_keeps_the_best_residents_and_their_bytes(scope, steps, capacities, buffered):
+def test_resize_keeps_the_best_residents_and_their_bytes(scope, steps, capacities):
     """Slots are played by a dict of bytes; a move copies, a transfer writes."""
     cache, place = Cache(PIECES, capacities[0], policy("lru"), scope), np.arange(capacities[0])
     memory: dict[int, int] = {}
@@ -129,14 +128,13 @@ def test_resize_keeps_the_best_residents_and_their_bytes(scope, steps, capacitie
             cache.release(pieces)
         capacity = capacities[i % len(capacities)]
         before = set(cache.residents().tolist())
-        place, buffer, moves = reshape(cache, place, capacity, buffered)
+        place, moves = reshape(cache, place, capacity)
         for move in moves:
             assert memory[move.source] == move.piece
             memory[move.target] = move.piece
         after = cache.residents().tolist()
         assert cache.capacity == place.size == capacity
-        assert buffer.size == buffered
-        assert sorted([*place, *buffer._empty]) == list(range(capacity + buffered))
+        assert sorted(place) == list(range(capacity))
         assert set(after) <= before
         assert len(after) <= capacity
         for piece in after:

@@ -104,6 +104,7 @@ class Bound(NamedTuple):
     serve: Any  # one step, from Python
     evict: Any
     evict_victim: Any
+    borrow: Any
 
 
 def bind(policy: Policy) -> Bound:
@@ -142,7 +143,8 @@ def _bind(
     evict = kept(serving.make_evict, own)
     serve = kept(serving.make_serve, own | {"miss": miss})
     evict_victim = kept(serving.make_evict_victim, own | {"evict": evict})
-    return Bound(miss, serve, evict, evict_victim)
+    borrow = kept(serving.make_borrow, own | {"evict": evict})
+    return Bound(miss, serve, evict, evict_victim, borrow)
 
 
 def compile_for(policy: Policy) -> None:
@@ -239,6 +241,22 @@ class Cache:
         """Forget a piece whose bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
             self._bound.evict(self.state, self.own, piece, self._now)
+
+    def borrow(self, piece: int) -> tuple[int, int]:
+        """Take a slot that this piece may have out of the cache, by evicting where none is free.
+
+        (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
+        insertion. It is to come back by `give_back`.
+        """
+        slot, evicted = self._bound.borrow(self.state, self.own, piece, self._now)
+        return int(slot), int(evicted)
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was borrowed is free again."""
+        state = self.state
+        group = int(np.searchsorted(state.first, slot, side="right")) - 1
+        state.free[state.first[group] + state.free_count[group]] = slot
+        state.free_count[group] += 1
 
     def room(self, layer: int) -> int:
         """Slots that a layer's pieces may have: those of its group."""

@@ -4,11 +4,12 @@ A predictor names experts in order. How often the one at each rank is used is co
 (by layer, with all layers as the prior), so that a rank has a chance of use, whatever the
 predictor's own scores mean. A wish is a piece that is predicted and not there. It is worth
 
-    chance * min(transfer, idle) - (1 - chance) * chunk / 2      seconds
+    (chance - regret) * min(transfer, idle) - (1 - chance) * delay      seconds
 
 where `transfer` is what bringing it takes, `idle` what the link has left for prefetches until its
-layer is routed (the overlap budget: the layers' pace, less what demands take), and half a chunk is
-what a demand waits for a prefetch that turns out to be wrong. Nearer layers go first.
+layer is routed (the overlap budget: the layers' pace, less what demands take), `regret` the chance
+that what it evicts would be used when its layer comes next, and `delay` how long a demand of that
+layer would wait for a wrong one's chunk. Nearer layers go first.
 
 In prefill nearly every expert is used, so the next layer's experts are wished for by how often
 prompts used them; predictors of single tokens have nothing to say there.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.pace import Pace
 from greenroom.core.pieces import Ints, Pieces
@@ -81,6 +83,9 @@ class Lookahead:
         self._all = np.zeros((2, 0))  # [used, asked; rank] of all layers
         self._at = self._layers - 1  # the layer that was routed last
         self._prefill = False
+        self._layer_of = pieces.layer.tolist()
+        self._victims: list[set[int]] = [set() for _ in range(self._layers)]
+        self.regret = 0.0  # chance that a victim of a prefetch is used in its layer's next step
         self._prompts = np.ones(len(pieces))  # decayed share of prompts' steps that used a piece
 
     def expect(self, layer: int, pieces: Ints) -> None:
@@ -98,8 +103,13 @@ class Lookahead:
         """Layers from the one routed last to this one, at least 1."""
         return (layer - self._at - 1) % self._layers + 1
 
-    def routed(self, layer: int, pieces: Ints, prefill: bool, now: float) -> Expected | None:
-        """A layer's routing is known: its wishes are over. Returns what had been predicted."""
+    def routed(
+        self, layer: int, pieces: Ints, prefill: bool, now: float, slot_of: Ints
+    ) -> Expected | None:
+        """A layer's routing is known: its wishes are over. Returns what had been predicted.
+
+        `slot_of` [pieces] is negative for those that are not resident (before this step).
+        """
         self.pace.routed(now, prefill)
         self._at, self._prefill = layer, prefill
         self._wishes[layer].clear()
@@ -108,7 +118,8 @@ class Lookahead:
             self._prompt_step(layer, pieces)
             return None
         if expected is not None:
-            self._check(layer, expected, pieces)
+            self._check(layer, expected, pieces, slot_of[expected.pieces] < 0)
+        self._regret(layer, pieces)
         return expected
 
     def _prompt_step(self, layer: int, pieces: Ints) -> None:
@@ -123,20 +134,37 @@ class Lookahead:
             order = np.argsort(-share, kind="stable")
             self._wish(layer + 1, begin + order, share[order])
 
-    def _check(self, layer: int, expected: Expected, pieces: Ints) -> None:
-        """Learn how often each rank is right; count accuracy among the top-k."""
+    def _check(
+        self, layer: int, expected: Expected, pieces: Ints, absent: NDArray[np.bool_]
+    ) -> None:
+        """Learn how often each rank is right; count accuracy among the top-k.
+
+        Only what is not resident is ever wished for, and it is used less than its rank says.
+        """
         width, k = expected.pieces.size, pieces.size
         right = np.isin(expected.pieces, pieces)
         self._widen(width)
         for counts, asked in ((self._used[layer], self._asked[layer]), self._all):
-            counts[:width] *= KEEP
-            asked[:width] *= KEEP
-            counts[:width] += right
-            asked[:width] += 1
+            keep = np.where(absent, KEEP, 1.0)
+            counts[:width] = counts[:width] * keep + (right & absent)
+            asked[:width] = asked[:width] * keep + absent
         accuracy = self.accuracy
         accuracy.used[layer] += k
         accuracy.right[layer] += int(right[:k].sum())
         accuracy.distance[layer] = expected.distance
+
+    def evicted(self, piece: int) -> None:
+        """A resident made room for a prefetch."""
+        self._victims[self._layer_of[piece]].add(piece)
+
+    def _regret(self, layer: int, pieces: Ints) -> None:
+        """How often the victims of prefetches were used in the very next step of their layer."""
+        victims = self._victims[layer]
+        if victims:
+            used = victims.intersection(pieces.tolist())
+            share, keep = len(used) / len(victims), KEEP ** len(victims)
+            self.regret = keep * self.regret + (1 - keep) * share
+            victims.clear()
 
     def _chances(self, layer: int, width: int) -> Floats:
         self._widen(width)
@@ -180,5 +208,7 @@ class Lookahead:
             chunk = 1.0
         transfer = chunk * chunks
         idle = self.pace.idle_until(layers, self._prefill)
-        saved = transfer if idle is None else min(transfer, idle)
-        return wish.chance * saved - (1 - wish.chance) * chunk / 2
+        if idle is None:
+            idle = transfer
+        delay = 0.0 if transfer <= idle else max(chunk / 2, chunk - idle)
+        return (wish.chance - self.regret) * min(transfer, idle) - (1 - wish.chance) * delay

@@ -5,18 +5,18 @@ in ascending id, as the cache serves them; what is resident is computed in the f
 in later ones, as many at a time as have landed. A step that needs more slots than there are reuses
 them: a piece is loaded only after the one that had its slot earlier in the step is computed.
 
-With slots `ahead` of the cache, predictions are fetched into them while a link is free (see
-`buffer`, `lookahead`), and steps of a prompt pass through them (see `streaming`).
+With slots on loan from the cache, predictions are fetched while a link is free (see `buffer`,
+`lookahead`), and the steps of a prompt stream through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from greenroom.core.buffer import Buffer, Use
+from greenroom.core.buffer import Buffer, Held, Use
 from greenroom.core.cache import Cache, Served
 from greenroom.core.events import (
     Action,
@@ -33,7 +33,7 @@ from greenroom.core.events import (
     StartChunk,
     Trim,
 )
-from greenroom.core.lookahead import Expected, Lookahead
+from greenroom.core.lookahead import Expected, Lookahead, Wish
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.queue import Entry, TransferQueue, Urgency
@@ -45,19 +45,17 @@ from greenroom.errors import UsageError
 class Counts:
     """What happened since the start.
 
-    Requests are experts of steps; a hit was in its slot when it was asked for. Of those, `useful`
-    had been prefetched for that step, and `recalled` were in the buffer for another reason.
-    Prefetches that were begun end as useful, `late` (still on its way when asked for: a miss),
-    `wasted` (whole, but not asked for by its layer's next step), `dropped` (not whole, and not
-    asked for), `displaced` (whole, but the slot was needed sooner) or `failed`; others are under
-    way or wait for their layer.
+    Requests are experts of steps; a hit was in its slot when it was asked for, and `useful` ones
+    because they had been prefetched. Prefetches that were begun end as useful, `late` (still on its
+    way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
+    `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
+    `failed`; others are under way or wait for their layer.
     """
 
     steps: int = 0
     requests: int = 0
     hits: int = 0
     useful: int = 0
-    recalled: int = 0
     prefetches: int = 0
     late: int = 0
     wasted: int = 0
@@ -85,6 +83,7 @@ class Step:
     uncomputed: int
     waiting: list[int] = field(default_factory=list)  # requests without a slot, the next one last
     passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
+    freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
     wave: list[int] = field(default_factory=list)  # being computed
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
     failed: int = -1
@@ -95,8 +94,7 @@ class Step:
 class Scheduler:
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
-    `ahead` of the `capacity` slots are the prefetch buffer's, no more than half of them; the
-    policy's cache has the others.
+    Up to `ahead` of the slots, and no more than half, may be on loan to prefetches at a time.
     """
 
     def __init__(
@@ -115,12 +113,10 @@ class Scheduler:
         if ahead and pin != "step":
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
         self.pieces, self.pin = pieces, pin
-        self._fewest = pieces.layers if scope == "per-layer" else 1
         self._capacity, self._ahead = capacity, ahead
-        buffered = self._buffered()
-        self.cache = Cache(pieces, capacity - buffered, policy, scope, seed)
-        self.place = np.arange(capacity - buffered, dtype=np.int64)  # of each of the cache's slots
-        self.buffer = Buffer(range(capacity - buffered, capacity))
+        self.cache = Cache(pieces, capacity, policy, scope, seed)
+        self.place = np.arange(capacity, dtype=np.int64)  # the tier's slot of each of the cache's
+        self.buffer = Buffer(self._loans())
         self.queue = TransferQueue((lanes,) if isinstance(lanes, int) else lanes, seats)
         self.lookahead = Lookahead(pieces)
         self.counts = Counts()
@@ -138,8 +134,8 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Slots that there are now, the buffer's among them."""
-        return self.cache.capacity + self.buffer.size
+        """Slots that there are now."""
+        return self.cache.capacity
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
         """Take an event that happens `now` (seconds), return what to do now, in this order."""
@@ -154,8 +150,13 @@ class Scheduler:
         if self.step is not None:
             raise RuntimeError("a step is under way")
         size, layer = event.experts.size, event.layer
-        expected = self._judge(event) if self.buffer.size else None
-        streamed = self.buffer.size > 0 and (event.prefill or size > self.cache.room(layer))
+        ahead = self.buffer.size > 0 or bool(self.buffer.held)
+        expected = self._judge(event) if ahead else None
+        here = self._here(event.experts) if self.buffer.held else {}
+        streamed = ahead and (event.prefill or not self._make_room(layer, size, here))
+        if not streamed:
+            for piece in here:  # the cache gives them a slot now, and theirs are free
+                self._give_back(piece)
         served = self.cache.serve(
             event.experts,
             event.step * self.pieces.layers + layer,
@@ -184,8 +185,8 @@ class Scheduler:
         if misses:
             step.ready = np.flatnonzero(served.hits).tolist()
             absent = np.flatnonzero(served.hits == 0).tolist()
-            if self.buffer.size:
-                self._fetch(step, absent)
+            if ahead:
+                self._fetch(step, absent, here)
             else:
                 self._demand(step, absent)
         else:  # nothing to choose: the usual step of a large cache
@@ -193,7 +194,7 @@ class Scheduler:
             actions.append(Compute(event.experts, step.slots))
         if expected is not None:
             self._note_in_time(step, expected)
-        if misses or self.buffer.size:
+        if misses or ahead:
             self._pump(actions)
         self._advance(actions)
 
@@ -253,15 +254,17 @@ class Scheduler:
         if entry.arrived:
             if step is not None and asked:
                 step.ready.append(step.missing.pop(piece))
-            elif piece in self.buffer.held:
-                self.buffer.landed(piece, wanted=not entry.dropped)
+            elif entry.dropped:
+                self._give_back(piece)
+            else:
+                self.buffer.landed(piece)
         elif step is not None and asked:
             if entry.upgraded and not step.ending:  # a failed prefetch: the demand tries itself
                 self._add(piece, entry.slot)
             else:
                 self._give_up(entry)
         elif piece in self.buffer.held:
-            self.buffer.give_up(piece)
+            self._give_back(piece)
 
     def _give_up(self, entry: Entry) -> None:
         """A demand has failed, and so has its step."""
@@ -280,7 +283,10 @@ class Scheduler:
             piece = int(step.experts[request])
             if piece in step.passing:
                 step.passing.remove(piece)
-                self.buffer.rest(piece)
+                self._give_back(piece)
+            elif step.waiting and step.served.pinned:  # its slot is of use to the others
+                step.freed.add(piece)
+                self.cache.release(step.experts[request : request + 1])
             successor = step.blocked.pop(request, None)
             if successor is not None and not step.ending:
                 self._add(int(step.experts[successor]), int(step.slots[successor]))
@@ -304,12 +310,10 @@ class Scheduler:
 
     def _finish(self, step: Step, actions: list[Action]) -> None:
         if step.served.pinned:
-            self.cache.release(step.experts)
+            kept = [e for e in step.experts.tolist() if e not in step.freed]
+            self.cache.release(np.array(kept, np.int64) if step.freed else step.experts)
         for piece in step.passing:  # of a step that was given up
-            if piece in step.missing:
-                self.buffer.give_up(piece)
-            else:
-                self.buffer.rest(piece)
+            self._give_back(piece)
         for piece in step.missing:
             if self.cache.state.slot_of[piece] >= 0:
                 self.cache.remove(piece, step.now)
@@ -327,11 +331,16 @@ class Scheduler:
 
     def _judge(self, event: Routed) -> Expected | None:
         """A layer's routing is known: its wrong prefetches are dropped, those under way at once."""
-        expected = self.lookahead.routed(event.layer, event.experts, event.prefill, self._now)
+        resident = self.cache.state.slot_of
+        expected = self.lookahead.routed(
+            event.layer, event.experts, event.prefill, self._now, resident
+        )
         for held in self.buffer.passed(event.layer, set(event.experts.tolist())):
-            self._drop(held.piece)
-        self.counts.wasted += self.buffer.wasted
-        self.buffer.wasted = 0
+            if held.use is Use.MOVING:
+                self._drop(held.piece)
+            else:
+                self.counts.wasted += 1
+                self._give_back(held.piece)
         return expected
 
     def _drop(self, piece: int) -> None:
@@ -339,93 +348,112 @@ class Scheduler:
         if not self.queue.entries[piece].dropped:
             self.counts.dropped += 1
             if self.queue.drop(piece):
-                self.buffer.give_up(piece)
+                self._give_back(piece)
 
-    def _fetch(self, step: Step, misses: list[int]) -> None:
-        """Find the misses in the buffer, where they may be or be coming; demand the others."""
+    def _give_back(self, piece: int) -> None:
+        """The piece is not needed: its slot is the cache's again."""
+        self.cache.give_back(self.buffer.release(piece))
+
+    def _here(self, experts: Ints) -> dict[int, Held]:
+        """The step's pieces that are in the buffer."""
+        held = self.buffer.held
+        return {piece: held[piece] for piece in experts.tolist() if piece in held}
+
+    def _make_room(self, layer: int, size: int, here: Collection[int]) -> bool:
+        """Whether a step fits beside what is on loan; prefetches for later layers yield to it."""
+        room = self.cache.room(layer)
+        while size + self._on_loan(layer) - len(here) > room:
+            if (least := self.buffer.least(2.0, but=here)) is None:
+                return False
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+        return True
+
+    def _on_loan(self, layer: int) -> int:
+        """Slots of the layer's group that are on loan."""
+        if self.cache.scope == "shared":
+            return len(self.buffer.held)
+        begin, end = self.pieces.offsets[layer : layer + 2]
+        return sum(begin <= piece < end for piece in self.buffer.held)
+
+    def _fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
+        """Use what was prefetched, in its slot or on its way; demand the others."""
+        self._keep_in_place(step, misses, here)
         for request in misses:
-            piece, inner = int(step.experts[request]), int(step.served.slots[request])
-            held = self.buffer.held.get(piece)
+            piece, slot = int(step.experts[request]), int(step.served.slots[request])
+            held = here.get(piece)
             if held is None:
-                if inner < 0:
+                if slot < 0:
                     step.waiting.append(request)
                     continue
-                slot = self._displace(inner, int(step.served.evicted[request]))
                 step.missing[piece] = request
-                self._add(piece, slot)
+                self._add(piece, int(self.place[slot]))
             else:
-                here = held.use is not Use.MOVING
-                if here:
+                if held.use is Use.AHEAD:
                     self.counts.hits += 1
-                    self.counts.useful += held.fetched
-                    self.counts.recalled += not held.fetched
+                    self.counts.useful += 1
                     step.ready.append(request)
                 else:
                     self.counts.late += not self.queue.entries[piece].dropped
                     step.late.add(piece)
                     step.missing[piece] = request
-                    self._add(piece, held.slot)
-                if inner < 0:
+                    self._add(piece, -1)  # its entry has the slot
+                if slot < 0:
                     slot = self.buffer.occupy(piece)
                     step.passing.add(piece)
-                else:
-                    evicted = int(step.served.evicted[request])
-                    slot = self.buffer.exchange(piece, int(self.place[inner]), evicted)
-                    self.place[inner] = slot
-            step.slots[request] = slot
+                elif piece in self.buffer.held:
+                    self._give_back(piece)
+            step.slots[request] = self.place[slot]
         step.ready.sort()
         step.waiting.reverse()
 
-    def _displace(self, inner: int, evicted: int) -> int:
-        """Where a miss comes: not over what it evicts, if the buffer has a slot to spare."""
-        slot = int(self.place[inner])
-        if evicted >= 0 and (spare := self.buffer.spare()) is not None:
-            self.buffer.leave(slot, evicted)
-            self.place[inner] = slot = spare
-        return slot
+    def _keep_in_place(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
+        """The cache gave a slot to each piece that had been prefetched: let it be the tier's slot
+        where its bytes are. What that slot stood for is free, or a miss that has not begun."""
+        where = {piece: int(self.place[held.slot]) for piece, held in here.items()}
+        for request in misses:
+            piece, given = int(step.experts[request]), int(step.served.slots[request])
+            if piece in where and given >= 0:
+                other = int(np.flatnonzero(self.place == where[piece])[0])
+                self.place[[given, other]] = self.place[[other, given]]
 
     def _share(self, layer: int) -> int:
         """Misses of a prompt's step that are taken in: to an even share of the cache a layer."""
         state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
         room = self.cache.room(layer)
-        if self._fewest == 1:
+        if self.cache.scope == "shared":
             room = -(-room // self.pieces.layers)
         return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
 
     def _seat(self, step: Step) -> None:
-        """Give slots of the buffer to requests that pass through it."""
+        """Give slots to requests that stream through."""
         while step.waiting:
-            slot = self.buffer.spare()
-            if slot is None and not (step.missing or step.wave or step.ready):
-                slot = self._reclaim()
-            if slot is None:
-                return
-            request = step.waiting.pop()
+            request = step.waiting[-1]
             piece = int(step.experts[request])
+            crowded = self.buffer.full and step.passing  # one slot it may have in any case
+            slot = -1 if crowded else self.cache.borrow(piece)[0]
+            if slot < 0:
+                if step.missing or step.wave or step.ready or not self._reclaim():
+                    return
+                continue
+            step.waiting.pop()
             self.buffer.occupy(piece, slot)
             step.passing.add(piece)
             step.missing[piece] = request
-            step.slots[request] = slot
-            self._add(piece, slot)
+            step.slots[request] = self.place[slot]
+            self._add(piece, int(self.place[slot]))
 
-    def _reclaim(self) -> int | None:
-        """A slot for a step that could not go on without: prefetches for later layers yield."""
-        slot = self._spare_above(2.0)
-        if slot is None:
-            for held in list(self.buffer.held.values()):
-                if held.use is Use.MOVING:
-                    self._drop(held.piece)
-            slot = self.buffer.spare()
-        return slot
-
-    def _spare_above(self, chance: float) -> int | None:
-        """A spare slot of the buffer, or one kept for what is less likely to be used than this."""
-        slot = self.buffer.spare()
-        if slot is None and (least := self.buffer.least(chance)) is not None:
-            self.counts.displaced += least.fetched
-            self.buffer.give_up(least.piece)
-            slot = self.buffer.spare()
-        return slot
+    def _reclaim(self) -> bool:
+        """A step could not go on: prefetches for later layers yield. True where a slot is free."""
+        if (least := self.buffer.least(2.0)) is not None:
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+            return True
+        before = len(self.buffer.held)
+        for held in list(self.buffer.held.values()):
+            if held.use is Use.MOVING:
+                self._drop(held.piece)
+        return len(self.buffer.held) < before
 
     def _pump(self, actions: list[Action]) -> None:
         """Give every idle lane a chunk: of demands, of prefetches under way, of new ones."""
@@ -446,20 +474,31 @@ class Scheduler:
     def _prefetch(self) -> bool:
         """Begin the next prefetch that is worth it; False where there is none."""
         while (wish := self.lookahead.nearest()) is not None:
-            held = self.buffer.held.get(wish.piece)
-            if held is None and self.cache.state.slot_of[wish.piece] < 0:
-                slot = self._spare_above(wish.chance)
-                if slot is None:
-                    return False
+            if wish.piece in self.buffer.held or self.cache.state.slot_of[wish.piece] >= 0:
                 self.lookahead.fulfil(wish)
-                self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
-                self._add(wish.piece, slot, Urgency.PREFETCH)
-                self.counts.prefetches += 1
-                return True
-            if held is not None:
-                self.buffer.expect(wish.piece, wish.layer, wish.chance)
+                continue
+            slot = self._loan(wish)
+            if slot < 0:
+                return False
             self.lookahead.fulfil(wish)
+            self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
+            self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
+            self.counts.prefetches += 1
+            return True
         return False
+
+    def _loan(self, wish: Wish) -> int:
+        """A slot for a prefetch, -1 where none can be had."""
+        if self.buffer.full:
+            least = self.buffer.least(wish.chance)
+            if least is None:
+                return -1
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+        slot, evicted = self.cache.borrow(wish.piece)
+        if evicted >= 0:
+            self.lookahead.evicted(evicted)
+        return slot
 
     def _note_link(self, landed: bool = False) -> None:
         if self.buffer.size:
@@ -478,20 +517,20 @@ class Scheduler:
 
     # ---- other sizes
 
-    def _buffered(self) -> int:
-        """Slots of the buffer: as asked, but no more than half, and the cache keeps its fewest."""
-        return max(0, min(self._ahead, self._capacity // 2, self._capacity - self._fewest))
+    def _loans(self) -> int:
+        """Slots that may be on loan: as asked, but no more than half."""
+        return max(0, min(self._ahead, self._capacity // 2))
 
     @property
     def _resizing(self) -> bool:
-        buffered = self._buffered()
-        return (self._capacity - buffered, buffered) != (self.cache.capacity, self.buffer.size)
+        return self._capacity != self.cache.capacity
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """A resize waits for the end of the step under way, and for what is being prefetched."""
         self._capacity = event.capacity
         if event.ahead is not None:
             self._ahead = event.ahead
+        self.buffer.size = self._loans()
         self._settle(actions)
 
     def _settle(self, actions: list[Action]) -> None:
@@ -499,12 +538,12 @@ class Scheduler:
         if self.step is not None or not self._resizing:
             return
         self.lookahead.clear()
-        for piece in list(self.queue.entries):
-            self._drop(piece)
+        for piece, held in list(self.buffer.held.items()):
+            if held.use is Use.MOVING:
+                self._drop(piece)
+            else:
+                self.counts.displaced += 1
+                self._give_back(piece)
         if not len(self.queue):
-            self.counts.displaced += sum(held.fetched for held in self.buffer.held.values())
-            buffered = self._buffered()
-            self.place, self.buffer, moves = reshape(
-                self.cache, self.place, self._capacity - buffered, buffered
-            )
+            self.place, moves = reshape(self.cache, self.place, self._capacity)
             actions += [*moves, Trim(self._capacity)]

@@ -64,6 +64,25 @@ def make_miss(stamp: int) -> Callable[..., tuple[int, int]]:
     return miss
 
 
+def make_borrow(stamp: int) -> Callable[..., tuple[int, int]]:
+    def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+        """Take a slot out of the cache for a piece that the policy is not told of.
+
+        (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
+        """
+        stamp  # noqa: B018
+        group, evicted = state.group_of[piece], -1
+        if state.free_count[group] == 0:
+            evicted = int(victim(state, own, group, piece, now))
+            if evicted < 0:
+                return -1, -1
+            evict(state, own, evicted, now)
+        state.free_count[group] -= 1
+        return state.free[state.first[group] + state.free_count[group]], evicted
+
+    return borrow
+
+
 def make_serve(stamp: int) -> Callable[..., bool]:
     def serve(
         state: State,
