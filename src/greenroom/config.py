@@ -142,13 +142,37 @@ class RecordConfig:
     weights: bool = _option(False, "record the gate's weights too")
     token_ids: bool = _option(False, "record the token ids too")
     gate_inputs: float = _option(
-        0.0, "record the hidden states that go to the experts, of this share of the tokens", "RATE"
+        0.0, "record the hidden states that go to the gates, of this share of the tokens", "RATE"
+    )
+    predict: str | None = _option(
+        None, "record what these predictors expect, which run beside the model", "NAME[:D],..."
+    )
+    predictor: str | None = _option(
+        None, "the file of `greenroom train-predictor`, for the predictor learned", "FILE"
     )
     raw: bool = _option(False, "apply no chat template to prompts that are text")
 
     def __post_init__(self) -> None:
         if not 0 <= self.gate_inputs <= 1:
             raise UsageError(f"--gate-inputs must be from 0 to 1, got {self.gate_inputs}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How the networks of the predictor learned are made."""
+
+    distance: int = _option(1, "layers that it looks ahead", "D")
+    hidden: int = _option(128, "hidden size of each layer's network", "N")
+    epochs: int = _option(20, "times that each token is looked at", "N")
+    held_out: float = _option(0.2, "share of the requests that accuracy is measured on", "SHARE")
+    seed: int = _option(0, "makes the split and the training repeatable", "N")
+
+    def __post_init__(self) -> None:
+        for name in ("distance", "hidden", "epochs"):
+            _at_least(self, name, 1)
+        _at_least(self, "seed", 0)
+        if not 0 < self.held_out < 1:
+            raise UsageError(f"--held-out must be above 0 and below 1, got {self.held_out}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors import Setting, predictor
+from greenroom.predictors import Setting, places, predictor
 from greenroom.predictors.noisy_oracle import promoe
 from greenroom.predictors.replay import Predicted, accuracy, replay
 from greenroom.predictors.token import Token
@@ -57,7 +55,7 @@ def test_token_without_ids_knows_popularity():
 
 
 def test_tokens_not_met_for_longest_leave(monkeypatch):
-    monkeypatch.setattr(sys.modules[Token.__module__], "MOST_BYTES", 2 * TWO.layers * 4 * 2)
+    monkeypatch.setattr(places, "MOST_BYTES", 2 * TWO.layers * 4 * 2)
     it = Token(TWO)
     used = {5: 0, 6: 1, 7: 2}
 
@@ -215,3 +213,133 @@ def test_accuracy_counts_the_top_k_alone():
     predicted = np.array([[[1, 2, 0, 3]], [[255, 255, 0, 1]]], np.uint8)
     assert accuracy(predicted, experts).tolist() == [0.25]
     assert accuracy(predicted, experts, since=1).tolist() == [0.0]
+
+
+def test_eamc_gives_the_likelihoods_of_the_nearest_past_request():
+    """Requests used layers like 0 1 and 3 2 (answers of two tokens); this one begins like the
+    second."""
+    it = predictor("eamc:2").make(Setting(Shape((4, 4, 4), 1)))
+    told = {}
+    for request, path in enumerate([[0, 1, 0], [3, 2, 0], [3, 0, 0]]):
+        for token in range(2):
+            it.begin(PassBegins(request, 2 * request + token, 1, False))
+            assert it.predict(-1) == []
+            for layer, expert in enumerate(path if token == 0 else [path[0], path[1], 1]):
+                it.observe(Seen(layer, np.array([[expert]])))
+                told[request, token, layer] = [
+                    (g.layer, g.experts.tolist()) for g in it.predict(layer)
+                ]
+    # nothing collected: this pass's own EAM, so that the layers of the next pass alone are known
+    assert told[0, 0, 0] == [(1, [[-1, -1]]), (2, [[-1, -1]])]
+    assert told[0, 0, 2] == [(3, [[0, -1]]), (4, [[1, -1]])]
+    # one collected: it is the nearest, whatever comes. Layer 2 used 0 and 1 once each
+    assert told[1, 0, 0] == [(1, [[1, -1]]), (2, [[0, 1]])]
+    # of two, the second is nearer once layer 0 chose 3
+    assert told[2, 0, 0] == [(1, [[2, -1]]), (2, [[0, 1]])]
+
+
+def test_eamc_orders_layers_by_likelihood_and_proximity():
+    """Layer 1 is even between four, layer 2 certain: 1/4 * (1 - 1/4) < 1 * (1 - 2/4)."""
+    it = predictor("eamc:2").make(Setting(Shape((4, 4, 4, 4), 1)))
+    for token in range(4):
+        it.begin(PassBegins(0, token, 1, False))
+        for layer, expert in enumerate([0, token, 2, 0]):
+            it.observe(Seen(layer, np.array([[expert]])))
+    it.begin(PassBegins(1, 4, 1, False))
+    it.observe(Seen(0, np.array([[0]])))
+    assert [(g.layer, g.experts.tolist()) for g in it.predict(0)] == [
+        (2, [[2, -1]]),
+        (1, [[0, 1]]),
+    ]
+
+
+def test_eamc_keeps_prompts_and_answers_apart():
+    it = predictor("eamc:1").make(Setting(TWO))
+
+    def run(request: int, prefill: bool, experts: list[int]) -> list[int]:
+        rows = len(experts)
+        it.begin(PassBegins(request, 0, rows, prefill))
+        it.observe(Seen(0, np.array(experts)[:, None]))
+        told = it.predict(0)[0].experts
+        assert (told == told[0]).all()
+        assert len(told) == rows
+        it.observe(Seen(1, np.array(experts)[:, None]))
+        return told[0].tolist()
+
+    run(0, True, [0, 0, 1])
+    run(0, False, [3])
+    run(1, False, [3])
+    assert run(1, True, [0, 1]) == [0, 1]  # the prompt's: 0 twice, 1 once
+    assert run(1, False, [0]) == [3, -1]  # the answer's
+    state = it.state()
+    assert state["prefill.collection"].tolist() == [[2, 1, 0, 0, 2, 1, 0, 0]]
+    assert state["decode.collection"].tolist() == [[0, 0, 0, 1, 0, 0, 0, 1]]
+    assert state["decode.request"].tolist() == [1, 0, 0, 1, 1, 0, 0, 1]
+
+
+def test_a_full_collection_replaces_the_nearest():
+    it = predictor("eamc:1,capacity=2").make(Setting(TWO))
+    for request, experts in enumerate([[0, 0], [3, 3], [3, 2], [1, 1]]):
+        it.begin(PassBegins(request, request, 1, False))
+        for layer, expert in enumerate(experts):
+            it.observe(Seen(layer, np.array([[expert]])))
+    assert it.state()["decode.collection"].tolist() == [
+        [1, 0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 1, 0],
+    ]
+
+
+def test_matching_by_request_remembers_earlier_passes():
+    """The pass alone is equally near to both; the request so far is nearer to the first."""
+    told = {}
+    for matching in ("iteration", "request"):
+        it = predictor(f"eamc:1,matching={matching}").make(Setting(TWO))
+        for request, passes in enumerate([[(0, 1), (2, 1)], [(3, 2), (2, 2)], [(0, 0), (2, 0)]]):
+            for token, path in enumerate(passes):
+                it.begin(PassBegins(request, token, 1, False))
+                it.observe(Seen(0, np.array([[path[0]]])))
+                told[matching] = it.predict(0)[0].experts.tolist()
+                it.observe(Seen(1, np.array([[path[1]]])))
+    assert told == {"iteration": [[1, 2]], "request": [[1, -1]]}
+
+
+def test_routing_path_takes_the_steps_of_its_formulas():
+    """Two layers of four, top-1: the first layer's logits after one and two tokens, by hand."""
+    it = predictor("routing-path:1").make(Setting(TWO))
+    even = -np.log(3.0)  # three in four are not used
+    step = np.array([0.0, 1, 0, 0]) - 0.25  # token 0 used 1 in layer 0
+    it.begin(PassBegins(0, 0, 1, False, np.array([7])))
+    it.observe(Seen(0, np.array([[1]])))
+    bias, known = even + 0.03 * step, 2.0 * step
+    assert it.state()["bias"][0] == pytest.approx(bias, abs=1e-6)
+    assert it.state()["rows"][0, 0] == pytest.approx(known, abs=1e-6)
+    assert not it.state()["last"].any()  # no token came before
+    assert not it.state()["link"].any()
+    it.observe(Seen(1, np.array([[3]])))
+    assert it.state()["link"][0, 1, 1] == pytest.approx(0.1 * ([0, 0, 0, 1] - np.full(4, 0.25)))
+    # the next token, of the same id, uses 2: what was expected, and how wrong it was
+    it.begin(PassBegins(0, 1, 1, False, np.array([7])))
+    assert it.predict(-1)[0].experts.tolist() == [[1, 0]]
+    it.observe(Seen(0, np.array([[2]])))
+    error = np.array([0.0, 0, 1, 0]) - 1 / (1 + np.exp(-(bias + known)))
+    assert it.state()["last"][0, 1] == pytest.approx(0.1 * error, abs=1e-6)
+    assert it.state()["rows"][0, 0] == pytest.approx(known + 2 * error, abs=1e-6)
+    assert it.state()["link"][0, 0, 3] == pytest.approx(0.1 * error, abs=1e-6)  # m = 0: layer 1
+    assert it.state()["link"][1, 0, 1] == pytest.approx(0.1 * error, abs=1e-6)  # m = 1: layer 0
+    assert not it.state()["link"][2, 0].any()  # m = 2: a layer of the token before that
+
+
+def test_routing_path_learns_what_follows_from_what():
+    """Layer 1 repeats layer 0; layer 0 is told by the token's id alone."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 4, 300)
+    routed = np.stack([ids, ids], axis=1)[..., None].astype(np.uint8)
+    told = replay(predictor("routing-path:1").make(Setting(TWO)), decode(routed, ids.tolist()), TWO)
+    first, second = accuracy(told.experts, routed, 150)
+    assert second == 1.0
+    assert first < 0.5  # a layer before, the id is not known yet
+    it = predictor("routing-path:1").make(Setting(TWO))
+    early = [
+        g[0].experts[0, 0] for _, layer, g in said(it, decode(routed, ids.tolist())) if layer < 0
+    ]
+    assert early[150:] == ids[150:].tolist()

@@ -60,7 +60,9 @@ def test_each_layer_of_each_decode_pass_is_predicted_its_distance_before(name, d
     single = starts[(np.diff(trace.pass_starts) == 1) & (starts > 40)]
     later = np.setdiff1d(single, trace.request_starts[:-1])
     assert later.size
-    assert (predicted.experts[later][..., 0] != 255).all()
+    # MoE-Infinity's layer proximity is 0 where the layer itself comes again
+    expected = (name, distance) != ("eamc", SHAPE.layers)
+    assert ((predicted.experts[later][..., 0] != 255) == expected).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from tests.predictors.small import SHAPE
 
 def test_the_table_has_every_predictor_by_its_name():
     assert {
-        *("none", "popularity", "token", "markov"),
+        *("none", "popularity", "token", "markov", "eamc", "routing-path"),
         *("recorded", "oracle", "noisy-oracle", "pregated"),
     } <= set(PREDICTORS)
     assert all(kind.name == name and kind.help for name, kind in PREDICTORS.items())

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
 from greenroom.errors import TraceError
 from greenroom.runtime import recorder as recording
+from greenroom.runtime.forecasts import Forecasts
+from greenroom.runtime.probes import GateInputs, Router
 from greenroom.runtime.recorder import Recorder
 from greenroom.trace import load, stream
 from greenroom.trace.journal import Header, Journal
@@ -193,3 +196,70 @@ def test_shapes_alone_are_not_recorded(start, tmp_path):
         model.layers[0](torch.empty(1, 5, device="meta"), index, index)
         model([1], TOKEN)
     assert load(tmp_path / "j").tokens == 1
+
+
+class Gate(nn.Module):
+    """A router in name, whose states are not those that the experts are given."""
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+class Gated(Model):
+    """The same model, with a gate in each layer that is asked before the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [Gate() for _ in SIZES]
+        for layer, gate in zip(self.layers, self.gates, strict=True):
+            layer.register_forward_pre_hook(lambda _, args, gate=gate: (gate(args[0] * 3), None)[1])
+
+    def probe(self) -> GateInputs:
+        return GateInputs([Router(gate, nn.Module(), 4) for gate in self.gates])
+
+
+class Echo:
+    """Predicts what was just seen: of the first layer where its pass begins."""
+
+    name, distance = "echo", 1
+
+    def begin(self, at: PassBegins) -> None:
+        self.at = at
+
+    def observe(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def predict(self, layer: int) -> list[Guess]:
+        if layer < 0:
+            return [Guess(0, np.full((self.at.tokens, 2), self.at.first % 4))]
+        rows = len(self.seen.experts) if layer + 1 < len(SIZES) else 1
+        return [Guess(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
+
+
+def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):
+    model = Gated()
+    journal = Journal(tmp_path / "j", Header(SIZES, gate_inputs=1.0, predictions={"echo": 1}))
+    echo = Echo()
+    forecasts = Forecasts({"echo": echo}, Shape(SIZES, 2))
+    with Recorder(model.layers, model.embedding, journal, 0, model.probe(), forecasts) as recorder:
+        for number in range(2):
+            with recorder.request(number, "", 3):
+                model([7, 8, 9], PROMPT)
+                assert echo.at == (number, 4 * number, 3, True, echo.at.token_ids)
+                assert echo.at.token_ids.tolist() == [7, 8, 9]
+                model([5], TOKEN)
+                assert echo.at == (number, 4 * number + 3, 1, False, echo.at.token_ids)
+                np.testing.assert_array_equal(echo.seen.inputs, model.seen[-1] * 3)
+                np.testing.assert_allclose(echo.seen.weights, [[0.0, 0.1]])
+    journal.close()
+    assert not model.gates[0]._forward_pre_hooks
+    trace = load(tmp_path / "j")
+    seen = [np.stack(pair, 1) for pair in zip(model.seen[::2], model.seen[1::2], strict=True)]
+    np.testing.assert_allclose(trace.gate_inputs.values, np.concatenate(seen) * 3)
+    said = trace.predictions["echo"].experts
+    assert trace.predictions["echo"].distance == 1
+    begins = [[0, 0], [0, 0], [0, 0], [2, 0]]  # the last: layer 1's of the token before it
+    assert (said[..., 2] == 255).all()  # two were named, there is room for three
+    said = said[..., :2]
+    assert said[:, 0].tolist() == begins * 2
+    assert said[:, 1].tolist() == [[2, 1]] * 3 + [[0, 0]] + [[2, 1]] * 3 + [[0, 0]]

@@ -86,13 +86,20 @@ def test_any_trace_goes_through_a_journal(tmp_path, trace):
     (tmp_path / "j").unlink(missing_ok=True)
     full = trace.weights is not None
     rate = 0.5 if full else 0.0
-    header = Header(tuple(trace.experts_per_layer.tolist()), full, full, rate, trace.meta)
+    distances = {name: made.distance for name, made in trace.predictions.items()}
+    header = Header(
+        tuple(trace.experts_per_layer.tolist()), full, full, rate, trace.meta, distances
+    )
     lengths = np.diff(trace.pass_starts)
     segments = []
     for r in range(trace.requests):
         begin, end = trace.request_starts[r : r + 2].tolist()
         inside = (trace.pass_starts[:-1] >= begin) & (trace.pass_starts[:-1] < end)
         arrays = {"experts": trace.experts[begin:end]}
+        for name, made in trace.predictions.items():
+            said = made.experts[begin:end].astype(np.int64)
+            said[said == np.iinfo(made.experts.dtype).max] = -1
+            arrays[f"predictions.{name}"] = said
         if full:
             tokens = trace.gate_inputs.tokens
             taken = (tokens >= begin) & (tokens < end)
@@ -106,10 +113,9 @@ def test_any_trace_goes_through_a_journal(tmp_path, trace):
         ]
         segments.append(Segment(r, trace.labels[r], passes, True, arrays))
     write(tmp_path / "j", segments, header)
-    expected = replace(trace, predictions={})
-    assert_same(load(tmp_path / "j"), expected)
+    assert_same(load(tmp_path / "j"), trace)
     convert(tmp_path / "j", tmp_path / "t")
-    assert_same(load(tmp_path / "t"), expected)
+    assert_same(load(tmp_path / "t"), trace)
 
 
 @SETTINGS
@@ -227,3 +233,39 @@ def test_a_recording_that_did_not_end_is_named(tmp_path):
     write(tmp_path / "empty", [])
     with pytest.raises(TraceError, match="nothing was recorded before the recording ended"):
         load(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(("experts", "kind"), [(255, np.uint8), (256, np.uint16)])
+def test_the_id_of_the_last_expert_is_not_taken_for_no_prediction(tmp_path, experts, kind):
+    header = Header((experts,), predictions={"oracle": 1})
+    said = np.array([[[experts - 1]], [[-1]]])
+    arrays = {"experts": np.array([[[0]], [[1]]]), "predictions.oracle": said}
+    write(tmp_path / "j", [Segment(0, "", [(2, True)], True, arrays)], header)
+    made = load(tmp_path / "j").predictions["oracle"].experts
+    assert made.dtype == kind
+    assert made.ravel().tolist() == [experts - 1, np.iinfo(kind).max]
+
+
+def test_a_journal_from_before_predictions_were_recorded(tmp_path):
+    """Its header has no such entry."""
+    import json
+    import zlib
+
+    write(tmp_path / "j", [])
+    data = (tmp_path / "j").read_bytes()
+    info = json.loads(data[12 : 12 + int.from_bytes(data[4:8], "little")])
+    del info["predictions"]
+    text = json.dumps(info).encode()
+    sizes = len(text).to_bytes(4, "little") + bytes(4)
+    (tmp_path / "j").write_bytes(data[:4] + sizes + text + zlib.crc32(text).to_bytes(4, "little"))
+    write_on = Journal(tmp_path / "j", HEADER)
+    write_on.append(SEGMENTS[2])
+    write_on.close()
+    assert load(tmp_path / "j").predictions == {}
+
+
+def test_a_journal_knows_the_tokens_of_the_requests_that_are_whole(tmp_path):
+    write(tmp_path / "j", [*SEGMENTS, segment(2, [(5, True)], last=False)])
+    journal = Journal(tmp_path / "j", HEADER)
+    assert (journal.requests, journal.tokens) == (2, 10)
+    journal.close()

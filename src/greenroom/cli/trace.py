@@ -62,9 +62,12 @@ def record(args: argparse.Namespace) -> None:
     from greenroom.hf.load import load_with
     from greenroom.hf.record import record
     from greenroom.hf.report import startup_line
+    from greenroom.runtime.forecasts import choices
     from greenroom.trace.journal import journal_of
     from greenroom.trace.prompts import read_prompts
 
+    if recording.predict is not None:
+        choices(recording.predict)  # a name that is wrong is found before a model is loaded
     prompts = read_prompts(args.prompts)
     bars(loading=True)
     model, tokenizer = load_with(args.model, load)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from greenroom.core.predictor import Predictor
 from greenroom.errors import UnknownName, UsageError
+from greenroom.predictors.eamc import eamc
 from greenroom.predictors.kind import Choice, Kind, Setting
 from greenroom.predictors.learned import learned
 from greenroom.predictors.markov import markov
@@ -18,14 +19,14 @@ from greenroom.predictors.oracle import oracle
 from greenroom.predictors.popularity import popularity
 from greenroom.predictors.pregated import pregated
 from greenroom.predictors.recorded import recorded
+from greenroom.predictors.routing_path import routing_path
 from greenroom.predictors.token import token
 
 PREDICTORS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         none,
-        *(popularity, token, markov),
-        *(next_gate, learned),
+        *(popularity, token, markov, eamc, routing_path),
         *(next_gate, learned),
         *(pregated, recorded, oracle, noisy_oracle),
     )

@@ -141,10 +141,12 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
                 f"the learned predictor is another model's: layer {layer} has {experts} experts"
             )
         found.append(Network(halves(up), up_bias, down, down_bias))
-    if len({network.up.shape[1] for network in found}) > 1 or f"{shape.layers}.up.bias" in tensors:
+    if f"{shape.layers}.up.bias" in tensors:
         raise PredictorError(
             f"the learned predictor is not of a model of {shape.layers} MoE layers"
         )
+    if len({network.up.shape[1] for network in found}) > 1:
+        raise PredictorError("the learned predictor is damaged: layers of different hidden sizes")
     return found, int(distance[0])
 
 

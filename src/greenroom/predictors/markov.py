@@ -60,7 +60,7 @@ class Markov:
 
     def __init__(self, shape: Shape, distance: int) -> None:
         self.distance: int | None = distance
-        self._shape, self._ahead = shape, distance
+        self._sizes, self._width, self._ahead = shape.experts_per_layer, shape.width, distance
         layers, experts = shape.layers, max(shape.experts_per_layer)
         self._pairs = np.full((layers, experts, experts), log(PRIOR), np.float32)
         self._totals = np.full((layers, experts), log(PRIOR * experts), np.float32)
@@ -71,7 +71,7 @@ class Markov:
     def begin(self, at: PassBegins) -> None:
         begun = at.request != self._request  # nothing follows from another request's last token
         self._last = [None if begun or seen is None else seen[-1:] for seen in self._path]
-        self._path = [None] * self._shape.layers
+        self._path = [None] * len(self._sizes)
         self._request = at.request
 
     def observe(self, seen: Seen) -> None:
@@ -83,13 +83,13 @@ class Markov:
             if (before := self._path[source]) is not None:
                 learn(self._pairs[source], self._totals[source], before, experts)
             return
-        source += self._shape.layers
+        source += len(self._sizes)
         if (last := self._last[source]) is not None:
             learn(self._pairs[source], self._totals[source], last, experts[:1])
 
     def _learn_inside(self, layer: int, experts: Ids) -> None:
         """A pass of several tokens: each is the one that follows the one before it."""
-        target = layer + self._ahead - self._shape.layers
+        target = layer + self._ahead - len(self._sizes)
         if target >= 0 and len(experts) > 1 and (after := self._path[target]) is not None:
             learn(self._pairs[layer], self._totals[layer], experts[:-1], after[1:])
 
@@ -97,13 +97,13 @@ class Markov:
         seen = self._path[layer] if layer >= 0 else None
         if seen is None:
             return []
-        target, layers = layer + self._ahead, self._shape.layers
+        target, layers = layer + self._ahead, len(self._sizes)
         if target >= layers:
             seen = seen[-1:]
         scores = np.empty((len(seen), self._totals.shape[1]), np.float32)
-        experts = self._shape.experts_per_layer[target % layers]
+        experts = self._sizes[target % layers]
         score(self._pairs[layer], self._totals[layer], seen, experts, scores)
-        return [guess(target, scores, self._shape, -np.inf)]
+        return [guess(target, scores, self._width, -np.inf)]
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         return {

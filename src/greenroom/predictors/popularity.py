@@ -34,7 +34,7 @@ class Popularity:
 
     def __init__(self, shape: Shape, distance: int, half_life: float) -> None:
         self.distance: int | None = distance
-        self._shape, self._ahead = shape, distance
+        self._layers, self._width, self._ahead = shape.layers, shape.width, distance
         self._decay = np.float32(0.5 ** (1 / half_life))
         self._counts = np.zeros((shape.layers, max(shape.experts_per_layer)), np.float32)
         self._tokens = 1
@@ -49,8 +49,8 @@ class Popularity:
         if layer < 0:
             return []
         target = layer + self._ahead
-        scores = self._counts[target % self._shape.layers]
-        return [for_all(guess(target, scores[None], self._shape), self._shape, self._tokens)]
+        scores = self._counts[target % self._layers]
+        return [for_all(guess(target, scores[None], self._width), self._layers, self._tokens)]
 
     def state(self) -> Mapping[str, NDArray[Any]]:
         return {"counts": self._counts.copy()}

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, Ids, Shape
+from greenroom.core.predictor import Guess, Ids
 from greenroom.core.ranking import top
 
 Floats = NDArray[np.float32]
@@ -26,14 +26,14 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(nogil=True)(function)
 
 
-def guess(layer: int, scores: Floats, shape: Shape, above: float = 0.0) -> Guess:
+def guess(layer: int, scores: Floats, width: int, above: float = 0.0) -> Guess:
     """The guess that scores [rows, E] stand for; those that are not `above` name no expert."""
-    return Guess(layer, top(scores, shape.width, above))
+    return Guess(layer, top(scores, width, above))
 
 
-def for_all(one: Guess, shape: Shape, tokens: int) -> Guess:
+def for_all(one: Guess, layers: int, tokens: int) -> Guess:
     """A guess of one row for all tokens of its pass, where that is the pass under way."""
-    if one.layer >= shape.layers or tokens == 1:
+    if one.layer >= layers or tokens == 1:
         return one
     return Guess(one.layer, np.repeat(one.experts, tokens, axis=0))
 

@@ -49,8 +49,8 @@ def passes(routing: Routing) -> Iterator[PassBegins]:
 def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
     """What the predictor says of each layer, at least its distance before.
 
-    Of several such guesses the last one counts. What is said when a pass of several tokens begins
-    counts too: before, it was known of one token at most.
+    Of several such guesses the last one counts. What is said when a pass begins counts where no
+    distance is asked for, and for passes of several tokens: before, one of them was known at most.
     """
     tokens, layers, _ = routing.experts.shape
     kind = np.uint8 if max(shape.experts_per_layer) <= 255 else np.uint16
@@ -65,7 +65,8 @@ def replay(predictor: Predictor, routing: Routing, shape: Shape) -> Predicted:
                 inside = routing.experts[at.first : at.first + at.tokens, layer]
                 predictor.observe(Seen(layer, inside.astype(np.int64)))
             for guess in predictor.predict(layer):
-                if guess.layer - layer >= distance or (layer < 0 and announced):
+                in_time = announced if layer < 0 else guess.layer - layer >= distance
+                if in_time or not distance:
                     _write(made, guess, at, nothing)
     return Predicted(made, distance)
 

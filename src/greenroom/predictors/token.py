@@ -6,8 +6,7 @@ after Xue et al., 2024, and Jiang et al., 2024).
 predicts all layers before a pass begins; nothing is known of a pass to come. The paper counts in a
 recording made beforehand; here the counts are learned as the model runs, and may be kept between
 runs. `share` is how often any token uses the expert: it decides for ids that are not known, and
-between equals. As many ids are known as fit in 16 MiB, at most 4096; the one that is not met for
-the longest time leaves.
+between equals. What is known of ids is bounded (predictors/places.py).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from numpy.typing import NDArray
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.places import Places
 from greenroom.predictors.ranks import Floats, as_ids, compiled, taken
 
-MOST_IDS, MOST_BYTES = 4096, 16 << 20
 FULL = 60_000  # counts are halved when one gets there: they are uint16
 Counts = NDArray[np.uint16]
 
@@ -62,68 +61,33 @@ class Token:
     distance: int | None = None
 
     def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        layers, experts = shape.layers, max(shape.experts_per_layer)
-        most = min(MOST_IDS, max(1, MOST_BYTES // (layers * experts * 2)))
-        self._table: Counts = np.zeros((most, layers, experts), np.uint16)
-        self._overall = np.zeros((layers, experts), np.float32)
-        self._place: dict[int, int] = {}
-        self._id = np.full(most, -1, np.int64)  # the id that has each place
-        self._met = np.zeros(most, np.int64)  # the pass in which it was last met
-        self._now = 0
+        self._layers, self._width = shape.layers, shape.width
+        row = shape.layers, max(shape.experts_per_layer)
+        self._known = Places(row, np.uint16)
+        self._overall = np.zeros(row, np.float32)
         self._places = np.full(1, -1, np.int64)  # of this pass's tokens
 
     def begin(self, at: PassBegins) -> None:
-        self._now += 1
-        self._places = np.full(at.tokens, -1, np.int64)
-        if at.token_ids is not None:
-            for token, id_ in enumerate(at.token_ids.tolist()):
-                self._places[token] = self._place_of(id_)
-
-    def _place_of(self, id_: int) -> int:
-        """Where the id's counts are; a new one takes the place of that not met for longest."""
-        place = self._place.get(id_, -1)
-        if place < 0:
-            place = len(self._place)
-            if place == self._id.size:
-                place = int(self._met.argmin())
-                if self._met[place] == self._now:
-                    return -1  # all are of this very pass
-                del self._place[int(self._id[place])]
-                self._table[place] = 0
-            self._place[id_] = place
-            self._id[place] = id_
-        self._met[place] = self._now
-        return place
+        self._places = self._known.of(at.token_ids, at.tokens)
 
     def observe(self, seen: Seen) -> None:
-        count(self._table, self._overall, seen.layer, self._places, as_ids(seen.experts))
+        count(self._known.rows, self._overall, seen.layer, self._places, as_ids(seen.experts))
 
     def predict(self, layer: int) -> list[Guess]:
         if layer >= 0:
             return []
-        layers, tokens = self._shape.layers, self._places.size
+        layers, tokens = self._layers, self._places.size
         scores = np.empty((layers * tokens, self._overall.shape[1]), np.float32)
-        score(self._table, self._overall, self._places, scores)
-        named = top(scores, self._shape.width, 0.0)
+        score(self._known.rows, self._overall, self._places, scores)
+        named = top(scores, self._width, 0.0)
         return [Guess(i, rows) for i, rows in enumerate(named.reshape(layers, tokens, -1))]
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        known = len(self._place)
-        return {
-            "overall": self._overall.copy(),
-            "ids": self._id[:known].copy(),
-            "met": self._met[:known].copy(),
-            "table": self._table[:known].copy(),
-        }
+        return {"overall": self._overall.copy(), **self._known.state()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         taken("overall", state, self._overall)
-        known = min(len(state.get("ids", ())), self._id.size)
-        for name, array in (("ids", self._id), ("met", self._met), ("table", self._table)):
-            taken(name, state, array[:known])
-        self._place = {id_: place for place, id_ in enumerate(self._id[:known].tolist())}
-        self._now = int(self._met[:known].max(initial=0))
+        self._known.restore(state)
 
 
 def make(setting: Setting) -> Token:

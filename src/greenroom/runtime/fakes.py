@@ -14,6 +14,7 @@ import numpy as np
 
 from greenroom.errors import StoreError
 from greenroom.runtime.copier import Store
+from greenroom.runtime.line import Line
 from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.store import Chunk, Staging
 
@@ -34,7 +35,8 @@ class FakeSlots(HostSlots):
 class FakeStore:
     """Another store, seen through a slow and unreliable line.
 
-    A read takes `latency` seconds, up to `jitter` more by chance, and nbytes / `bandwidth`.
+    A read takes `latency` seconds, up to `jitter` more by chance, and its turn on a line of
+    `bandwidth` bytes a second.
     `fails(n)` is asked before the n-th read, counted from 1; True raises StoreError.
     """
 
@@ -49,12 +51,9 @@ class FakeStore:
         fails: Callable[[int], bool] = lambda read: False,
     ) -> None:
         self._store, self._fails = store, fails
-        self._bandwidth, self._latency, self._jitter = bandwidth, latency, jitter
-        self._random, self._lock, self._line = (
-            random.Random(seed),
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._latency, self._jitter = latency, jitter
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self.line = Line(bandwidth)
         self.reads = 0
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
@@ -67,9 +66,7 @@ class FakeStore:
         time.sleep(wait)
         if self._fails(number):
             raise StoreError(f"read {number} failed: Input/output error (fake)")
-        if self._bandwidth != float("inf"):
-            with self._line:  # one transfer at a time, as a saturated link does
-                time.sleep(chunk.length / self._bandwidth)
+        self.line.carry(chunk.length)
         return self._store.read(chunk, staging)
 
     def close(self) -> None:

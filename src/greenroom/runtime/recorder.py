@@ -1,7 +1,8 @@
 """The recorder: listens at the experts modules of a running model, and keeps what they are asked.
 
 It sees the same passes as the driver (a pass begins where the layers begin again), so a trace
-replayed in `runtime` order is what the run asked of its cache.
+replayed in `runtime` order is what the run asked of its cache. Predictors run beside it, on their
+own: what they say is recorded, nothing is fetched.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from greenroom.core.predictor import PassBegins, Seen
 from greenroom.errors import TraceError
-from greenroom.trace.journal import Journal, Segment
+from greenroom.runtime.forecasts import Forecasts
+from greenroom.runtime.probes import GateInputs
+from greenroom.trace.journal import PREDICTED, Journal, Segment
 
 FLUSH_BYTES = 1 << 20
 FLUSH_S = 2.0
@@ -29,13 +33,21 @@ class Recorder:
 
     `modules` are the experts modules in the model's order, `embedding` the module that is given
     the token ids. Nothing is kept outside of a `request`. Gate inputs are those of a sample of
-    tokens, drawn by `seed`.
+    tokens, drawn by `seed`; `probe` listens at the gates, without it they are what the experts are
+    given. `forecasts` are of the predictors that the journal's header names.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], embedding: nn.Module, journal: Journal, seed: int = 0
+        self,
+        modules: Sequence[nn.Module],
+        embedding: nn.Module,
+        journal: Journal,
+        seed: int = 0,
+        probe: GateInputs | None = None,
+        forecasts: Forecasts | None = None,
     ) -> None:
         self._journal, self._header = journal, journal.header
+        self._probe, self._forecasts = probe, forecasts
         self._most = np.array(self._header.experts_per_layer)
         self._seed, self._open = seed, False
         self._hooks = [
@@ -52,6 +64,8 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._probe is not None:
+            self._probe.detach()
 
     @contextmanager
     def request(self, number: int, label: str, prompt_tokens: int) -> Iterator[None]:
@@ -98,16 +112,27 @@ class Recorder:
                 " every layer in every pass"
             )
         if layer == 0:
-            self._ids = self._given
-        if layer == 0 and (rate := self._header.gate_inputs):
-            self._sampled = np.flatnonzero(self._random.random(len(index)) < rate)
+            self._begin_pass(len(index))
+        inputs = x if self._probe is None else self._probe.raw(layer)
+        inputs = inputs.detach().reshape(len(index), -1)
         taken: dict[str, NDArray[Any]] = {"experts": index.cpu().numpy().astype(np.uint16)}
         if self._header.weights:
             taken["weights"] = weights.detach().to(torch.float16).cpu().numpy()
         if self._header.gate_inputs:
-            rows = x.detach().reshape(len(index), -1)[torch.from_numpy(self._sampled)]
-            taken["inputs"] = rows.to(torch.float32).cpu().numpy()
+            taken["inputs"] = _floats(inputs[torch.from_numpy(self._sampled)])
         self._layers.append(taken)
+        if self._forecasts is not None:
+            experts = index.cpu().numpy().astype(np.int64, copy=False)
+            self._forecasts.layer(Seen(layer, experts, _floats(weights), _floats(inputs)))
+
+    def _begin_pass(self, tokens: int) -> None:
+        self._ids = self._given
+        if rate := self._header.gate_inputs:
+            self._sampled = np.flatnonzero(self._random.random(tokens) < rate)
+        if self._forecasts is not None:
+            ids = self._ids.astype(np.int64) if len(self._ids) == tokens else None
+            first, prefill = self._journal.tokens + self.tokens, self._seen < self._prompt
+            self._forecasts.begin(PassBegins(self._number, first, tokens, prefill, ids))
 
     def _end_pass(self) -> None:
         """Put the layers of the pass that is over side by side, and check them."""
@@ -120,6 +145,9 @@ class Recorder:
             raise TraceError("a pass has layers of different top-k, which a trace cannot hold")
         part = {name: np.stack([layer[name] for layer in layers], 1) for name in layers[0]}
         self._check(part["experts"])
+        if self._forecasts is not None:
+            said = self._forecasts.end()
+            part |= {PREDICTED + name: said[name] for name in self._header.predictions}
         tokens = len(part["experts"])
         if self._header.token_ids:
             if len(self._ids) != tokens:
@@ -148,3 +176,8 @@ class Recorder:
             self._journal.append(Segment(self._number, self._label, self._passes, last, arrays))
             self._passes, self._parts = [], []
         self._flushed = time.monotonic()
+
+
+def _floats(values: torch.Tensor) -> NDArray[np.float32]:
+    floats: NDArray[np.float32] = values.detach().to("cpu", torch.float32).numpy()
+    return floats

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.errors import OutputError, TraceError
+from greenroom.errors import GreenroomError, OutputError, TraceError
 
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 DTYPES = {
@@ -88,13 +88,18 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
                 raise ValueError(f"{name}: {written} bytes for {tensor.nbytes}")
 
 
-def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """(tensors as read-only views of the mapped file, metadata); TraceError where it is damaged."""
+def read(
+    path: Path, what: str = "trace", damaged: type[GreenroomError] = TraceError
+) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """(tensors as read-only views of the mapped file, metadata).
+
+    `damaged` is raised, which says that the file is not a `what`, where it cannot be right.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
-            raise TraceError(f"{path}: not a trace, or cut off in its header")
+            raise damaged(f"{path}: not a {what}, or cut off in its header")
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -103,10 +108,10 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         if not all(isinstance(value, str) for value in metadata.values()):
             raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TraceError(f"{path}: not a trace, or its header is damaged") from error
+        raise damaged(f"{path}: not a {what}, or its header is damaged") from error
     data = 8 + length
     if (end := data + max((entry[3] for entry in table.values()), default=0)) > size:
-        raise TraceError(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
+        raise damaged(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
     whole = np.memmap(path, np.uint8, "r").view(np.ndarray)
     return {
         name: whole[data + begin : data + stop].view(dtype).reshape(shape)

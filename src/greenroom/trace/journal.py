@@ -26,11 +26,13 @@ from greenroom.errors import OutputError, TraceError
 from greenroom.trace import container
 from greenroom.trace.container import DTYPES, Tensor
 from greenroom.trace.metadata import metadata, named
-from greenroom.trace.trace import GateInputs, Trace, starts_of
+from greenroom.trace.trace import GateInputs, Prediction, Trace, starts_of
 
 MAGIC = b"GRTJ"
 VERSION = 1
 _TYPES = {"experts": "U16", "weights": "F16", "token_ids": "I32", "sampled": "I64", "inputs": "F32"}
+
+PREDICTED = "predictions."  # before a predictor's name; -1 where it expected nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,20 @@ class Header:
     token_ids: bool = False
     gate_inputs: float = 0.0  # the share of tokens that is sampled
     meta: dict[str, Any] = field(default_factory=dict)
+    predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
 
     def fields(self) -> list[str]:
         """The arrays of a segment, in the order in which they are stored."""
         optional = {"weights": self.weights, "token_ids": self.token_ids}
         optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
-        return ["experts", *(name for name, wanted in optional.items() if wanted)]
+        chosen = [name for name, wanted in optional.items() if wanted]
+        return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
     def dtype(self, name: str) -> Any:
-        narrow = name == "experts" and max(self.experts_per_layer) <= 1 << 8
+        most = max(self.experts_per_layer)
+        if name.startswith(PREDICTED):  # the type's largest value says that nothing was expected
+            return np.dtype(np.uint8 if most < 1 << 8 else np.uint16)
+        narrow = name == "experts" and most <= 1 << 8
         return np.dtype(np.uint8 if narrow else DTYPES[_TYPES[name]])
 
 
@@ -77,12 +84,14 @@ def journal_of(path: Path) -> Path:
 class Journal:
     """Appends segments to `path`. A new file, or one with the same header, which is gone on with.
 
-    `requests` is how many requests are whole in it; what there was of a further one is dropped.
+    `requests` is how many requests are whole in it, and `tokens` theirs; what there was of a
+    further one is dropped.
     TraceError where the file holds another recording, OutputError where one is under way in it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.path, self.header, self.requests = path, header, 0
+        self.path, self.header = path, header
+        self.requests = self.tokens = 0
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         except OSError as error:
@@ -107,9 +116,11 @@ class Journal:
                 f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
                 " or delete it"
             )
+        tokens = 0
         for segment, stop in _segments(self.path, found, end):
+            tokens += segment.tokens
             if segment.last:
-                self.requests, end = segment.request + 1, stop
+                self.requests, self.tokens, end = segment.request + 1, tokens, stop
         self._file.truncate(end)
         self._file.seek(end)
 
@@ -160,7 +171,7 @@ def convert(source: Path, path: Path) -> None:
         if name != "sampled":
             parts = _parts(source, header, end, name)
             tensors[title] = Tensor(header.dtype(name), whole.shapes[name], parts)
-    container.write(path, tensors, metadata(names, whole.meta, {}))
+    container.write(path, tensors, metadata(names, whole.meta, header.predictions))
 
 
 def _parts(path: Path, header: Header, begin: int, name: str) -> Iterator[NDArray[Any]]:
@@ -197,6 +208,10 @@ def read(path: Path) -> Trace:
         weights=arrays.get("weights"),
         token_ids=arrays.get("token_ids"),
         gate_inputs=sample,
+        predictions={
+            name: Prediction(arrays[PREDICTED + name], distance)
+            for name, distance in header.predictions.items()
+        },
         meta=whole.meta,
     )
 
@@ -259,6 +274,7 @@ def _as_json(header: Header) -> dict[str, Any]:
         "weights": header.weights,
         "token_ids": header.token_ids,
         "gate_inputs": header.gate_inputs,
+        "predictions": header.predictions,
         "meta": header.meta,
     }
 
@@ -283,8 +299,9 @@ def _read_header(path: Path) -> tuple[Header, int]:
             bool(info["token_ids"]),
             float(info["gate_inputs"]),
             dict(info["meta"]),
+            {str(name): int(d) for name, d in info.get("predictions", {}).items()},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"{path}: the journal's header is damaged") from error
     return header, end
 

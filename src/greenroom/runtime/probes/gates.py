@@ -40,17 +40,31 @@ class RouterGates:
 def _tried(router: Router) -> Linear | None:
     """What the router computes; where that is no formula, PredictorError if it does not answer."""
     router.arguments()
-    if (linear := find_linear(router)) is not None:
-        return linear
+    linear = find_linear(router)
+    if linear is None:
+        _answer(router)
+    return linear
+
+
+def _answer(router: Router) -> Ids:
+    """What a router chooses for random inputs, [T, K]. PredictorError where it does not answer."""
+    router.arguments()
     matrix = next((p for p in router.module.parameters() if p.dim() == 2), None)
-    if matrix is not None:
-        try:
-            _by_itself(router, random_inputs(matrix.shape[1]), 1)
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-            reason = " ".join(str(error).split())[:200]
-            kind = type(router.module).__name__
-            raise PredictorError(f"{kind} cannot be asked out of turn: {reason}") from error
-    return None
+    kind = type(router.module).__name__
+    if matrix is None:
+        raise PredictorError(f"{kind} has no matrix: what it is asked with is not known")
+    hidden = torch.from_numpy(random_inputs(matrix.shape[1])).to(matrix.device, matrix.dtype)
+    try:
+        chosen: Ids = router(hidden)[1].cpu().numpy()
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PredictorError(f"{kind} cannot be asked out of turn: {reason}") from error
+    return chosen
+
+
+def top_k_of(router: Router) -> int:
+    """How many experts a router chooses for a token. PredictorError where it does not answer."""
+    return int(_answer(router).shape[1])
 
 
 def _by_itself(router: Router, inputs: Inputs, width: int) -> Ids:

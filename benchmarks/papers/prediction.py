@@ -1,0 +1,140 @@
+"""Accuracy of the predictors that know nothing but routing, by distance (ProMoE, figure 8).
+
+Accuracy: the share of the experts used that were among the top-k predicted, a mean over layers.
+Every predictor begins with nothing and learns as it runs; the first half of a recording's requests
+is not counted. Each token is a pass of its own, as in an answer; DeepSeek-V2-Lite was recorded in
+prefill, where a pass is a whole prompt: its tokens are taken one by one, and as they came
+("prefill"). For predictors of whole passes the distance is that to the beginning of the pass: one
+number. `early` is the path of routing-path before a pass begins. Time is that of `begin`, `observe`
+and `predict` of a one-token pass, with warm caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+import numpy as np
+from common import MODELS, limit, options, percent, recordings, table
+
+from greenroom.core.predictor import Guess, Predictor, Shape
+from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors.replay import Routing, accuracy, replay
+from greenroom.trace import Trace
+
+DISTANCES = (1, 2, 4, 8)
+NAMES = ("popularity", "token", "markov", "eamc", "eamc:matching=request", "routing-path")
+
+
+def shape_of(trace: Trace) -> Shape:
+    return Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
+
+
+def routing_of(trace: Trace) -> Routing:
+    return Routing(
+        trace.experts, trace.pass_starts, trace.pass_prefill, trace.request_starts, trace.token_ids
+    )
+
+
+def token_by_token(trace: Trace) -> Trace:
+    """The same tokens, each a pass of an answer."""
+    return replace(
+        trace,
+        pass_starts=np.arange(trace.tokens + 1),
+        pass_prefill=np.zeros(trace.tokens, np.bool_),
+    )
+
+
+class Early:
+    """A predictor of which only what it says before a pass begins is heard."""
+
+    def __init__(self, whole: Predictor) -> None:
+        self.name, self.distance = whole.name, None
+        self.begin, self.observe, self._predict = whole.begin, whole.observe, whole.predict
+
+    def predict(self, layer: int) -> list[Guess]:
+        return self._predict(layer) if layer < 0 else []
+
+
+class Timed:
+    """A predictor that is timed."""
+
+    def __init__(self, whole: Predictor) -> None:
+        self.name, self.distance, self.seconds = whole.name, whole.distance, 0.0
+        for call in ("begin", "observe", "predict"):
+            setattr(self, call, self._timed(getattr(whole, call)))
+
+    def _timed(self, call):
+        def timed(argument):
+            begin = time.perf_counter()
+            result = call(argument)
+            self.seconds += time.perf_counter() - begin
+            return result
+
+        return timed
+
+
+def measure(it: Predictor, trace: Trace) -> float:
+    """Accuracy of the second half of the requests."""
+    since = int(trace.request_starts[trace.requests // 2])
+    told = replay(it, routing_of(trace), shape_of(trace))
+    return float(accuracy(told.experts, trace.experts, since).mean())
+
+
+def row(name: str, trace: Trace) -> list[str]:
+    """Accuracies at the distances, and microseconds a layer."""
+    base, _, options = name.partition(":")
+    setting, cells = Setting(shape_of(trace)), []
+    for distance in DISTANCES:
+        if PREDICTORS[base].distance is None:
+            cells.append(percent(measure(predictor(name).make(setting), trace)))
+            return [*cells, *["="] * (len(DISTANCES) - 1)]
+        text = f"{base}:{distance}" + (f",{options}" if options else "")
+        cells.append(percent(measure(predictor(text).make(setting), trace)))
+    return cells
+
+
+def cost(name: str, trace: Trace) -> float:
+    """Microseconds a layer at the default distance, everything compiled."""
+    it = Timed(predictor(name).make(Setting(shape_of(trace))))
+    some = trace.head(600)
+    replay(it, routing_of(some.head(300)), shape_of(some))
+    it.seconds = 0.0
+    replay(it, routing_of(some), shape_of(some))
+    return it.seconds / some.tokens / some.layers * 1e6
+
+
+def main(args: argparse.Namespace) -> None:
+    rows = []
+    for model, whole in recordings(args).items():
+        trace = whole.head(limit(args))
+        singly = token_by_token(trace)
+        for name in NAMES:
+            if "token_ids" in PREDICTORS[name.partition(":")[0]].needs and trace.token_ids is None:
+                if name == "token":
+                    continue  # it would be popularity
+                label = f"{name} (no token ids recorded)"
+            else:
+                label = name
+            rows.append(
+                [MODELS[model].split(" (")[0], label, *row(name, singly), cost(name, singly)]
+            )
+        early = Early(predictor("routing-path").make(Setting(shape_of(trace))))
+        rows.append(
+            [MODELS[model].split(" (")[0], "routing-path, early", percent(measure(early, singly)),
+             *["="] * (len(DISTANCES) - 1), "-"]
+        )  # fmt: skip
+        if trace.pass_prefill.any():
+            for name in ("popularity", "markov", "eamc", "routing-path"):
+                rows.append([f"{MODELS[model]}", name, *row(name, trace), "-"])
+    table(
+        args, "prediction",
+        ["recording", "predictor", *(f"d = {d}" for d in DISTANCES), "µs a layer"], rows,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.set_defaults(models=[name for name in MODELS if name != "mixtral-8x7b"])
+    main(parser.parse_args())

@@ -1,0 +1,155 @@
+"""Routing forced from a recording: the runtime meets its locality at a real model's sizes.
+
+    recording = prepared(load("olmoe-1b-7b.npz"), layers=8)
+    with forced(model, recording) as routing:
+        seconds = routing.play()
+
+Every MoE block's router computes as ever; then its choice is replaced by the recording's experts
+for these tokens (by their place in the recording), with gate weights of 1 / top-k.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from greenroom.errors import UsageError
+from greenroom.trace import Trace
+from greenroom.trace.trace import starts_of
+
+
+def prepared(trace: Trace, layers: int, vocabulary: int) -> Trace:
+    """What a replay plays: the first layers, fixed gate weights, token ids below the vocabulary.
+
+    Ids are numbered anew, so that those that were alike or distinct stay so; without any, every
+    token is another one until the vocabulary is used up. UsageError where it does not fit.
+    """
+    if layers > trace.layers:
+        raise UsageError(f"the recording has {trace.layers} layers, the checkpoint {layers}")
+    if trace.token_ids is None:
+        ids = np.arange(trace.tokens) % vocabulary
+    else:
+        ids = np.unique(trace.token_ids, return_inverse=True)[1]
+    if ids.max() >= vocabulary:
+        raise UsageError(f"{ids.max() + 1} different tokens, of a vocabulary of {vocabulary}")
+    weight = torch.tensor(1 / trace.top_k).bfloat16().item()  # what a model in bf16 makes of it
+    return replace(
+        trace,
+        experts=np.ascontiguousarray(trace.experts[:, :layers]),
+        experts_per_layer=trace.experts_per_layer[:layers],
+        weights=np.full((trace.tokens, layers, trace.top_k), weight, np.float16),
+        token_ids=ids.astype(np.int32),
+        predictions={},
+        gate_inputs=None,
+    )
+
+
+def cut(trace: Trace, tokens: int) -> Trace:
+    """The first tokens of every request; a pass may be cut short, requests of fewer go."""
+    lengths = np.diff(trace.request_starts)
+    trace = trace.select(np.flatnonzero(lengths >= tokens))
+    starts = trace.request_starts
+    kept = (starts[:-1, None] + np.arange(tokens)).ravel()
+    wanted = (
+        trace.pass_starts[:-1] - np.repeat(starts[:-1], np.diff(starts))[trace.pass_starts[:-1]]
+    )
+    passes = wanted < tokens
+    lengths = np.minimum(np.diff(trace.pass_starts), tokens - wanted)[passes]
+    assert trace.weights is not None
+    assert trace.token_ids is not None
+    return replace(
+        trace,
+        experts=trace.experts[kept],
+        weights=trace.weights[kept],
+        token_ids=trace.token_ids[kept],
+        request_starts=starts_of(np.full(trace.requests, tokens)),
+        pass_starts=starts_of(lengths),
+        pass_prefill=trace.pass_prefill[passes],
+    )
+
+
+def with_prompts(trace: Trace, tokens: int) -> Trace:
+    """The recording with the first tokens of every request as one prefill pass."""
+    lengths = np.diff(trace.request_starts)
+    prompts = np.minimum(tokens, lengths)
+    passes = [np.r_[p, np.ones(n - p, np.int64)] for p, n in zip(prompts, lengths, strict=True)]
+    prefill = [np.r_[True, np.zeros(len(each) - 1, bool)] for each in passes]
+    return replace(
+        trace,
+        pass_starts=starts_of(np.concatenate(passes)),
+        pass_prefill=np.concatenate(prefill),
+    )
+
+
+class Routing:
+    """The routers' choices, and the passes that they are for."""
+
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        assert trace.weights is not None
+        assert trace.token_ids is not None
+        self.model, self.trace = model, trace
+        # [layers, tokens, top_k]: what a router returns for a pass is a view
+        self._experts = torch.from_numpy(trace.experts.transpose(1, 0, 2).astype(np.int64))
+        self._weights = torch.from_numpy(trace.weights.transpose(1, 0, 2).copy())
+        self._ids = torch.from_numpy(trace.token_ids.astype(np.int64))
+        self._now = slice(0, 0)  # tokens of the pass under way
+        self._cache: Any = None  # keys and values of the request under way
+
+    def listener(self, layer: int) -> Any:
+        """A hook of a router: (logits, weights, experts) with the recording's choice."""
+
+        def choose(module: nn.Module, args: Any, output: Any) -> tuple[torch.Tensor, ...]:
+            logits, weights, _ = output
+            chosen = self._experts[layer, self._now]
+            return logits, self._weights[layer, self._now].to(weights.dtype), chosen
+
+        return choose
+
+    @torch.no_grad()
+    def play(self, passes: range | None = None) -> list[float]:
+        """Seconds of each pass of the recording (all by default).
+
+        Passes must follow those played last, or begin a request.
+        """
+        trace, seconds = self.trace, []
+        begins = set(trace.request_starts.tolist())
+        for number in range(trace.passes) if passes is None else passes:
+            first, last = trace.pass_starts[number : number + 2].tolist()
+            if first in begins:
+                self._cache = None
+            self._now = slice(first, last)
+            ids, start = self._ids[None, first:last], time.perf_counter()
+            out = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            seconds.append(time.perf_counter() - start)
+            self._cache = out.past_key_values
+        return seconds
+
+
+@contextmanager
+def forced(model: Any, trace: Trace) -> Iterator[Routing]:
+    """Have the model route as the trace says, for as long as this lasts."""
+    routing = Routing(model, trace)
+    blocks = [model.get_submodule(name.rpartition(".")[0]) for name in model_layers(model)]
+    if len(blocks) != trace.layers:
+        raise UsageError(f"the model has {len(blocks)} layers, the recording {trace.layers}")
+    hooks = [
+        block.gate.register_forward_hook(routing.listener(layer))
+        for layer, block in enumerate(blocks)
+    ]
+    try:
+        yield routing
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def model_layers(model: Any) -> tuple[str, ...]:
+    """Names of the experts modules of a model that Greenroom has loaded."""
+    return model.greenroom.parts.catalog.layers

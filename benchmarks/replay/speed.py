@@ -1,0 +1,249 @@
+"""Decode with and without prefetching, at set ratios of transfer to compute and on the disk.
+
+    python benchmarks/replay/speed.py bench-data/olmoe-8 olmoe-1b-7b.npz --out speed.jsonl
+    python benchmarks/replay/speed.py --report speed.jsonl      # the table once more
+
+The model has a real model's shapes and a recording's routing (forced.py); its experts wait in
+memory behind a line whose bandwidth makes the ratio
+
+    (bytes that the reactive run misses a token / bandwidth) / (a token with everything resident)
+
+what the cell asks for, or on the disk (its bandwidth is measured at the start). Bytes come from
+the replay of the same requests by the same policy at the same capacity; the time of a token is
+measured at the start.
+
+A run is a session: some requests fill an empty cache with nothing computed, then one request is
+decoded token by token; its first passes (--settle) are not counted. Variants of a cell follow one
+another, in an order that turns with each repetition, over the same tokens: `x reactive` is over
+pairs of the same pass (blocks of 4 passes are resampled for the interval). One thread computes, so
+that the link's copies have a core of their own: link.py measures what they cost all the same.
+
+Beside each: what no run can beat, the longer of computing and carrying (`floor`); the share of the
+reactive stall beyond that floor which was hidden; and the share of what an oracle gains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rig import Rig, arguments, cut, forced
+
+from common import commit, machine, note, ratio, table  # isort: skip
+from greenroom.policies import choose
+from greenroom.sim.replay import replay
+from greenroom.trace import Trace
+from greenroom.trace.orders import stream
+
+BLOCK = 4  # passes that are one pair
+VARIANTS: dict[str, dict[str, Any]] = {"reactive": {}}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A share of experts resident, and transfer over compute (None: the disk's own)."""
+
+    share: float
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Session:
+    """Requests of one repetition: all but the last fill the cache; `first` is where counting
+    begins, in passes."""
+
+    trace: Trace
+    filling: int  # tokens
+    first: int
+
+    @property
+    def counted(self) -> range:
+        return range(self.first, self.trace.passes)
+
+
+def sessions(trace: Trace, tokens: int, fill: int, settle: int, repeats: int) -> list[Session]:
+    """Neighbouring requests from `repeats` places of the recording."""
+    short = cut(trace, tokens)
+    places = np.linspace(0, short.requests - fill - 1, repeats + 1).astype(int)[:-1].tolist()
+    chosen = [short.select(range(place, place + fill + 1)) for place in places]
+    return [Session(trace, fill * tokens, fill * tokens + settle) for trace in chosen]
+
+
+def misses(session: Session, capacity: int, policy: str) -> int:
+    """Requests of the counted passes that a replay finds absent."""
+    requests, experts = stream(session.trace, "runtime"), int(session.trace.offsets[-1])
+    found = replay(
+        requests, session.trace.offsets, capacity, choose(policy, capacity, experts), detail=True
+    )
+    assert found.missed is not None
+    a_pass = np.repeat(requests.token, np.diff(requests.starts))
+    return int(found.missed[a_pass >= session.first].sum())
+
+
+def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args: Any,
+        variant: str) -> dict[str, Any]:  # fmt: skip
+    """One session of one variant: seconds of each counted pass and the counters over them."""
+    cache = rig.attach(capacity, policy=args.policy, bandwidth=bandwidth, **VARIANTS[variant])
+    rig.warm(session.trace.head(session.filling))
+    with forced(rig.model, session.trace) as routing:
+        routing.play(range(session.filling, session.first))
+        cache.reset_stats()
+        seconds = routing.play(session.counted)
+    stats = cache.stats()
+    return {
+        "seconds": seconds,
+        "requests": stats.expert_requests,
+        "misses": stats.expert_requests - stats.expert_hits,
+        "bytes": stats.bytes_read,
+        "stall_s": stats.stall_s,
+    }
+
+
+def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
+    """Every run, one record each."""
+    layers = len(rig.catalog.layers)
+    alone, of_experts, _ = rig.resident()
+    note(
+        f"a token with everything resident: {alone * 1e3:.0f} ms, {of_experts / alone:.0%} experts"
+    )
+    disk = rig.disk() if None in args.ratios else None
+    chosen = sessions(rig.trace, args.tokens, args.fill, args.settle, args.repeats)
+    passes = sum(len(session.counted) for session in chosen)
+    for share in args.shares:
+        capacity = int(rig.catalog.experts * share)
+        expected = [misses(session, capacity, args.policy) for session in chosen]
+        missed = sum(expected) * rig.expert_bytes / passes
+        for cell in [Cell(share, each) for each in args.ratios]:
+            bandwidth = None if cell.ratio is None else missed / (cell.ratio * alone)
+            for repeat, session in enumerate(chosen):
+                turn = repeat % len(args.variants)
+                for variant in args.variants[turn:] + args.variants[:turn]:
+                    record = {
+                        **asdict(cell), "variant": variant, "repeat": repeat, "layers": layers,
+                        "kernels": args.kernels, "threads": args.threads, "policy": args.policy,
+                        "capacity": capacity, "bandwidth": bandwidth or disk, "alone_s": alone,
+                        "expected_misses": expected[repeat], "load": os.getloadavg()[0],
+                        **run(rig, session, capacity, bandwidth, args, variant),
+                    }  # fmt: skip
+                    note(
+                        f"{share:.1%} resident, {name_of(cell)}, {variant}:"
+                        f" {statistics.fmean(record['seconds']) * 1e3:.0f} ms a token"
+                    )
+                    yield record
+
+
+def name_of(cell: Cell) -> str:
+    return "disk" if cell.ratio is None else f"ratio {cell.ratio:g}"
+
+
+def blocks(seconds: list[float]) -> list[float]:
+    """Sums over blocks of passes."""
+    return [sum(seconds[i : i + BLOCK]) for i in range(0, len(seconds), BLOCK)]
+
+
+Runs = list[dict[str, Any]]
+
+
+def per_token(runs: Runs, what: str) -> float:
+    """A counter's mean over all counted passes."""
+    return sum(r[what] for r in runs) / sum(len(r["seconds"]) for r in runs)
+
+
+def tpot(runs: Runs) -> float:
+    return statistics.fmean(second for r in runs for second in r["seconds"])
+
+
+def report(records: Runs) -> str:
+    """The table: a row for each variant of each cell."""
+    cells: dict[Cell, dict[str, Runs]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        cells[Cell(record["share"], record["ratio"])][record["variant"]].append(record)
+    rows = []
+    for cell, variants in cells.items():
+        for variant, runs in variants.items():
+            rows.append((f"{cell.share:.1%}, {name_of(cell)}", variant,
+                         *row(variants, variant, runs)))  # fmt: skip
+    header = (
+        "resident, transfer / compute", "variant", "TPOT ms", "p95 ms", "stall ms", "MB moved",
+        "misses", "computing ms", "carrying ms", "floor ms", "x reactive", "of the oracle's gain",
+        "hidden",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
+    """The figures of a variant of a cell."""
+    reactive, oracle = variants.get("reactive"), variants.get("oracle")
+    first = (reactive or runs)[0]
+    alone, bandwidth = first["alone_s"], first["bandwidth"]
+    missed = per_token(reactive, "bytes") if reactive else None
+    carrying = missed / bandwidth if missed is not None else None
+    floor = max(alone, carrying) if carrying is not None else None
+    faster = gain = hidden = "-"
+    if reactive and variant != "reactive":
+        pairs = []
+        for a, b in zip(reactive, runs, strict=False):
+            pairs += list(zip(blocks(a["seconds"]), blocks(b["seconds"]), strict=True))
+        middle, low, high = ratio(pairs)
+        faster = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        if oracle and (most := tpot(reactive) - tpot(oracle)) > 0:
+            gain = f"{(tpot(reactive) - tpot(runs)) / most:.0%}"
+        if carrying is not None:
+            stalled = per_token(reactive, "stall_s")
+            hideable = stalled - max(0.0, carrying - alone)
+            if hideable > 0:
+                hidden = f"{(stalled - per_token(runs, 'stall_s')) / hideable:.0%}"
+    p95 = float(np.percentile([s for r in runs for s in r["seconds"]], 95))
+    off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == "reactive" else 0
+    show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
+    return [
+        f"{tpot(runs) * 1e3:.0f}", f"{p95 * 1e3:.0f}", f"{per_token(runs, 'stall_s') * 1e3:.0f}",
+        f"{per_token(runs, 'bytes') / 1e6:.0f}",
+        f"{per_token(runs, 'misses') / per_token(runs, 'requests'):.1%}"
+        + (" (NOT AS REPLAYED)" if off else ""),
+        *(x or "-" for x in show), faster, gain, hidden,
+    ]  # fmt: skip
+
+
+def ratio_of(text: str) -> float | None:
+    return None if text == "disk" else float(text)
+
+
+def main() -> None:
+    if "--report" in sys.argv:
+        path = Path(sys.argv[sys.argv.index("--report") + 1])
+        print(report([json.loads(line) for line in path.read_text().splitlines()]))
+        return
+    parser = arguments(__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5])
+    add("--ratios", type=ratio_of, nargs="+", default=[0.5, 1.0, 2.0, None],
+        help="transfer / compute, or disk")  # fmt: skip
+    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--tokens", type=int, default=20, help="of a request (default: %(default)s)")
+    add("--settle", type=int, default=4, help="of them not counted (default: %(default)s)")
+    add("--fill", type=int, default=2, help="requests before (default: %(default)s)")
+    add("--repeats", type=int, default=2, help="sessions (default: %(default)s)")
+    args = parser.parse_args()
+    rig = Rig(args.model, args.trace, kernels=args.kernels, threads=args.threads)
+    print(f"commit {commit()}; {machine()}", flush=True)
+    print(f"kernels {args.kernels}, threads {args.threads}, policy {args.policy}\n")
+    records = []
+    for record in measure(rig, args):
+        records.append(record)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    print(report(records))
+
+
+if __name__ == "__main__":
+    main()

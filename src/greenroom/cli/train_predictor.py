@@ -1,0 +1,77 @@
+"""`greenroom train-predictor`: train the predictor `learned` from a recording."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from greenroom.cli.options import add_options, take
+from greenroom.config import TrainConfig
+from greenroom.errors import UsageError
+
+HELP = "train the predictor `learned` of a model from a recording"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("train-predictor", help=HELP, description=HELP)
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    parser.add_argument(
+        "--trace", metavar="T", required=True, type=Path,
+        help="a recording of this model, made with --gate-inputs",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--out", metavar="P", required=True, type=Path, help="the predictor to write"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_options(parser, TrainConfig, "training")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    config = take(args, TrainConfig)
+    if args.out.is_dir() or not args.out.resolve().parent.is_dir():
+        raise UsageError(f"{args.out}: is a folder, or in none: name a file for the predictor")
+
+    import torch
+    from tqdm import tqdm
+
+    from greenroom.hf.checkpoint import Checkpoint, resolve
+    from greenroom.hf.fingerprint import fingerprint
+    from greenroom.runtime import learned_file
+    from greenroom.runtime.training import about, train
+    from greenroom.trace import load
+
+    trace = load(args.trace)
+    digest = fingerprint(Checkpoint.open(resolve(args.model)))
+    recorded = trace.meta.get("fingerprint")
+    if recorded != digest:
+        other = "does not say of which model it is" if recorded is None else "is of another model"
+        raise UsageError(f"{args.trace}: {other}: record {args.model} with --gate-inputs 1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tqdm(total=trace.layers, unit=" layers", disable=not sys.stderr.isatty()) as bar:
+        trained = train(trace, config, device, lambda done: bar.update(done - bar.n))
+    said = about(trace, config, trained)
+    learned_file.save(args.out, trained.tensors, digest, said)
+    print(json.dumps(said) if args.json else _report(args.out, said))
+
+
+def _report(path: Path, said: Any) -> str:
+    names = list(said["accuracy"])
+    rows = list(zip(*said["accuracy"].values(), strict=True))
+    mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    width = max(10, *(len(name) + 2 for name in names))
+    lines = [
+        f"{path}: looks {said['distance']} ahead, hidden size {said['hidden']}; learned from"
+        f" {said['tokens']} tokens",
+        f"accuracy on {said['held_out']} tokens of requests held out (experts used that were among"
+        " the top k)",
+        "layer" + "".join(f"{name:>{width}}" for name in names),
+        *(
+            f"{label!s:<5}" + "".join(f"{share:>{width}.1%}" for share in row)
+            for label, row in [*enumerate(rows), ("mean", mean)]
+        ),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""Train the networks of the predictor `learned` from a recording that holds gate inputs.
+
+For each layer: what entered the gate `distance` layers before -> the experts that the token used;
+for the first layers what entered the last gates -> what the token after it used. The inputs are
+standardised, which the weights then take over; the loss is that each expert's score says whether
+it is used (binary cross entropy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from greenroom.config import TrainConfig
+from greenroom.core.pieces import Ints
+from greenroom.core.predictor import Shape
+from greenroom.core.ranking import top
+from greenroom.errors import TraceError, UsageError
+from greenroom.trace import Trace
+
+BATCH = 128  # tokens
+RATE = 2e-3  # of AdamW at its highest; it falls to 0 along a half cosine
+LEAST = 50  # tokens, to learn from and to judge by
+
+Floats = NDArray[np.float32]
+OnLayer = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The tensors of a predictor's file, and how good they are."""
+
+    tensors: dict[str, NDArray[Any]]
+    accuracy: dict[str, list[float]]  # predictor -> share a layer, on the requests held out
+    tokens: int  # learned from
+    held_out: int  # tokens judged by
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What a layer's network learns from: the rows of gate inputs, and the tokens they speak of."""
+
+    source: int  # the layer whose gate inputs they are
+    rows: Ints  # [n] positions among the sampled tokens
+    tokens: Ints  # [n] whose experts are asked for
+
+
+def pairs_of(trace: Trace, target: int, distance: int) -> Pairs:
+    """All that a trace says of one layer at one distance.
+
+    Below the first layer the input is that of the token before: its last gates', where both are
+    of one request.
+    """
+    assert trace.gate_inputs is not None
+    tokens = trace.gate_inputs.tokens
+    back, source = divmod(target - distance, trace.layers)
+    if back == 0:
+        return Pairs(source, np.arange(len(tokens)), tokens)
+    after = tokens + 1
+    begins = np.isin(after, trace.request_starts)  # so does the end of the trace
+    return Pairs(source, np.flatnonzero(~begins), after[~begins])
+
+
+def train(
+    trace: Trace, config: TrainConfig, device: torch.device, on_layer: OnLayer = lambda done: None
+) -> Trained:
+    """Train on most requests, and judge by the others.
+
+    `on_layer` is told how many layers are done. UsageError or TraceError where the trace cannot
+    teach: no gate inputs, too few tokens or requests, or fewer layers than the distance.
+    """
+    held = _held_out(trace, config)
+    tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
+    accuracy: dict[str, list[float]] = {name: [] for name in ("learned", *_known(trace, config))}
+    accuracy["popularity"] = []
+    counts = [0, 0]
+    for target in range(trace.layers):
+        pairs = pairs_of(trace, target, config.distance)
+        test = held[pairs.tokens]
+        counts = [max(counts[0], int((~test).sum())), max(counts[1], int(test.sum()))]
+        if min(int(test.sum()), int((~test).sum())) < LEAST:
+            raise TraceError(
+                f"{int((~test).sum())} tokens to learn from and {int(test.sum())} to judge by: a"
+                f" recording needs {LEAST} of each with gate inputs"
+            )
+        network, found = _train_layer(trace, target, pairs, test, config, device)
+        tensors |= {f"{target}.{name}": array for name, array in network.items()}
+        for name, share in found.items():
+            accuracy[name].append(share)
+        on_layer(target + 1)
+    return Trained(tensors, accuracy, *counts)
+
+
+def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
+    """[tokens] whether a token's request is held out."""
+    if trace.gate_inputs is None:
+        raise UsageError("the trace has no gate inputs: record it with --gate-inputs 1")
+    if config.distance > trace.layers:
+        raise UsageError(
+            f"--distance {config.distance}: the model has {trace.layers} MoE layers only"
+        )
+    if trace.requests < 2:
+        raise TraceError("a recording of one request: nothing is left to judge the training by")
+    order = np.random.default_rng(config.seed).permutation(trace.requests)
+    number = min(trace.requests - 1, max(1, round(config.held_out * trace.requests)))
+    chosen = np.zeros(trace.requests, bool)
+    chosen[order[:number]] = True
+    return np.repeat(chosen, np.diff(trace.request_starts))
+
+
+def _known(trace: Trace, config: TrainConfig) -> list[str]:
+    """Predictions of the trace that looked as far ahead."""
+    return [name for name, p in trace.predictions.items() if p.distance == config.distance]
+
+
+def _train_layer(
+    trace: Trace,
+    target: int,
+    pairs: Pairs,
+    test: NDArray[np.bool_],
+    config: TrainConfig,
+    device: torch.device,
+) -> tuple[dict[str, Floats], dict[str, float]]:
+    """(the network's tensors, accuracy by predictor) of one layer."""
+    assert trace.gate_inputs is not None
+    x = np.ascontiguousarray(trace.gate_inputs.values[pairs.rows, pairs.source])
+    used = trace.experts[pairs.tokens, target].astype(np.int64)
+    experts = int(trace.experts_per_layer[target])
+    network = _fit(x[~test], used[~test], experts, config, device)
+    hidden = np.maximum(x[test] @ network["up.weight"].T + network["up.bias"], 0)
+    scores = hidden @ network["down.weight"].T + network["down.bias"]
+    popular = np.bincount(used[~test].reshape(-1), minlength=experts).astype(np.float32)
+    found = {
+        "learned": accuracy(top(scores, trace.top_k), used[test]),
+        "popularity": accuracy(
+            np.tile(top(popular[None], trace.top_k), (test.sum(), 1)), used[test]
+        ),
+    }
+    for name in _known(trace, config):
+        said = trace.predictions[name].experts[pairs.tokens[test], target, : trace.top_k]
+        found[name] = accuracy(said.astype(np.int64), used[test])
+    return network, found
+
+
+def accuracy(said: NDArray[np.int64], used: NDArray[np.int64]) -> float:
+    """The share of the experts used, [T, K], that were among those said, [T, k]."""
+    return float((used[:, :, None] == said[:, None, :]).any(axis=2).mean())
+
+
+def _fit(
+    x: Floats, used: NDArray[np.int64], experts: int, config: TrainConfig, device: torch.device
+) -> dict[str, Floats]:
+    torch.manual_seed(config.seed)
+    mean, spread = x.mean(axis=0), x.std(axis=0) + 1e-6
+    inputs = torch.from_numpy((x - mean) / spread).to(device)
+    wanted = torch.zeros(len(used), experts).scatter_(1, torch.from_numpy(used), 1.0).to(device)
+    up, down = nn.Linear(x.shape[1], config.hidden), nn.Linear(config.hidden, experts)
+    network = nn.Sequential(up, nn.ReLU(), down).to(device)
+    batches = -(-len(x) // BATCH)
+    optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.01)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * batches)
+    random = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.epochs):
+        for rows in torch.randperm(len(x), generator=random).to(device).split(BATCH):
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                network(inputs[rows]), wanted[rows]
+            )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            falling.step()
+    return _standing_alone(up, down, mean, spread)
+
+
+def _standing_alone(
+    up: nn.Linear, down: nn.Linear, mean: Floats, spread: Floats
+) -> dict[str, Floats]:
+    """The network's tensors, for inputs that were not standardised."""
+    up_weight, up_bias, down_weight, down_bias = (
+        tensor.detach().cpu().numpy() for tensor in (up.weight, up.bias, down.weight, down.bias)
+    )
+    scaled = up_weight / spread
+    return {
+        "up.weight": scaled,
+        "up.bias": up_bias - scaled @ mean,
+        "down.weight": down_weight,
+        "down.bias": down_bias,
+    }
+
+
+def shape_of(trace: Trace) -> Shape:
+    return Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
+
+
+def about(trace: Trace, config: TrainConfig, trained: Trained) -> Mapping[str, Any]:
+    """What a predictor's file says of itself."""
+    return {
+        "model": trace.meta.get("model", "not named"),
+        "distance": config.distance,
+        "hidden": config.hidden,
+        "epochs": config.epochs,
+        "seed": config.seed,
+        "tokens": trained.tokens,
+        "held_out": trained.held_out,
+        "accuracy": trained.accuracy,
+    }

@@ -1,0 +1,95 @@
+"""learned, with networks that are written by hand or at random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.core.predictor import PassBegins, Seen, Shape
+from greenroom.errors import PredictorError, UsageError
+from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors.learned import doubled, halves
+
+SHAPE = Shape((6, 4, 7), 2)
+HIDDEN, WIDTH = 5, 10
+IDS = np.zeros((1, 2), np.int64)
+
+
+def tensors(seed: int = 0, distance: int = 1, shape: Shape = SHAPE) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    made = {"distance": np.array([distance])}
+    for layer, experts in enumerate(shape.experts_per_layer):
+        sizes = {"up.weight": (HIDDEN, WIDTH), "up.bias": (HIDDEN,)}
+        sizes |= {"down.weight": (experts, HIDDEN), "down.bias": (experts,)}
+        for name, size in sizes.items():
+            made[f"{layer}.{name}"] = random.standard_normal(size).astype(np.float32)
+    return made
+
+
+def begins(tokens: int = 1) -> PassBegins:
+    return PassBegins(request=0, first=0, tokens=tokens, prefill=False)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("distance", [1, 2, 3])
+def test_ranks_by_the_network_of_the_layer_ahead(distance: int, tokens: int) -> None:
+    made = tensors(distance=distance)
+    it = predictor("learned").make(Setting(SHAPE, learned=made))
+    assert it.distance == distance
+    it.begin(begins(tokens))
+    assert it.predict(-1) == []
+    random = np.random.default_rng(1)
+    for layer in range(3):
+        x = random.standard_normal((tokens, WIDTH)).astype(np.float32)
+        it.observe(Seen(layer, IDS, None, x))
+        (guess,) = it.predict(layer)
+        assert guess.layer == layer + distance
+        target = guess.layer % 3
+        rows = x if guess.layer < 3 else x[-1:]
+        up = doubled(halves(made[f"{target}.up.weight"]))
+        hidden = np.maximum(rows @ up.T + made[f"{target}.up.bias"], 0)
+        scores = hidden @ made[f"{target}.down.weight"].T + made[f"{target}.down.bias"]
+        wanted = np.argsort(-scores, axis=1)[:, : SHAPE.width]
+        assert guess.experts.tolist() == wanted.tolist()
+    it.begin(begins())
+    assert it.predict(-1) == []
+
+
+def test_bfloat16_is_the_nearest() -> None:
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(0)
+    values = np.concatenate([random.standard_normal(1000), [0, -0.0, 1.00390625, 1.01171875, 3e38]])
+    values = values.astype(np.float32).reshape(3, -1)
+    wanted = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(doubled(halves(values)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({}, "it has no distance"),
+        ({**tensors(), "distance": np.array([0])}, "it has no distance that can be"),
+        ({**tensors(), "distance": np.array([4])}, "it has no distance that can be"),
+        (tensors(shape=Shape((6, 4), 2)), "layer 2 is not whole"),
+        (tensors(shape=Shape((6, 4, 8), 2)), "another model's: layer 2 has 7 experts"),
+        (tensors(shape=Shape((6, 4, 7, 7), 2)), "not of a model of 3 MoE layers"),
+        ({**tensors(), "1.up.bias": np.zeros(HIDDEN)}, "layer 1 is not whole"),
+        ({**tensors(), "1.up.bias": np.zeros(4, np.float32)}, "layer 1 has 4 experts"),
+        (
+            {**tensors(), "1.up.weight": np.zeros((HIDDEN, 3), np.float32)},
+            "layers of different hidden sizes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(made: dict, words: str) -> None:
+    with pytest.raises(PredictorError, match=words) as error:
+        predictor("learned").make(Setting(SHAPE, learned=made))
+    assert "\n" not in str(error.value)
+
+
+def test_what_it_needs() -> None:
+    assert PREDICTORS["learned"].needs == {"inputs", "file"}
+    with pytest.raises(UsageError, match="needs the file of `greenroom train-predictor`"):
+        predictor("learned").make(Setting(SHAPE))
+    with pytest.raises(UsageError, match="has no distance to choose"):
+        predictor("learned:2")
