@@ -91,6 +91,6 @@ class Buffer:
             held.layer = -1
 
 
-def slots_ahead(capacity: int, top_k: int) -> int:
-    """Slots on loan at most, where nothing else is said (docs/log.md has other sizes)."""
-    return min(4 * top_k, capacity // 4)
+def slots_ahead(top_k: int) -> int:
+    """Slots on loan at most, where nothing else is said: four layers' (docs/log.md has others)."""
+    return 4 * top_k

@@ -48,12 +48,14 @@ def ranked(rows: Ids) -> Ids:
     """One ranking of several tokens' [T, width]: an expert's places are added up, first counts
     most; ties go to the smaller id. -1 is nobody."""
     if len(rows) == 1:
-        row = rows[0].astype(np.int64)
-        return row if row[-1] >= 0 else row[row >= 0]
+        row: Ids = rows[0]
+        there: Ids = row if row[-1] >= 0 else row[row >= 0]
+        return there
     width = rows.shape[1]
     points = np.zeros(int(rows.max()) + 1)
     for rank in range(width):
-        there = rows[:, rank][rows[:, rank] >= 0]
-        np.add.at(points, there, width - rank)
-    order = np.argsort(-points, kind="stable")
-    return order[points[order] > 0][: width * len(rows)]
+        chosen = rows[:, rank][rows[:, rank] >= 0]
+        np.add.at(points, chosen, width - rank)
+    order: Ids = np.argsort(-points, kind="stable")
+    likeliest: Ids = order[points[order] > 0]
+    return likeliest

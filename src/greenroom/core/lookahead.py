@@ -4,12 +4,13 @@ A predictor names experts in order. How often the one at each rank is used is co
 (by layer, with all layers as the prior), so that a rank has a chance of use, whatever the
 predictor's own scores mean. A wish is a piece that is predicted and not there. It is worth
 
-    (chance - regret) * min(transfer, idle) - (1 - chance) * delay      seconds
+    (chance - regret) * min(transfer, idle) - (1 - chance) * (delay + CARRY * transfer)    seconds
 
 where `transfer` is what bringing it takes, `idle` what the link has left for prefetches until its
 layer is routed (the overlap budget: the layers' pace, less what demands take), `regret` the chance
 that what it evicts would be used when its layer comes next, and `delay` how long a demand of that
-layer would wait for a wrong one's chunk. Nearer layers go first.
+layer would wait for a wrong one's chunk. A transfer is not free where the link is idle either: it
+takes a share CARRY of its time from what computes, on memory's way. Nearer layers go first.
 
 In prefill nearly every expert is used, so the next layer's experts are wished for by how often
 prompts used them; predictors of single tokens have nothing to say there.
@@ -30,6 +31,7 @@ from greenroom.core.policy import Floats
 
 KEEP = 0.98  # of a rank's counts at every prediction: about the last fifty count
 PRIOR = 8.0  # predictions that all layers' record counts for in a layer's
+CARRY = 0.2  # of a transfer's time: what it takes from computing
 FIRST_CHANCE = 0.5  # of use, of any rank, before anything is known
 
 
@@ -57,6 +59,16 @@ class Accuracy:
         self.right = np.zeros(layers, np.int64)
         self.in_time = np.zeros(layers, np.int64)
         self.distance = np.zeros(layers, np.int64)  # of the latest prediction
+
+    def reset(self) -> None:
+        """Count from here on."""
+        for counts in (self.used, self.right, self.in_time):
+            counts[:] = 0
+
+    def by_layer(self) -> list[float | None]:
+        """Accuracy of each layer's predictions; None where there were none."""
+        pairs = zip(self.right.tolist(), self.used.tolist(), strict=True)
+        return [right / used if used else None for right, used in pairs]
 
     def share(self) -> float | None:
         """Accuracy over all layers; None where nothing was predicted."""
@@ -211,4 +223,5 @@ class Lookahead:
         if idle is None:
             idle = transfer
         delay = 0.0 if transfer <= idle else max(chunk / 2, chunk - idle)
-        return (wish.chance - self.regret) * min(transfer, idle) - (1 - wish.chance) * delay
+        gain = (wish.chance - self.regret) * min(transfer, idle)
+        return gain - (1 - wish.chance) * (delay + CARRY * transfer)

@@ -94,7 +94,7 @@ class Step:
 class Scheduler:
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
-    Up to `ahead` of the slots, and no more than half, may be on loan to prefetches at a time.
+    Up to `ahead` of the slots, and no more than a quarter, may be on loan to prefetches at a time.
     """
 
     def __init__(
@@ -518,8 +518,8 @@ class Scheduler:
     # ---- other sizes
 
     def _loans(self) -> int:
-        """Slots that may be on loan: as asked, but no more than half."""
-        return max(0, min(self._ahead, self._capacity // 2))
+        """Slots that may be on loan: as asked, but no more than a quarter."""
+        return max(0, min(self._ahead, self._capacity // 4))
 
     @property
     def _resizing(self) -> bool:

@@ -42,8 +42,8 @@ ComputeWave = Callable[[np.ndarray, np.ndarray], None]
 class Driver:
     """One model's experts at run time. Steps are served one after another.
 
-    `foresight` predicts; `guard` switches it off where it does not pay, and then the cache has
-    all but `transit` of the slots that were kept ahead.
+    `foresight` predicts, unless every expert has a slot; `guard` switches it off where it does not
+    pay.
     """
 
     def __init__(
@@ -54,15 +54,13 @@ class Driver:
         *,
         foresight: Foresight | None = None,
         guard: Guard | None = None,
-        transit: int = 0,
         links: tuple[str, ...] = ("disk -> host",),
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
         self.timeline: Timeline | None = None
-        self._ahead = self._most = scheduler.buffer.size
-        self._transit, self._links = transit, links
+        self.links = links
         self._store = store
         self._changed = threading.Condition()
         self._one_step = Turns()
@@ -87,8 +85,12 @@ class Driver:
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._begun = time.perf_counter(), self.meter.stall_s, at.tokens
-        if self.foresight is not None:
-            self._predict(self.foresight.begin(at))
+        if self._foresees:
+            self._predict(self.foresight.begin(at))  # type: ignore[union-attr]
+
+    @property
+    def _foresees(self) -> bool:
+        return self.foresight is not None and self.scheduler.capacity < len(self.scheduler.pieces)
 
     def end_pass(self) -> None:
         """The pass is over, or was given up."""
@@ -98,17 +100,10 @@ class Driver:
         self._begun, now = None, time.perf_counter()
         if self.timeline is not None:
             self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
-        if self.guard is not None and self.foresight is not None and not self._prefill:
+        if self.guard is not None and self._foresees and not self._prefill:
+            assert self.foresight is not None
             self.guard.passed(now - begun, self.meter.stall_s - stalls, tokens)
             self.foresight.on = self.guard.on
-            self._keep(self._most if self.guard.on or self.guard.testing else self._transit)
-
-    def _keep(self, ahead: int) -> None:
-        """Have so many slots for what is fetched ahead; the cache has the others."""
-        if ahead != self._ahead:
-            self._ahead = ahead
-            with self._one_step:
-                self._tell(Resized(self.scheduler.capacity, ahead))
 
     # ---- steps
 
@@ -127,9 +122,9 @@ class Driver:
 
         `experts` are ids within the layer, ascending, int64; `rows` and `weights` the tokens that
         chose each and the sums of their gate weights, for policies that look at them; `seen` gives
-        what predictors are told, with the router's inputs or without. `meanwhile` is called when there is nothing to compute but a wait, once
-        at most. StoreError where an expert cannot be read; the cache stays usable, and so it does
-        after an exception in `compute`.
+        what predictors are told, with the router's inputs or without. `meanwhile` is called when
+        there is nothing to compute but a wait, once at most. StoreError where an expert cannot be
+        read; the cache stays usable, and so it does after an exception in `compute`.
         """
         if experts.size == 0:
             return
@@ -153,8 +148,8 @@ class Driver:
                         self._prefill,
                     )
                 )
-                if self.foresight is not None and seen is not None:
-                    self._predict(self.foresight.routed(seen(self.foresight.on)))
+                if self._foresees and seen is not None:
+                    self._foretell(seen)
                 while isinstance(order := self._next_order(), Compute):
                     begin = time.perf_counter()
                     compute(order.experts - first, order.slots)
@@ -178,6 +173,10 @@ class Driver:
                     self._changed.wait()
         if self.guard is not None:
             self.guard.changed()
+
+    def _foretell(self, seen: Callable[[bool], Seen]) -> None:
+        assert self.foresight is not None
+        self._predict(self.foresight.routed(seen(self.foresight.on)))
 
     def _predict(self, events: list[Predicted]) -> None:
         for event in events:
@@ -272,7 +271,7 @@ class Driver:
         assert self.timeline is not None
         args: dict[str, Any] = {"expert": action.piece, "chunk": action.chunk, "slot": action.slot}
         self.timeline.span(
-            lane(self._links[action.link], action.lane),
+            lane(self.links[action.link], action.lane),
             "demand" if action.demand else "prefetch",
             self._starts[action.link, action.lane],
             now,

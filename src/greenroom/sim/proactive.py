@@ -71,7 +71,7 @@ def proactive(
     chunks = max(1, -(-expert_bytes // chunk_bytes))
     pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1])
     if ahead is None:
-        ahead = slots_ahead(capacity, trace.top_k)
+        ahead = slots_ahead(trace.top_k)
     scheduler = Scheduler(
         pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.cost import FREE, Costs
 from greenroom.core.events import (
@@ -23,7 +22,7 @@ from greenroom.core.events import (
 )
 from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Policy, Weights
+from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 
@@ -39,7 +38,7 @@ class TraceStep(NamedTuple):
     step: int
     layer: int
     experts: Ints
-    rows: NDArray[np.integer[Any]] | None = None
+    rows: Rows | None = None
     tokens: int = 1
     request: int = 0
     weights: Weights | None = None
@@ -144,8 +143,8 @@ class Clock:
             )
         )  # fmt: skip
         if self.foresight is not None and step.chosen is not None:
-            for event in self.foresight.routed(Seen(step.layer, step.chosen)):
-                finished |= self._tell(event)
+            for predicted in self.foresight.routed(Seen(step.layer, step.chosen)):
+                finished |= self._tell(predicted)
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.wave
             due, _, event = heapq.heappop(self._heap)
