@@ -83,6 +83,14 @@ class LoadConfig:
     policy: str = _option("auto", "who is evicted: auto, lru, llru, moe-infinity, ...", "NAME")
     scope: str = _option("shared", "one cache for all layers, or one a layer", None,
                          ("shared", "per-layer"))  # fmt: skip
+    prefetch: str = _option(
+        "auto", "fetch experts before they are asked for, by a predictor: auto, off, next-gate,"
+        " learned, markov, ...; a distance in layers may follow, as next-gate:2", "NAME[:D]"
+    )  # fmt: skip
+    predictor: str | None = _option(
+        None, "the file of `greenroom train-predictor`, for --prefetch learned", "FILE"
+    )
+    no_guard: bool = _option(False, "prefetch also where that is slower")
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)
     device: str = _option("auto", "where the experts are computed", None, DEVICES)
     context: int = _option(4096, "tokens that the KV cache must have room for", "N")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.cache import Cache, split_capacity
 from greenroom.core.pieces import Pieces
+from greenroom.core.reshape import reshape
 from greenroom.errors import BudgetError, UnknownName
 from greenroom.policies import policy
 from tests.core.reference import ReferenceCache
@@ -115,27 +116,29 @@ def test_equals_the_obvious_cache(name, scope, steps, capacity):
 )
 @settings(max_examples=80, deadline=None)
 def test_resize_keeps_the_best_residents_and_their_bytes(scope, steps, capacities):
-    """Slots are played by a list of bytes; a move copies, a transfer writes."""
-    cache = Cache(PIECES, capacities[0], policy("lru"), scope)
+    """Slots are played by a dict of bytes; a move copies, a transfer writes."""
+    cache, place = Cache(PIECES, capacities[0], policy("lru"), scope), np.arange(capacities[0])
     memory: dict[int, int] = {}
     for i, (layer, experts) in enumerate(steps):
         pieces = ids(*(OFFSETS[layer] + e for e in sorted(experts)))
         served = cache.serve(pieces, 0)
         for piece, slot in zip(pieces, served.slots, strict=True):
-            memory[int(slot)] = int(piece)
+            memory[int(place[slot])] = int(piece)
         if served.pinned:
             cache.release(pieces)
         capacity = capacities[i % len(capacities)]
         before = set(cache.residents().tolist())
-        for piece, source, target in cache.resize(capacity, 0):
-            assert memory[source] == piece
-            memory[target] = piece
+        place, moves = reshape(cache, place, capacity)
+        for move in moves:
+            assert memory[move.source] == move.piece
+            memory[move.target] = move.piece
         after = cache.residents().tolist()
-        assert cache.capacity == capacity
+        assert cache.capacity == place.size == capacity
+        assert sorted(place) == list(range(capacity))
         assert set(after) <= before
         assert len(after) <= capacity
         for piece in after:
             slot = int(cache.state.slot_of[piece])
             assert 0 <= slot < capacity
-            assert memory[slot] == piece
+            assert memory[int(place[slot])] == piece
         assert int(cache.state.free_count.sum()) == capacity - len(after)

@@ -39,7 +39,7 @@ def test_costs_follow_the_links_from_the_store_to_the_processor():
     assert MACHINE.costs(100, processor="gpu").links == (DISK, BUS)
     assert MACHINE.costs(100, processor="gpu", store="host").links == (BUS,)
     costs = MACHINE.costs(300, 200)
-    assert (costs.lanes, costs.expert.seconds(10), costs.dense.seconds(1)) == (4, 6.0, 1.0)
+    assert (costs.lanes, costs.expert.seconds(10), costs.dense.seconds(1)) == ((4,), 6.0, 1.0)
     assert MACHINE.costs(300).dense.seconds(1) == 0
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from greenroom.core.buffer import Use
 from greenroom.core.events import (
     Cancelled,
     Compute,
@@ -15,6 +16,7 @@ from greenroom.core.events import (
     Finish,
     Landed,
     Move,
+    Predicted,
     Resized,
     Routed,
     StartChunk,
@@ -117,65 +119,101 @@ def test_two_steps_at_a_time_are_refused():
 class Theatre:
     """A driver in which anything may happen next: chunks land or fail and waves end in any order.
 
-    `memory[slot]` is the piece whose chunks have all landed there, as a real slot would hold it.
+    `memory[slot]` is the piece whose chunks have all landed there, as a real slot would hold it;
+    `seats[seat]` is the chunk that a staging seat holds.
     """
 
     def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
         self.s, self.rng, self.failing = s, rng, failing
+        self.last = len(s.queue.lanes) - 1
         self.memory: dict[int, int] = {}
-        self.landed: dict[int, int] = {}
+        self.landed: dict[tuple[int, int], int] = {}  # (piece, slot) -> chunks
+        self.seats: dict[int, tuple[int, int]] = {}
         self.moving: list[StartChunk] = []
         self.wave: Compute | None = None
         self.computed: list[int] = []
         self.finish: Finish | None = None
+        self.now = 0.0
 
-    def take(self, actions: list) -> None:
-        for action in actions:
+    def tell(self, event) -> None:
+        self.now += self.rng.random()
+        for action in self.s.on(event, self.now):
             match action:
-                case StartChunk(lane, piece, slot, chunk):
-                    assert lane not in {m.lane for m in self.moving}
-                    if chunk == 0:
-                        self.memory.pop(slot, None)
-                        self.landed[piece] = 0
-                    if self.wave is not None:
-                        assert slot not in self.wave.slots
-                    self.moving.append(action)
+                case StartChunk():
+                    self._start(action)
                 case Compute(experts, slots):
                     assert self.wave is None
-                    assert [self.memory[int(slot)] for slot in slots] == experts.tolist()
+                    assert [self.memory.get(int(slot)) for slot in slots] == experts.tolist()
                     assert not {m.slot for m in self.moving} & set(slots.tolist())
                     self.wave = action
                 case Move(piece, source, target):
                     assert self.memory[source] == piece
+                    assert not self.moving
                     self.memory[target] = self.memory[source]
                 case Finish():
-                    assert not self.moving
+                    demands = {p for p, e in self.s.queue.entries.items() if e.urgency == 0}
+                    assert not demands, "a demand outlives its step"
                     self.finish = action
+        self._check()
 
-    def run(self, step: int, layer: int, experts: np.ndarray, cancel: bool) -> None:
+    def _start(self, action: StartChunk) -> None:
+        assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
+        chunk = (action.piece, action.chunk)
+        if action.link == 0 and self.last > 0:
+            assert action.seat not in {m.seat for m in self.moving}
+            self.seats[action.seat] = chunk
+        elif self.last > 0:
+            assert self.seats[action.seat] == chunk, "the seat was given away"
+        if action.link == 0 and action.chunk == 0:  # from the start, whatever came before
+            self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
+            self.landed[action.piece, action.slot] = 0
+        if action.link == self.last:
+            self.memory.pop(action.slot, None)
+            if self.wave is not None:
+                assert action.slot not in self.wave.slots
+        self.moving.append(action)
+
+    def _check(self) -> None:
+        """What lies in the buffer and is not moving is there, whole."""
+        for piece, held in self.s.buffer.held.items():
+            assert self.s.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
+            if held.use is Use.AHEAD:
+                assert self.memory.get(int(self.s.place[held.slot])) == piece
+
+    def run(self, step: int, layer: int, experts: np.ndarray, cancel: bool, prefill: bool) -> None:
         self.computed, self.finish, self.wave = [], None, None
-        self.take(self.s.on(Routed(step, layer, experts)))
+        self.tell(Routed(step, layer, experts, prefill=prefill))
         while self.finish is None:
             choices = ["land"] * len(self.moving) + ["compute"] * (self.wave is not None)
             assert choices, "deadlock"
             if cancel and self.rng.random() < 0.2:
                 cancel, self.wave = False, None
-                self.take(self.s.on(Cancelled()))
+                self.tell(Cancelled())
             elif self.rng.choice(choices) == "compute":
                 self.computed += self.wave.experts.tolist()
                 self.wave = None
-                self.take(self.s.on(Computed()))
+                self.tell(Computed())
             else:
-                self._land(self.moving.pop(self.rng.randrange(len(self.moving))))
+                self.land()
 
-    def _land(self, action: StartChunk) -> None:
+    def land(self) -> None:
+        action = self.moving.pop(self.rng.randrange(len(self.moving)))
         if self.rng.random() < self.failing:
-            self.take(self.s.on(Failed(action.lane, action.piece)))
+            self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
+            self.tell(Failed(action.lane, action.piece, action.link))
             return
-        self.landed[action.piece] += 1
-        if self.landed[action.piece] == self.s.pieces.chunks[action.piece]:
-            self.memory[action.slot] = action.piece
-        self.take(self.s.on(Landed(action.lane, action.piece)))
+        if action.link == self.last:
+            key = action.piece, action.slot
+            if key in self.landed:
+                self.landed[key] += 1
+                if self.landed[key] == self.s.pieces.chunks[action.piece]:
+                    self.memory[action.slot] = action.piece
+                    del self.landed[key]
+        self.tell(Landed(action.lane, action.piece, action.link))
+
+    def predict(self, layer: int, seed: int) -> None:
+        expected = random.Random(seed).sample(range(EXPERTS), 4)
+        self.tell(Predicted(layer, ids(*(OFFSETS[layer] + e for e in expected))))
 
 
 @given(
@@ -188,36 +226,49 @@ class Theatre:
         max_size=20,
     ),
     capacity=st.integers(2, 13),
-    lanes=st.integers(1, 3),
+    lanes=st.sampled_from([(1,), (2,), (3,), (1, 1), (2, 1), (1, 2)]),
     chunks=st.integers(1, 3),
     scope=st.sampled_from(["shared", "per-layer"]),
+    ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=300, deadline=None)
 def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
-    steps, capacity, lanes, chunks, scope, failing, seed
+    steps, capacity, lanes, chunks, scope, ahead, failing, seed
 ):
-    s = Scheduler(pieces(chunks), capacity, policy("lru"), lanes=lanes, scope=scope)
+    s = Scheduler(pieces(chunks), capacity, policy("lru"), lanes=lanes, scope=scope, ahead=ahead)
     theatre = Theatre(s, random.Random(seed), failing)
-    reference = ReferenceCache(OFFSETS, [capacity], "lru")
+    reference = ReferenceCache(OFFSETS, [s.cache.capacity], "lru")
     clean, hits = scope == "shared", 0
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
-        cancel = chance == 0
-        theatre.run(number, layer, experts, cancel)
+        cancel, prefill = chance == 0, chance in (1, 2)
+        if chance > 5:
+            theatre.predict((layer + chance) % LAYERS, seed + number)
+        clean &= s.buffer.size == 0
+        theatre.run(number, layer, experts, cancel, prefill)
         if cancel or theatre.finish.failed >= 0:
             clean = False
             assert len(theatre.computed) == len(set(theatre.computed))
         else:
             assert sorted(theatre.computed) == experts.tolist()
         if chance == 9:
-            theatre.take(s.on(Resized(1 + seed % 13 if scope == "shared" else 2 + seed % 12)))
+            theatre.tell(Resized(1 + seed % 13 if scope == "shared" else 2 + seed % 12, number % 4))
             clean = False
         for piece in s.cache.residents().tolist():  # what counts as resident is there, whole
-            assert theatre.memory[int(s.cache.state.slot_of[piece])] == piece
+            assert theatre.memory[int(s.place[s.cache.state.slot_of[piece]])] == piece
         assert not s.cache.state.pinned.any()
-        assert len(s.queue) == 0
         if clean:
             hits += sum(hit for hit, _ in reference.step(experts.tolist()))
             assert s.counts.hits == hits
+    while theatre.moving:
+        theatre.land()
+    assert len(s.queue) == 0
+    assert not s._resizing
+    assert sorted(s.place) == list(range(s.capacity))
+    loans = len(s.buffer.held)
+    assert loans + int(s.cache.state.free_count.sum()) + s.cache.residents().size == s.capacity
+    c = s.counts
+    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
+    assert over + loans == c.prefetches

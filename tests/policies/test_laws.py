@@ -106,7 +106,7 @@ def test_pieces_removed_and_caches_resized_leave_no_trace(name, steps, capacitie
         if i % 3 == 0:
             cache.remove(step.pieces[0], step.clock)
         if i % 4 == 0:
-            cache.resize(capacities[i // 4 % len(capacities)], step.clock)
+            cache.resize(capacities[i // 4 % len(capacities)])
         held = cache.residents()
         assert len(held) <= cache.capacity
         assert (cache.state.slot_of[held] >= 0).all()

@@ -30,7 +30,7 @@ class Rig:
         )
         self.scheduler = Scheduler(self.pieces, capacity, policy("lru"), lanes=lanes)
         self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
-        self.driver = Driver(self.scheduler, self.store, self.slots, lanes)
+        self.driver = Driver(self.scheduler, self.store, self.slots)
         self.layer, self.computed = 0, []
 
     def compute(self, experts: np.ndarray, slots: np.ndarray) -> None:

@@ -104,6 +104,7 @@ class Bound(NamedTuple):
     serve: Any  # one step, from Python
     evict: Any
     evict_victim: Any
+    borrow: Any
 
 
 def bind(policy: Policy) -> Bound:
@@ -142,7 +143,8 @@ def _bind(
     evict = kept(serving.make_evict, own)
     serve = kept(serving.make_serve, own | {"miss": miss})
     evict_victim = kept(serving.make_evict_victim, own | {"evict": evict})
-    return Bound(miss, serve, evict, evict_victim)
+    borrow = kept(serving.make_borrow, own | {"evict": evict})
+    return Bound(miss, serve, evict, evict_victim, borrow)
 
 
 def compile_for(policy: Policy) -> None:
@@ -193,6 +195,7 @@ class Cache:
         request: int = 0,
         rows: Rows | None = None,
         weights: Weights | None = None,
+        fill: int = -1,
     ) -> Served:
         """Request distinct pieces of one layer, in this order, at logical time `now`.
 
@@ -204,7 +207,7 @@ class Cache:
         piece = int(pieces[0]) if pieces.size else 0
         group = self.state.group_of[piece]
         room = self.state.first[group + 1] - self.state.first[group]
-        pinned = pin == "step" and pieces.size <= room
+        pinned = pin == "step" and (fill >= 0 or pieces.size <= room)
         at = Now(
             now,
             now // self.pieces.layers if token is None else token,
@@ -222,6 +225,7 @@ class Cache:
             at,
             request != self._now.request,
             pinned,
+            fill,
             out,
         )
         self._now = at._replace(index=at.index + pieces.size)
@@ -238,45 +242,39 @@ class Cache:
         if self.state.slot_of[piece] >= 0:
             self._bound.evict(self.state, self.own, piece, self._now)
 
+    def borrow(self, piece: int) -> tuple[int, int]:
+        """Take a slot that this piece may have out of the cache, by evicting where none is free.
+
+        (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
+        insertion. It is to come back by `give_back`.
+        """
+        slot, evicted = self._bound.borrow(self.state, self.own, piece, self._now)
+        return int(slot), int(evicted)
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was borrowed is free again."""
+        state = self.state
+        group = int(np.searchsorted(state.first, slot, side="right")) - 1
+        state.free[state.first[group] + state.free_count[group]] = slot
+        state.free_count[group] += 1
+
+    def room(self, layer: int) -> int:
+        """Slots that a layer's pieces may have: those of its group."""
+        group = self.state.group_of[self.pieces.offsets[layer]]
+        return int(self.state.first[group + 1] - self.state.first[group])
+
     def residents(self) -> Ints:
         """Pieces that have a slot, ascending."""
         return np.sort(self.state.piece_in[self.state.piece_in >= 0])
 
-    def resize(self, capacity: int, now: int) -> list[tuple[int, int, int]]:
-        """Change the number of slots; victims go by the policy.
-
-        Returns the moves (piece, from slot, to slot) that bring every remaining piece into a slot
-        of its group. Done in this order, none overwrites a piece that has still to move.
-        """
+    def resize(self, capacity: int) -> None:
+        """Change the number of slots; victims go by the policy, others may change their slot."""
         state, sizes = self.state, split_capacity(capacity, self.pieces.layers, self.scope)
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]
             for _ in range(len(held) - size):
                 if self._bound.evict_victim(state, self.own, group, self._now) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
-        return self._allocate(sizes)
-
-    def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Lay out slots for the groups; keep each resident's slot where the group still has it."""
-        old = {int(p): int(self.state.slot_of[p]) for p in self.residents()}
-        pinned, grows = self.state.pinned, sum(sizes) > self.capacity
-        self.state = state = empty_state(self.pieces.layer, sizes)._replace(pinned=pinned)
-        first, homeless = state.first, []
-        for piece, slot in old.items():
-            group = state.group_of[piece]
-            if first[group] <= slot < first[group + 1]:
-                state.slot_of[piece], state.piece_in[slot] = slot, piece
-            else:
-                homeless.append(piece)
-        moves = []
-        for piece in homeless:
-            group = state.group_of[piece]
-            slot = next(s for s in range(first[group], first[group + 1]) if state.piece_in[s] < 0)
-            state.slot_of[piece], state.piece_in[slot] = slot, piece
-            moves.append((piece, old[piece], slot))
-        for group, (begin, end) in enumerate(pairwise(first)):
-            free = [s for s in range(end - 1, begin - 1, -1) if state.piece_in[s] < 0]
-            state.free[begin : begin + len(free)] = free
-            state.free_count[group] = len(free)
-        # All group borders move the same way, so all moves do too: begin at the end they go to.
-        return sorted(moves, key=lambda move: -move[1] if grows else move[1])
+        residents = self.residents()
+        self.state = empty_state(self.pieces.layer, sizes)._replace(pinned=state.pinned)
+        preload(self.state, residents)

@@ -7,7 +7,6 @@ another, a processor computes one expert after another, and both go on side by s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 CHUNK_BYTES = 4 << 20  # what the store cuts an expert into
@@ -18,7 +17,8 @@ class Link:
     """Carries one chunk after another; up to `lanes` may be asked for at a time.
 
     A chunk occupies the link for nbytes / bandwidth and is there `latency` after that. So one lane
-    alone waits out every latency, and enough lanes reach the full bandwidth.
+    alone waits out every latency, and enough lanes reach the full bandwidth. In a chain of links a
+    chunk is passed on when it has arrived whole.
     """
 
     bandwidth: float
@@ -57,7 +57,7 @@ class Costs:
     """What a model's experts cost on a machine.
 
     links:  from the store to the slots, in order: one (disk to memory) or a chain (disk to host
-            to device). The first one's lanes say how many chunks are on their way at a time.
+            to device), each with lanes of its own
     expert: one expert of one step, by the tokens that chose it
     dense:  the rest of one layer, by the tokens of the pass
     """
@@ -67,27 +67,8 @@ class Costs:
     dense: Work
 
     @property
-    def lanes(self) -> int:
-        return self.links[0].lanes
+    def lanes(self) -> tuple[int, ...]:
+        return tuple(link.lanes for link in self.links)
 
 
 FREE = Costs((Link(bandwidth=float("inf")),), Work.constant(0.0), Work.constant(0.0))
-
-
-class Chain:
-    """The queues of a chain of links. A chunk is passed on when it has arrived whole."""
-
-    def __init__(self, links: Sequence[Link]) -> None:
-        self._links = tuple(links)
-        self._free = [0.0] * len(self._links)
-
-    def send(self, nbytes: int, now: float) -> float:
-        """When a chunk that starts now is there.
-
-        Every link delays all chunks alike, so that they reach the next link in the order in which
-        they started and its queue can be reckoned at once.
-        """
-        for i, link in enumerate(self._links):
-            self._free[i] = max(now, self._free[i]) + nbytes / link.bandwidth
-            now = self._free[i] + link.latency
-        return now

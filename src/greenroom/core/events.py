@@ -14,6 +14,7 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
+    A pass that reads (a block of) a prompt is `prefill`.
     """
 
     step: int
@@ -22,22 +23,33 @@ class Routed:
     request: int = 0
     rows: Rows | None = None
     weights: Weights | None = None
+    prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """These experts (dense ids) are expected in a layer when it is routed next, likeliest first."""
+
+    layer: int
+    experts: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A lane has delivered a chunk of a piece."""
+    """A lane of a link has delivered a chunk of a piece."""
 
     lane: int
     piece: int
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A lane could not deliver a chunk of a piece."""
+    """A lane of a link could not deliver a chunk of a piece."""
 
     lane: int
     piece: int
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +64,32 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """The cache shall have this many slots from now on."""
+    """There shall be this many slots from now on.
+
+    `ahead` of them (as many as before where None) are for what is fetched before it is asked for.
+    """
 
     capacity: int
+    ahead: int | None = None
 
 
-Event = Routed | Landed | Failed | Computed | Cancelled | Resized
+Event = Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
 
 
 @dataclass(frozen=True, slots=True)
 class StartChunk:
-    """Move chunk number `chunk` of a piece into its slot, on this lane."""
+    """Move chunk number `chunk` of a piece on its way to this slot, on a lane of a link.
+
+    In a chain of links it goes by staging seat `seat`; with one link there is none (-1).
+    """
 
     lane: int
     piece: int
     slot: int
     chunk: int
+    link: int = 0
+    seat: int = -1
+    demand: bool = True
 
 
 @dataclass(frozen=True, slots=True)

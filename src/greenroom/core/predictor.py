@@ -11,7 +11,6 @@ comes next. So the first layers of a token are predicted from the last layers of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -70,7 +69,7 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Experts that a guess names: twice those that a token uses, as far as there are so many."""
+        """Experts that a guess names: twice those of a token, as far as there are so many."""
         return min(2 * self.top_k, *self.experts_per_layer)
 
 

@@ -1,15 +1,22 @@
 """The transfer queue: which chunk of which piece a link carries next.
 
-Demand goes before prefetch; within each, first come first served. There is one entry a piece;
-upgrading a prefetch to a demand keeps the chunks that were moved. What a link has begun it ends,
-so a new demand waits for at most one chunk a lane.
+Pieces come over one link (disk to slots) or a chain of them (disk to host to device); every link
+has lanes, and a line of what it may carry. Demand goes before prefetch; within each, first come
+first served. There is one entry a piece; upgrading a prefetch to a demand keeps the chunks that
+were moved. What a lane has begun it ends, so a new demand waits for at most one chunk a lane.
+
+In a chain a chunk sits in a *seat* of staging memory, from the start of its first transfer to the
+end of its last. Seats are few; prefetches leave one for every lane, so that a demand never
+waits for a seat that a prefetch keeps.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Urgency(IntEnum):
@@ -19,36 +26,60 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True)
 class Entry:
-    """A piece on its way: `started` chunks were given to a lane, `landed` of them have arrived."""
+    """A piece on its way: `started` chunks were given to the first link, `landed` are in the slot.
+
+    `staged[h]` are the (chunk, seat) that wait for link h; `moving` chunks are on some lane now.
+    `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
+    """
 
     piece: int
     slot: int
     chunks: int
     urgency: Urgency
+    staged: list[deque[tuple[int, int]]] = field(default_factory=list)
     started: int = 0
     landed: int = 0
+    moving: int = 0
+    dropped: bool = False
     failed: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return self.landed == self.chunks
+    upgraded: bool = False
 
     @property
     def arrived(self) -> bool:
-        return self.complete and not self.failed
+        return self.landed == self.chunks and not self.failed
 
     @property
-    def moving(self) -> int:
-        """Chunks that a lane is carrying now."""
-        return self.started - self.landed
+    def gone(self) -> bool:
+        """Whether it has left the queue, arrived or not."""
+        return self.moving == 0 and (self.dropped or self.landed == self.chunks)
+
+
+class Transfer(NamedTuple):
+    """A chunk on a lane; `seat` is where it is staged, -1 where there is one link only."""
+
+    entry: Entry
+    chunk: int
+    link: int
+    lane: int
+    seat: int
 
 
 class TransferQueue:
-    """Entries by piece. Those with chunks left to start wait in one line an urgency."""
+    """Entries by piece; those with chunks to start wait in one line a link and urgency."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Sequence[int] = (2,), seats: int | None = None) -> None:
+        """`lanes[h]` transfers at a time on link h; `seats` for chunks in a chain of links."""
+        self.lanes = tuple(lanes)
         self.entries: dict[int, Entry] = {}
-        self._lines: dict[Urgency, OrderedDict[int, Entry]] = {u: OrderedDict() for u in Urgency}
+        self._lines: list[dict[Urgency, OrderedDict[int, Entry]]] = [
+            {u: OrderedDict() for u in Urgency} for _ in lanes
+        ]
+        self._idle = [list(range(n))[::-1] for n in lanes]
+        self._carried: dict[tuple[int, int], Transfer] = {}
+        self.seats = staging_seats(lanes) if seats is None else seats
+        if len(lanes) > 1 and self.seats <= lanes[0]:
+            raise ValueError(f"{lanes[0]} lanes need more than {lanes[0]} seats: {self.seats}")
+        self._seats = list(range(self.seats))[::-1] if len(lanes) > 1 else None
 
     def __contains__(self, piece: int) -> bool:
         return piece in self.entries
@@ -56,51 +87,117 @@ class TransferQueue:
     def __len__(self) -> int:
         return len(self.entries)
 
+    @property
+    def moving(self) -> int:
+        """Chunks on a lane now."""
+        return len(self._carried)
+
+    @property
+    def demanding(self) -> bool:
+        """Whether the first link carries a chunk of a demand now."""
+        return any(
+            t.link == 0 and t.entry.urgency is Urgency.DEMAND for t in self._carried.values()
+        )
+
     def add(self, piece: int, slot: int, chunks: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""
         entry = self.entries.get(piece)
         if entry is None:
-            entry = self.entries[piece] = Entry(piece, slot, chunks, urgency)
-            self._lines[urgency][piece] = entry
+            staged: list[deque[tuple[int, int]]] = [deque() for _ in self.lanes]
+            entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, staged)
+            self._lines[0][urgency][piece] = entry
         elif urgency < entry.urgency:
-            if self._lines[entry.urgency].pop(piece, None) is not None:
-                self._lines[urgency][piece] = entry
-            entry.urgency = urgency
+            for lines in self._lines:
+                if lines[entry.urgency].pop(piece, None) is not None:
+                    lines[urgency][piece] = entry
+            entry.urgency, entry.upgraded = urgency, True
         return entry
 
-    def start(self) -> tuple[Entry, int] | None:
-        """The next (entry, chunk number) to move, or None where nothing waits."""
-        for line in self._lines.values():
+    def start(self) -> Iterator[Transfer]:
+        """Give idle lanes chunks, the last link first, until none is idle or none may start."""
+        for link in reversed(range(len(self.lanes))):
+            while (transfer := self._start(link)) is not None:
+                yield transfer
+
+    def open_for(self, urgency: Urgency) -> bool:
+        """Whether the first link could carry one more chunk of this urgency at once."""
+        return bool(self._idle[0]) and self._seated(urgency)
+
+    def _seated(self, urgency: Urgency) -> bool:
+        """Whether there is a seat beyond the first link; prefetches leave one for every lane."""
+        if self._seats is None:
+            return True
+        return len(self._seats) > (self.lanes[0] if urgency is Urgency.PREFETCH else 0)
+
+    def _start(self, link: int) -> Transfer | None:
+        if not self._idle[link]:
+            return None
+        for urgency, line in self._lines[link].items():
             if line:
+                if link == 0 and not self._seated(urgency):
+                    return None
                 entry = next(iter(line.values()))
-                chunk = entry.started
-                entry.started += 1
-                if entry.started == entry.chunks:
-                    del line[entry.piece]
-                return entry, chunk
+                return self._carry(link, line, entry)
         return None
 
-    def land(self, piece: int, ok: bool = True) -> Entry:
-        """A chunk has arrived, or failed to; the entry leaves the queue with its last one."""
-        entry = self.entries[piece]
-        entry.landed += 1
-        entry.failed |= not ok
-        if entry.complete:
-            del self.entries[piece]
+    def _carry(self, link: int, line: OrderedDict[int, Entry], entry: Entry) -> Transfer | None:
+        if link == 0:
+            chunk, seat = entry.started, -1 if self._seats is None else self._seats.pop()
+            entry.started += 1
+            more = entry.started < entry.chunks
+        else:
+            chunk, seat = entry.staged[link].popleft()
+            more = bool(entry.staged[link])
+        if not more:
+            del line[entry.piece]
+        entry.moving += 1
+        transfer = Transfer(entry, chunk, link, self._idle[link].pop(), seat)
+        self._carried[link, transfer.lane] = transfer
+        return transfer
+
+    def land(self, link: int, lane: int, ok: bool = True) -> Entry:
+        """A lane has delivered its chunk, or failed to; a failure drops the entry.
+
+        The entry leaves the queue (`gone`) with its last chunk, or once nothing of it moves.
+        """
+        entry, chunk, _, _, seat = self._carried.pop((link, lane))
+        self._idle[link].append(lane)
+        entry.moving -= 1
+        last = link + 1 == len(self.lanes)
+        if not ok and not entry.dropped:
+            entry.failed = True
+            self.drop(entry.piece)
+        if last or entry.dropped:
+            entry.landed += last and ok
+            self._vacate(seat)
+        else:
+            entry.staged[link + 1].append((chunk, seat))
+            self._lines[link + 1][entry.urgency].setdefault(entry.piece, entry)
+        if entry.gone:
+            self.entries.pop(entry.piece, None)
         return entry
 
     def drop(self, piece: int) -> bool:
         """Start no more chunks of a piece. True where nothing of it is moving: its slot is free.
 
-        Where a chunk is still moving the entry stays until it has landed and `forget` is called.
+        Where a chunk is still moving the entry stays until that has landed.
         """
         entry = self.entries[piece]
-        self._lines[entry.urgency].pop(piece, None)
+        entry.dropped = True
+        for link, lines in enumerate(self._lines):
+            lines[entry.urgency].pop(piece, None)
+            while entry.staged[link]:
+                self._vacate(entry.staged[link].popleft()[1])
         if entry.moving:
             return False
         del self.entries[piece]
         return True
 
-    def forget(self, piece: int) -> None:
-        """Remove what is left of a dropped entry."""
-        self.entries.pop(piece, None)
+    def _vacate(self, seat: int) -> None:
+        if self._seats is not None:
+            self._seats.append(seat)
+
+
+def staging_seats(lanes: Sequence[int]) -> int:
+    """Seats that a chain of links needs: for every lane one in use, and one that waits."""
+    return 2 * sum(lanes)

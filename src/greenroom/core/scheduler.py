@@ -1,17 +1,22 @@
 """The event machine: every decision of a run, for the runtime and the simulator alike.
 
-`on(event) -> actions`. One step is under way at a time. Its requests are accounted one by one in
-ascending id, as the cache serves them; what is resident is computed in the first wave, arrivals in
-later ones, as many at a time as have landed. A step that needs more slots than there are reuses
+`on(event, now) -> actions`. One step is under way at a time. Its requests are accounted one by one
+in ascending id, as the cache serves them; what is resident is computed in the first wave, arrivals
+in later ones, as many at a time as have landed. A step that needs more slots than there are reuses
 them: a piece is loaded only after the one that had its slot earlier in the step is computed.
+
+With slots on loan from the cache, predictions are fetched while a link is free (see `buffer`,
+`lookahead`), and the steps of a prompt stream through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from greenroom.core.buffer import Buffer, Held, Use
 from greenroom.core.cache import Cache, Served
 from greenroom.core.events import (
     Action,
@@ -22,24 +27,41 @@ from greenroom.core.events import (
     Failed,
     Finish,
     Landed,
-    Move,
+    Predicted,
     Resized,
     Routed,
     StartChunk,
     Trim,
 )
+from greenroom.core.lookahead import Expected, Lookahead, Wish
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
-from greenroom.core.queue import TransferQueue
+from greenroom.core.queue import Entry, TransferQueue, Urgency
+from greenroom.core.reshape import reshape
+from greenroom.errors import UsageError
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked of the cache since the start, in requests (one expert of one step each)."""
+    """What happened since the start.
+
+    Requests are experts of steps; a hit was in its slot when it was asked for, and `useful` ones
+    because they had been prefetched. Prefetches that were begun end as useful, `late` (still on its
+    way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
+    `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
+    `failed`; others are under way or wait for their layer.
+    """
 
     steps: int = 0
     requests: int = 0
     hits: int = 0
+    useful: int = 0
+    prefetches: int = 0
+    late: int = 0
+    wasted: int = 0
+    dropped: int = 0
+    displaced: int = 0
+    failed: int = 0
 
     @property
     def misses(self) -> int:
@@ -51,19 +73,29 @@ class Step:
     """The step under way. Requests are numbered in its order."""
 
     now: int
+    layer: int
     experts: Ints
     served: Served
+    slots: Ints  # of each request: where it is computed, -1 as long as it has no slot
     ready: list[int]  # landed or resident, to be computed
     missing: dict[int, int]  # piece -> request, on its way or to be asked for
     blocked: dict[int, int]  # request -> the later request that takes over its slot
     uncomputed: int
+    waiting: list[int] = field(default_factory=list)  # requests without a slot, the next one last
+    passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
+    freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
     wave: list[int] = field(default_factory=list)  # being computed
+    late: set[int] = field(default_factory=set)  # pieces that were being prefetched
     failed: int = -1
     ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
+    prefill: bool = False
 
 
 class Scheduler:
-    """Decides over one tier of slots, filled over one link of `lanes` transfers at a time."""
+    """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
+
+    Up to `ahead` of the slots, and no more than a quarter, may be on loan to prefetches at a time.
+    """
 
     def __init__(
         self,
@@ -73,19 +105,26 @@ class Scheduler:
         *,
         scope: str = "shared",
         pin: str = "step",
-        lanes: int = 2,
+        lanes: int | Sequence[int] = 2,
+        seats: int | None = None,
+        ahead: int = 0,
         seed: int = 0,
     ) -> None:
+        if ahead and pin != "step":
+            raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
         self.pieces, self.pin = pieces, pin
+        self._capacity, self._ahead = capacity, ahead
         self.cache = Cache(pieces, capacity, policy, scope, seed)
-        self.queue = TransferQueue()
+        self.place = np.arange(capacity, dtype=np.int64)  # the tier's slot of each of the cache's
+        self.buffer = Buffer(self._loans())
+        self.queue = TransferQueue((lanes,) if isinstance(lanes, int) else lanes, seats)
+        self.lookahead = Lookahead(pieces)
         self.counts = Counts()
         self.step: Step | None = None
-        self._idle = list(range(lanes))[::-1]
-        self._moving = 0
-        self._capacity = capacity
+        self._now = 0.0
         self._handlers = {
             Routed: self._routed,
+            Predicted: self._predicted,
             Landed: self._landed,
             Failed: self._failed,
             Computed: self._computed,
@@ -93,58 +132,88 @@ class Scheduler:
             Resized: self._resized,
         }
 
-    def on(self, event: Event) -> list[Action]:
-        """Take an event, return what to do now, in this order."""
+    @property
+    def capacity(self) -> int:
+        """Slots that there are now."""
+        return self.cache.capacity
+
+    def on(self, event: Event, now: float = 0.0) -> list[Action]:
+        """Take an event that happens `now` (seconds), return what to do now, in this order."""
         actions: list[Action] = []
+        self._now = now
         self._handlers[type(event)](event, actions)  # type: ignore[operator]
         return actions
+
+    # ---- a step, from its routing to its end
 
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
             raise RuntimeError("a step is under way")
-        now = event.step * self.pieces.layers + event.layer
+        size, layer = event.experts.size, event.layer
+        ahead = self.buffer.size > 0 or bool(self.buffer.held)
+        expected = self._judge(event) if ahead else None
+        here = self._here(event.experts) if self.buffer.held else {}
+        streamed = ahead and (event.prefill or not self._make_room(layer, size, here))
+        if not streamed:
+            for piece in here:  # the cache gives them a slot now, and theirs are free
+                self._give_back(piece)
         served = self.cache.serve(
             event.experts,
-            now,
+            event.step * self.pieces.layers + layer,
             self.pin,
             request=event.request,
             rows=event.rows,
             weights=event.weights,
+            fill=self._share(layer) if streamed else -1,
         )
-        size, misses = event.experts.size, served.misses
+        misses = served.misses
         self.counts.steps += 1
         self.counts.requests += size
         self.counts.hits += size - misses
-        step = self.step = Step(now, event.experts, served, [], {}, {}, uncomputed=size)
-        if misses == 0:  # nothing to choose: the usual step of a large cache
+        step = self.step = Step(
+            event.step * self.pieces.layers + layer,
+            layer,
+            event.experts,
+            served,
+            self.place[served.slots],
+            [],
+            {},
+            {},
+            uncomputed=size,
+            prefill=event.prefill,
+        )
+        if misses:
+            step.ready = np.flatnonzero(served.hits).tolist()
+            absent = np.flatnonzero(served.hits == 0).tolist()
+            if ahead:
+                self._fetch(step, absent, here)
+            else:
+                self._demand(step, absent)
+        else:  # nothing to choose: the usual step of a large cache
             step.wave = list(range(size))
-            actions.append(Compute(event.experts, served.slots))
-            return
-        step.ready = np.flatnonzero(served.hits).tolist()
-        self._demand(step, np.flatnonzero(served.hits == 0).tolist())
-        self._pump(actions)
+            actions.append(Compute(event.experts, step.slots))
+        if expected is not None:
+            self._note_in_time(step, expected)
+        if misses or ahead:
+            self._pump(actions)
         self._advance(actions)
 
     def _demand(self, step: Step, misses: list[int]) -> None:
         """Queue the misses, but for those whose slot an earlier request of the step still needs."""
         holder: dict[int, int] = {}
         wanted = set(misses)
-        for request, slot in enumerate(step.served.slots.tolist()):
+        for request, slot in enumerate(step.slots.tolist()):
             if request in wanted:
                 piece = int(step.experts[request])
                 step.missing[piece] = request
                 if slot in holder:
                     step.blocked[holder[slot]] = request
                 else:
-                    self.queue.add(piece, slot, int(self.pieces.chunks[piece]))
+                    self._add(piece, slot)
             holder[slot] = request
 
-    def _pump(self, actions: list[Action]) -> None:
-        """Give every idle lane a chunk."""
-        while self._idle and (next_chunk := self.queue.start()) is not None:
-            entry, chunk = next_chunk
-            self._moving += 1
-            actions.append(StartChunk(self._idle.pop(), entry.piece, entry.slot, chunk))
+    def _add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
+        return self.queue.add(piece, slot, int(self.pieces.chunks[piece]), urgency)
 
     def _advance(self, actions: list[Action]) -> None:
         """Order the next wave, or finish."""
@@ -152,33 +221,58 @@ class Scheduler:
         if step is None or step.wave:
             return
         if step.ending:
-            if self._moving == 0:
+            if not any(piece in self.queue for piece in step.missing):
                 self._finish(step, actions)
         elif step.ready:
             step.wave, step.ready = step.ready, []
             chosen = np.array(step.wave, np.int64)
-            actions.append(Compute(step.experts[chosen], step.served.slots[chosen]))
+            actions.append(Compute(step.experts[chosen], step.slots[chosen]))
         elif step.uncomputed == 0:
             self._finish(step, actions)
 
-    def _landed(self, event: Landed, actions: list[Action]) -> None:
-        self._idle.append(event.lane)
-        self._moving -= 1
-        entry = self.queue.land(event.piece)
-        if entry.arrived and self.step is not None and event.piece in self.step.missing:
-            self.step.ready.append(self.step.missing.pop(event.piece))
+    def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
+        entry = self.queue.land(event.link, event.lane, ok=isinstance(event, Landed))
+        if event.link == 0:
+            self._note_link(landed=True)
+        if entry.gone:
+            self._gone(entry)
+        elif entry.failed:
+            self._give_up(entry)
         self._pump(actions)
         self._advance(actions)
+        self._settle(actions)
 
     def _failed(self, event: Failed, actions: list[Action]) -> None:
-        self._idle.append(event.lane)
-        self._moving -= 1
-        self.queue.land(event.piece, ok=False)
-        if self.step is not None:
-            if self.step.failed < 0:
-                self.step.failed = event.piece
-            self._end(self.step)
-        self._advance(actions)
+        entry = self.queue.entries[event.piece]
+        self.counts.failed += entry.urgency is Urgency.PREFETCH and not entry.dropped
+        self._landed(event, actions)
+
+    def _gone(self, entry: Entry) -> None:
+        """An entry has left the queue: whole, failed, or dropped."""
+        piece, step = entry.piece, self.step
+        asked = step is not None and piece in step.missing
+        if entry.arrived:
+            if step is not None and asked:
+                step.ready.append(step.missing.pop(piece))
+            elif entry.dropped:
+                self._give_back(piece)
+            else:
+                self.buffer.landed(piece)
+        elif step is not None and asked:
+            if entry.upgraded and not step.ending:  # a failed prefetch: the demand tries itself
+                self._add(piece, entry.slot)
+            else:
+                self._give_up(entry)
+        elif piece in self.buffer.held:
+            self._give_back(piece)
+
+    def _give_up(self, entry: Entry) -> None:
+        """A demand has failed, and so has its step."""
+        step = self.step
+        if step is not None and entry.piece in step.missing and not entry.upgraded:
+            if step.failed < 0:
+                step.failed = entry.piece
+            self._end(step)
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
@@ -186,11 +280,16 @@ class Scheduler:
             raise RuntimeError("no wave was ordered")
         step.uncomputed -= len(step.wave)
         for request in step.wave:
+            piece = int(step.experts[request])
+            if piece in step.passing:
+                step.passing.remove(piece)
+                self._give_back(piece)
+            elif step.waiting and step.served.pinned:  # its slot is of use to the others
+                step.freed.add(piece)
+                self.cache.release(step.experts[request : request + 1])
             successor = step.blocked.pop(request, None)
             if successor is not None and not step.ending:
-                piece = int(step.experts[successor])
-                slot = int(step.served.slots[successor])
-                self.queue.add(piece, slot, int(self.pieces.chunks[piece]))
+                self._add(int(step.experts[successor]), int(step.slots[successor]))
         step.wave = []
         self._pump(actions)
         self._advance(actions)
@@ -204,29 +303,247 @@ class Scheduler:
     def _end(self, step: Step) -> None:
         """Let nothing more of the step start."""
         step.ending = True
+        step.waiting.clear()
         for piece in step.missing:
             if piece in self.queue:
                 self.queue.drop(piece)
 
     def _finish(self, step: Step, actions: list[Action]) -> None:
         if step.served.pinned:
-            self.cache.release(step.experts)
+            kept = [e for e in step.experts.tolist() if e not in step.freed]
+            self.cache.release(np.array(kept, np.int64) if step.freed else step.experts)
+        for piece in step.passing:  # of a step that was given up
+            self._give_back(piece)
         for piece in step.missing:
-            self.queue.forget(piece)
             if self.cache.state.slot_of[piece] >= 0:
                 self.cache.remove(piece, step.now)
         self.step = None
-        self._resize(actions)
+        self._settle(actions)
+        self._pump(actions)
         actions.append(Finish(step.failed))
 
-    def _resized(self, event: Resized, actions: list[Action]) -> None:
-        """A resize waits for the end of the step under way."""
-        self._capacity = event.capacity
-        if self.step is None:
-            self._resize(actions)
+    # ---- what is fetched before it is asked for
 
-    def _resize(self, actions: list[Action]) -> None:
-        if self._capacity != self.cache.capacity:
-            moves = self.cache.resize(self._capacity, 0)
-            actions.extend(Move(*move) for move in moves)
-            actions.append(Trim(self._capacity))
+    def _predicted(self, event: Predicted, actions: list[Action]) -> None:
+        if self.buffer.size:
+            self.lookahead.expect(event.layer, event.experts)
+            self._pump(actions)
+
+    def _judge(self, event: Routed) -> Expected | None:
+        """A layer's routing is known: its wrong prefetches are dropped, those under way at once."""
+        resident = self.cache.state.slot_of
+        expected = self.lookahead.routed(
+            event.layer, event.experts, event.prefill, self._now, resident
+        )
+        for held in self.buffer.passed(event.layer, set(event.experts.tolist())):
+            if held.use is Use.MOVING:
+                self._drop(held.piece)
+            else:
+                self.counts.wasted += 1
+                self._give_back(held.piece)
+        return expected
+
+    def _drop(self, piece: int) -> None:
+        """Give up a prefetch that is under way; a chunk on a lane lands first."""
+        if not self.queue.entries[piece].dropped:
+            self.counts.dropped += 1
+            if self.queue.drop(piece):
+                self._give_back(piece)
+
+    def _give_back(self, piece: int) -> None:
+        """The piece is not needed: its slot is the cache's again."""
+        self.cache.give_back(self.buffer.release(piece))
+
+    def _here(self, experts: Ints) -> dict[int, Held]:
+        """The step's pieces that are in the buffer."""
+        held = self.buffer.held
+        return {piece: held[piece] for piece in experts.tolist() if piece in held}
+
+    def _make_room(self, layer: int, size: int, here: Collection[int]) -> bool:
+        """Whether a step fits beside what is on loan; prefetches for later layers yield to it."""
+        room = self.cache.room(layer)
+        while size + self._on_loan(layer) - len(here) > room:
+            if (least := self.buffer.least(2.0, but=here)) is None:
+                return False
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+        return True
+
+    def _on_loan(self, layer: int) -> int:
+        """Slots of the layer's group that are on loan."""
+        if self.cache.scope == "shared":
+            return len(self.buffer.held)
+        begin, end = self.pieces.offsets[layer : layer + 2]
+        return sum(begin <= piece < end for piece in self.buffer.held)
+
+    def _fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
+        """Use what was prefetched, in its slot or on its way; demand the others."""
+        self._keep_in_place(step, misses, here)
+        for request in misses:
+            piece, slot = int(step.experts[request]), int(step.served.slots[request])
+            held = here.get(piece)
+            if held is None:
+                if slot < 0:
+                    step.waiting.append(request)
+                    continue
+                step.missing[piece] = request
+                self._add(piece, int(self.place[slot]))
+            else:
+                if held.use is Use.AHEAD:
+                    self.counts.hits += 1
+                    self.counts.useful += 1
+                    step.ready.append(request)
+                else:
+                    self.counts.late += not self.queue.entries[piece].dropped
+                    step.late.add(piece)
+                    step.missing[piece] = request
+                    self._add(piece, -1)  # its entry has the slot
+                if slot < 0:
+                    slot = self.buffer.occupy(piece)
+                    step.passing.add(piece)
+                elif piece in self.buffer.held:
+                    self._give_back(piece)
+            step.slots[request] = self.place[slot]
+        step.ready.sort()
+        step.waiting.reverse()
+
+    def _keep_in_place(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
+        """The cache gave a slot to each piece that had been prefetched: let it be the tier's slot
+        where its bytes are. What that slot stood for is free, or a miss that has not begun."""
+        where = {piece: int(self.place[held.slot]) for piece, held in here.items()}
+        for request in misses:
+            piece, given = int(step.experts[request]), int(step.served.slots[request])
+            if piece in where and given >= 0:
+                other = int(np.flatnonzero(self.place == where[piece])[0])
+                self.place[[given, other]] = self.place[[other, given]]
+
+    def _share(self, layer: int) -> int:
+        """Misses of a prompt's step that are taken in: to an even share of the cache a layer."""
+        state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
+        room = self.cache.room(layer)
+        if self.cache.scope == "shared":
+            room = -(-room // self.pieces.layers)
+        return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
+
+    def _seat(self, step: Step) -> None:
+        """Give slots to requests that stream through."""
+        while step.waiting:
+            request = step.waiting[-1]
+            piece = int(step.experts[request])
+            crowded = self.buffer.full and step.passing  # one slot it may have in any case
+            slot = -1 if crowded else self.cache.borrow(piece)[0]
+            if slot < 0:
+                if step.missing or step.wave or step.ready or not self._reclaim():
+                    return
+                continue
+            step.waiting.pop()
+            self.buffer.occupy(piece, slot)
+            step.passing.add(piece)
+            step.missing[piece] = request
+            step.slots[request] = self.place[slot]
+            self._add(piece, int(self.place[slot]))
+
+    def _reclaim(self) -> bool:
+        """A step could not go on: prefetches for later layers yield. True where a slot is free."""
+        if (least := self.buffer.least(2.0)) is not None:
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+            return True
+        before = len(self.buffer.held)
+        for held in list(self.buffer.held.values()):
+            if held.use is Use.MOVING:
+                self._drop(held.piece)
+        return len(self.buffer.held) < before
+
+    def _pump(self, actions: list[Action]) -> None:
+        """Give every idle lane a chunk: of demands, of prefetches under way, of new ones."""
+        step = self.step
+        if step is not None and step.waiting:
+            self._seat(step)
+        self._start(actions)
+        if self.buffer.size and not (step is not None and step.waiting) and not self._resizing:
+            while self.queue.open_for(Urgency.PREFETCH) and self._prefetch():
+                self._start(actions)
+
+    def _start(self, actions: list[Action]) -> None:
+        for entry, chunk, link, lane, seat in self.queue.start():
+            demand = entry.urgency is Urgency.DEMAND
+            actions.append(StartChunk(lane, entry.piece, entry.slot, chunk, link, seat, demand))
+        self._note_link()
+
+    def _prefetch(self) -> bool:
+        """Begin the next prefetch that is worth it; False where there is none."""
+        while (wish := self.lookahead.nearest()) is not None:
+            if wish.piece in self.buffer.held or self.cache.state.slot_of[wish.piece] >= 0:
+                self.lookahead.fulfil(wish)
+                continue
+            slot = self._loan(wish)
+            if slot < 0:
+                return False
+            self.lookahead.fulfil(wish)
+            self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
+            self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
+            self.counts.prefetches += 1
+            return True
+        return False
+
+    def _loan(self, wish: Wish) -> int:
+        """A slot for a prefetch, -1 where none can be had."""
+        if self.buffer.full:
+            least = self.buffer.least(wish.chance)
+            if least is None:
+                return -1
+            self.counts.displaced += 1
+            self._give_back(least.piece)
+        slot, evicted = self.cache.borrow(wish.piece)
+        if evicted >= 0:
+            self.lookahead.evicted(evicted)
+        return slot
+
+    def _note_link(self, landed: bool = False) -> None:
+        if self.buffer.size:
+            queue = self.queue
+            self.lookahead.pace.link(self._now, queue.moving, queue.demanding, landed)
+
+    def _note_in_time(self, step: Step, expected: Expected) -> None:
+        """Of the right predictions, those that were there when they were asked for."""
+        here = step.experts[[i for i in range(step.experts.size) if i not in self._absent(step)]]
+        likely = expected.pieces[: step.experts.size]
+        self.lookahead.accuracy.in_time[step.layer] += int(np.isin(likely, here).sum())
+
+    @staticmethod
+    def _absent(step: Step) -> set[int]:
+        return {*step.missing.values(), *step.waiting}
+
+    # ---- other sizes
+
+    def _loans(self) -> int:
+        """Slots that may be on loan: as asked, but no more than a quarter."""
+        return max(0, min(self._ahead, self._capacity // 4))
+
+    @property
+    def _resizing(self) -> bool:
+        return self._capacity != self.cache.capacity
+
+    def _resized(self, event: Resized, actions: list[Action]) -> None:
+        """A resize waits for the end of the step under way, and for what is being prefetched."""
+        self._capacity = event.capacity
+        if event.ahead is not None:
+            self._ahead = event.ahead
+        self.buffer.size = self._loans()
+        self._settle(actions)
+
+    def _settle(self, actions: list[Action]) -> None:
+        """Resize, as soon as nothing is in the way."""
+        if self.step is not None or not self._resizing:
+            return
+        self.lookahead.clear()
+        for piece, held in list(self.buffer.held.items()):
+            if held.use is Use.MOVING:
+                self._drop(piece)
+            else:
+                self.counts.displaced += 1
+                self._give_back(piece)
+        if not len(self.queue):
+            self.place, moves = reshape(self.cache, self.place, self._capacity)
+            actions += [*moves, Trim(self._capacity)]

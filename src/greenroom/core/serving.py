@@ -64,6 +64,25 @@ def make_miss(stamp: int) -> Callable[..., tuple[int, int]]:
     return miss
 
 
+def make_borrow(stamp: int) -> Callable[..., tuple[int, int]]:
+    def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+        """Take a slot out of the cache for a piece that the policy is not told of.
+
+        (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
+        """
+        stamp  # noqa: B018
+        group, evicted = state.group_of[piece], -1
+        if state.free_count[group] == 0:
+            evicted = int(victim(state, own, group, piece, now))
+            if evicted < 0:
+                return -1, -1
+            evict(state, own, evicted, now)
+        state.free_count[group] -= 1
+        return state.free[state.first[group] + state.free_count[group]], evicted
+
+    return borrow
+
+
 def make_serve(stamp: int) -> Callable[..., bool]:
     def serve(
         state: State,
@@ -74,9 +93,14 @@ def make_serve(stamp: int) -> Callable[..., bool]:
         now: Now,
         begins: bool,
         pin: bool,
+        fill: int,
         out: Ints,
     ) -> bool:
-        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck."""
+        """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck.
+
+        With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
+        the others pass by.
+        """
         stamp  # noqa: B018
         if begins:
             on_request(state, own, now)
@@ -92,6 +116,11 @@ def make_serve(stamp: int) -> Callable[..., bool]:
                 on_hit(state, own, piece, at)
             else:
                 out[1, i] = 0
+                if fill >= 0:
+                    if fill == 0 or state.free_count[state.group_of[piece]] == 0:
+                        out[0, i] = BYPASS
+                        continue
+                    fill -= 1
                 out[0, i], out[2, i] = miss(state, own, piece, at)
                 if out[0, i] == STUCK:
                     return False

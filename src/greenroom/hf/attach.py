@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,36 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.config import Amount
+from greenroom.core.buffer import slots_ahead
 from greenroom.core.cache import split_capacity
+from greenroom.core.foresight import Foresight
+from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Counts, Scheduler
+from greenroom.core.predictor import PassBegins
+from greenroom.core.scheduler import Scheduler
 from greenroom.errors import BudgetError, ClosedError
 from greenroom.hf.build import IMPLEMENTATION
+from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.kv import reserve
+from greenroom.hf.parts import Parts
+from greenroom.hf.shared import Shared
+from greenroom.hf.shared import attach as shared
 from greenroom.policies import policy as named_policy
-from greenroom.runtime.driver import Driver, Meter
+from greenroom.predictors import predictor
+from greenroom.runtime.copier import Store
+from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.memory import peak_rss_bytes
+from greenroom.runtime.meter import minus
 from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.stats import Stats
+from greenroom.runtime.stats import Stats, link_stats, prefetch_stats
 from greenroom.runtime.store import DiskStore
+from greenroom.runtime.timeline import Timeline
 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 
@@ -52,33 +65,22 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     return min(slots, catalog.experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What an attached model runs on; `fake` uses the device that poisons stale slots."""
-
-    catalog: Catalog
-    capacity: int
-    policy: str = "auto"
-    scope: str = "shared"
-    kernels: str = "auto"
-    fake: bool = False
-    readers: int = 2
-    direct: str = "auto"
-    seed: int = 0
-    budget_bytes: int | None = None
-    context: int = 0  # tokens that the KV cache has room for
-    kv_cache_bytes: int = 0  # what they take
-
-
 class Greenroom:
     """A model's cache of experts: `model.greenroom`."""
 
-    def __init__(self, model: PreTrainedModel, parts: Parts) -> None:
+    def __init__(self, model: PreTrainedModel, parts: Parts, store: Store | None = None) -> None:
+        """`store` stands in for the checkpoint's own files, such as one in memory."""
         self.parts, self._model = parts, weakref.ref(model)
         catalog, policy = parts.catalog, named_policy(parts.policy)
-        disk = DiskStore(catalog, direct=parts.direct)
-        self.direct = disk.direct
-        store = FakeStore(disk, jitter=0.002, seed=parts.seed) if parts.fake else disk
+        running = self._predictor(model)
+        self._inputs = running.listen() if running else None
+        if store is None:
+            store = disk = DiskStore(catalog, direct=parts.direct)
+            self.direct = disk.direct
+        else:
+            self.direct = True
+        if parts.fake:
+            store = FakeStore(store, jitter=0.002, seed=parts.seed)
         slots_kind = FakeSlots if parts.fake else HostSlots
         slots = slots_kind(parts.capacity, catalog.slot_bytes, reserve=catalog.experts)
         chunks = [len(store.chunks(expert)) for expert in range(catalog.experts)]
@@ -88,44 +90,99 @@ class Greenroom:
             parts.capacity,
             policy,
             scope=parts.scope,
-            lanes=parts.readers,
+            lanes=(parts.readers, 1) if parts.fake else (parts.readers,),
+            ahead=slots_ahead(running.shape.top_k) if running else 0,
             seed=parts.seed,
         )
-        self.driver = Driver(scheduler, store, slots, parts.readers)
+        self.predictor = next(iter(running.predictors.values())) if running else None
+        self.driver = Driver(
+            scheduler,
+            store,
+            slots,
+            foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
+            guard=Guard(parts.seed) if parts.guard and self.predictor else None,
+            links=("disk -> host", "host -> device") if parts.fake else ("disk -> host",),
+        )
         self._close = weakref.finalize(model, self.driver.close)
-        self._base: tuple[Counts, Meter] = (Counts(), Meter())
+        self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._modules: list[nn.Module] = []
+        self._request, self._tokens = 0, 0
         self.accelerated: Accelerated | None = None
-        self._listening: Any = None
+        self._shared: Shared | None = None
+        self._hooks: list[Any] = []
         try:
             self._bind(model, slots)
         except BaseException:
             self.detach()
             raise
 
+    def _predictor(self, model: PreTrainedModel) -> Beside | None:
+        """What predicts; nothing where all experts have a slot."""
+        parts = self.parts
+        choice = predictor(parts.prefetch)
+        if choice.kind.name == "none" or parts.capacity >= parts.catalog.experts:
+            return None
+        return foresee(
+            model,
+            parts.catalog,
+            parts.prefetch,
+            file=parts.predictor,
+            fingerprint=parts.fingerprint,
+            seed=parts.seed,
+        )
+
     def _bind(self, model: PreTrainedModel, slots: HostSlots) -> None:
         """Give every experts module what it needs to be served."""
         parts, policy = self.parts, self.driver.scheduler.cache.policy
         self.kernel = kernel("numba" if parts.kernels == "auto" else parts.kernels)
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
-        for layer, module in enumerate(self._modules):
-            experts = LayerExperts(module, parts.catalog.layouts[layer], slots)
-            binding = Binding(self.driver, self.kernel, layer, experts, policy.weighs)
-            setattr(module, BINDING, binding)
-        self._listening = model.register_forward_pre_hook(self._passes, with_kwargs=True)
         if self.kernel.name != "eager":
             self.accelerated = accelerate(model, reserve)
+        self._shared = shared(model, self._modules)
+        for layer, module in enumerate(self._modules):
+            binding = Binding(
+                self.driver,
+                self.kernel,
+                layer,
+                LayerExperts(module, parts.catalog.layouts[layer], slots),
+                policy.weighs,
+                inputs=partial(self._inputs.take, layer) if self._inputs else None,
+                meanwhile=self._shared.meanwhile[layer],
+            )
+            setattr(module, BINDING, binding)
+        self._hooks = [
+            model.register_forward_pre_hook(self._begins, with_kwargs=True),
+            model.register_forward_hook(self._ends, always_call=True),
+        ]
 
-    def _passes(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A pass begins; one without keys and values before it is the first of a prompt."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        given = ids if ids is not None else kwargs.get("inputs_embeds")
+        if given is None or given.is_meta:
+            return
         cache = kwargs.get("past_key_values")
         if cache is None or not cache.get_seq_length():
-            self.driver.begin_request()
+            self._request += 1
+        batch, length = given.shape[:2]
+        self.driver.begin_pass(
+            PassBegins(
+                self._request,
+                self._tokens,
+                batch * length,
+                length > 1,
+                None if ids is None else ids.flatten().cpu().numpy(),
+            )
+        )
+        self._tokens += batch * length
+
+    def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        self.driver.end_pass()
 
     @property
     def capacity(self) -> int:
         """Slots that the cache has."""
-        return self.driver.scheduler.cache.capacity
+        return self.driver.scheduler.capacity
 
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
@@ -140,28 +197,38 @@ class Greenroom:
 
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
-        counts, meter, catalog = self.driver.scheduler.counts, self.driver.meter, self.parts.catalog
-        before, metered = self._base
-        requests, hits = counts.requests - before.requests, counts.hits - before.hits
+        driver, catalog = self.driver, self.parts.catalog
+        counts = minus(driver.scheduler.counts, self._base[0])
+        meter = minus(driver.meter, self._base[1])
         return Stats(
-            policy=self.driver.scheduler.cache.policy.name,
+            policy=driver.scheduler.cache.policy.name,
             kernels=self.kernel.name,
             capacity=self.capacity,
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
-            passes=meter.passes - metered.passes,
-            expert_requests=requests,
-            expert_hits=hits,
-            hit_ratio=hits / requests if requests else 0.0,
-            bytes_read=meter.bytes_read - metered.bytes_read,
-            stall_s=meter.stall_s - metered.stall_s,
+            passes=meter.passes,
+            expert_requests=counts.requests,
+            expert_hits=counts.hits,
+            hit_ratio=counts.hits / counts.requests if counts.requests else 0.0,
+            bytes_read=meter.bytes_read,
+            stall_s=meter.stall_s,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=self.parts.budget_bytes,
+            prefetch=prefetch_stats(driver, self.predictor, counts),
+            stalls=dict(meter.stalls),
+            links=link_stats(driver, meter),
         )
 
     def reset_stats(self) -> None:
         """Count from here on; what is resident stays."""
-        self._base = replace(self.driver.scheduler.counts), replace(self.driver.meter)
+        driver = self.driver
+        self._base = replace(driver.scheduler.counts), driver.meter.copy()
+        driver.scheduler.lookahead.accuracy.reset()
+
+    def timeline(self, on: bool = True) -> Timeline | None:
+        """Record what runs when from here on; the timeline so far is returned as recording ends."""
+        so_far, self.driver.timeline = self.driver.timeline, Timeline() if on else None
+        return self.driver.timeline if on else so_far
 
     def resize(self, cache: str | int) -> int:
         """Give the cache another size (`25%`, `2GiB`, bytes), also while it is in use.
@@ -185,10 +252,11 @@ class Greenroom:
         for module in self._modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)
-        if self._listening is not None:
-            self._listening.remove()
-        if self.accelerated is not None:
-            self.accelerated.detach()
+        for hook in self._hooks:
+            hook.remove()
+        for part in (self._inputs, self._shared, self.accelerated):
+            if part is not None:
+                part.detach()
         model: Any = self._model()
         if model is not None and getattr(model, "greenroom", None) is self:
             del model.greenroom

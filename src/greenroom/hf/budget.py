@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from greenroom.config import Amount, show_bytes
 from greenroom.core.layout import Catalog
 from greenroom.errors import BudgetError
-from greenroom.hf.attach import Parts
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from greenroom.runtime.memory import available_bytes, rss_bytes
 from greenroom.runtime.store import CHUNK_BYTES
 

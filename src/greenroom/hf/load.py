@@ -23,9 +23,11 @@ from greenroom.hf.budget import (
 )
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.kv import SPARE
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
+from greenroom.predictors import predictor
 from greenroom.runtime.kernels import KERNELS, ahead
 from greenroom.runtime.memory import give_back, rss_bytes, uncollected
 
@@ -68,6 +70,7 @@ def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrai
 
 def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     named_policy(config.policy).check_online()
+    predictor(config.prefetch)  # or UnknownName, UsageError
     if config.kernels != "auto" and config.kernels not in KERNELS:
         raise UnknownName("kernel", config.kernels, ["auto", *KERNELS])
     if config.threads is not None:
@@ -81,6 +84,10 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
         capacity=fewest,
         policy=config.policy,
         scope=config.scope,
+        prefetch=config.prefetch,
+        predictor=config.predictor,
+        guard=not config.no_guard,
+        fingerprint=fingerprint(checkpoint),
         kernels=config.kernels,
         fake=config.device == "fake",
         readers=config.readers,
@@ -101,6 +108,8 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
         parts = replace(parts, budget_bytes=budget)
     chosen = choose(config.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
+    if room >= catalog.experts:  # nothing is ever fetched again
+        parts = replace(parts, prefetch="off", predictor=None)
     model = draft.load()
     model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     compile_for(chosen)

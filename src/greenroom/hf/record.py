@@ -5,24 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import RecordConfig, SamplingConfig
-from greenroom.core.predictor import Predictor, Shape
-from greenroom.errors import PredictorError, UsageError
-from greenroom.hf.budget import experts_per_token
+from greenroom.errors import UsageError
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.foresight import beside
 from greenroom.hf.generate import answer, encode
-from greenroom.predictors import Setting
-from greenroom.runtime import learned_file
 from greenroom.runtime.forecasts import Forecasts, choices, distance_of
-from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
 from greenroom.runtime.recorder import Recorder
 from greenroom.trace.journal import Header, Journal, journal_of
 from greenroom.trace.prompts import Prompt
@@ -54,9 +49,17 @@ def record(
         )
     catalog = model.greenroom.parts.catalog
     digest = fingerprint(Checkpoint.open(Path(catalog.files[0]).parent))
-    beside = _beside(model, recording, digest)
+    chosen = choices(recording.predict) if recording.predict else []
+    running = beside(
+        model,
+        catalog,
+        chosen,
+        file=recording.predictor,
+        fingerprint=digest,
+        inputs=recording.gate_inputs > 0,
+    )
     header = Header(
-        beside.shape.experts_per_layer,
+        running.shape.experts_per_layer,
         recording.weights,
         recording.token_ids,
         recording.gate_inputs,
@@ -65,13 +68,13 @@ def record(
             **_sizes(model),
             "fingerprint": digest,
         },
-        {name: distance_of(made) for name, made in beside.predictors.items()},
+        {name: distance_of(made) for name, made in running.predictors.items()},
     )
     journal = Journal(journal_of(path), header)
     try:
         modules = [model.get_submodule(module) for module in catalog.layers]
-        probe = GateInputs(beside.routers) if beside.routers else None
-        forecasts = Forecasts(beside.predictors, beside.shape) if beside.predictors else None
+        probe = running.listen()
+        forecasts = Forecasts(running.predictors, running.shape) if running.predictors else None
         embedding = model.get_input_embeddings()
         on_request(journal.requests, 0)
         with Recorder(modules, embedding, journal, 0, probe, forecasts) as recorder:
@@ -91,51 +94,6 @@ def record(
             return recorder.tokens
     finally:
         journal.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What listens and predicts beside the model; no routers where nobody asks for gate inputs."""
-
-    shape: Shape
-    routers: list[Router]
-    predictors: dict[str, Predictor]
-
-
-def _beside(model: PreTrainedModel, recording: RecordConfig, digest: str) -> _Beside:
-    """PredictorError where a predictor cannot run beside this model."""
-    chosen = choices(recording.predict) if recording.predict else []
-    needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
-    if recording.predictor is not None and "file" not in needs:
-        raise UsageError("--predictor is the file of the predictor learned: name it in --predict")
-    routers = _routers(model, must="inputs" in needs) if chosen or recording.gate_inputs else []
-    tensors = None
-    if "file" in needs and recording.predictor is not None:
-        tensors = learned_file.load(recording.predictor, digest)
-    gates = RouterGates(routers) if "gates" in needs else None
-    catalog = model.greenroom.parts.catalog
-    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), _top_k(model, routers))
-    setting = Setting(shape, gates=gates, learned=tensors)
-    made = {choice.name: choice.make(setting) for choice in chosen}
-    return _Beside(shape, routers, made)
-
-
-def _routers(model: PreTrainedModel, must: bool) -> list[Router]:
-    """The routers, where hidden states can be seen; none where there are none and need not be."""
-    try:
-        return find_routers(model, model.greenroom.parts.catalog.layers)
-    except PredictorError:
-        if must:
-            raise
-        return []
-
-
-def _top_k(model: PreTrainedModel, routers: list[Router]) -> int:
-    """As the router does; as the config says where it cannot be asked."""
-    try:
-        return top_k_of(routers[0]) if routers else experts_per_token(model)
-    except PredictorError:
-        return experts_per_token(model)
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:

@@ -1,13 +1,16 @@
-"""The copier: one thread a lane, each reading chunks into its staging buffer and on into slots.
+"""The copier: one thread for each lane of each link, carrying chunks towards their slots.
 
-Reading and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is
-reported like its arrival, so that a lane never dies and nobody waits for it in vain.
+With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
+into the slot. With two (disk to host to device) the first link's lanes read into the staging seat
+that the scheduler names, and the second's copy from there. Reading and copying happen outside the
+interpreter's lock. Whatever goes wrong with a chunk is reported like its arrival, so that a lane
+never dies and nobody waits for it in vain.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -39,30 +42,39 @@ Deliver = Callable[[StartChunk, int, StoreError | None], None]
 
 
 class Copier:
-    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads."""
+    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
 
-    def __init__(self, store: Store, slots: Slots, lanes: int, deliver: Deliver) -> None:
+    `lanes[h]` threads for link h, and `seats` staging buffers between two links.
+    """
+
+    def __init__(
+        self, store: Store, slots: Slots, lanes: Sequence[int], seats: int, deliver: Deliver
+    ) -> None:
         self._store, self._slots, self._deliver = store, slots, deliver
-        self._jobs: list[SimpleQueue[StartChunk | None]] = [SimpleQueue() for _ in range(lanes)]
+        self._last = len(lanes) - 1
+        self._seats = [Staging() for _ in range(seats)] if self._last else []
+        self._staged: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self._seats)
+        self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
+            (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
+        }
         self._threads = [
-            threading.Thread(target=self._work, args=(jobs,), name=f"greenroom-{i}", daemon=True)
-            for i, jobs in enumerate(self._jobs)
+            threading.Thread(
+                target=self._work, args=(jobs,), name=f"greenroom-{link}-{lane}", daemon=True
+            )
+            for (link, lane), jobs in self._jobs.items()
         ]
         for thread in self._threads:
             thread.start()
 
     def start(self, action: StartChunk) -> None:
-        self._jobs[action.lane].put(action)
+        self._jobs[action.link, action.lane].put(action)
 
     def _work(self, jobs: SimpleQueue[StartChunk | None]) -> None:
-        staging = Staging()
+        staging = Staging() if not self._last else None
         while (action := jobs.get()) is not None:
             nbytes, failure = 0, None
             try:
-                chunk = self._store.chunks(action.piece)[action.chunk]
-                data = self._store.read(chunk, staging)
-                self._slots.write(action.slot, chunk.extent.copies, data, chunk.start)
-                nbytes = chunk.length
+                nbytes = self._carry(action, staging)
             except StoreError as error:
                 failure = error
             except Exception as error:
@@ -70,9 +82,22 @@ class Copier:
                 failure.__cause__ = error
             self._deliver(action, nbytes, failure)
 
+    def _carry(self, action: StartChunk, staging: Staging | None) -> int:
+        """Take a chunk over its link; the bytes that it has."""
+        chunk = self._store.chunks(action.piece)[action.chunk]
+        if staging is not None:
+            data = self._store.read(chunk, staging)
+        elif action.link == 0:
+            self._staged[action.seat] = self._store.read(chunk, self._seats[action.seat])
+            return chunk.length
+        else:
+            data = self._staged[action.seat]
+        self._slots.write(action.slot, chunk.extent.copies, data, chunk.start)
+        return chunk.length
+
     def close(self) -> None:
-        """End the threads, after what they are reading now."""
-        for jobs in self._jobs:
+        """End the threads, after what they are carrying now."""
+        for jobs in self._jobs.values():
             jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():

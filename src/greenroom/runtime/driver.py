@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,47 +19,93 @@ from greenroom.core.events import (
     Finish,
     Landed,
     Move,
+    Predicted,
     Resized,
     Routed,
     StartChunk,
     Trim,
 )
+from greenroom.core.foresight import Foresight
+from greenroom.core.guard import Guard
+from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ClosedError, StoreError
 from greenroom.runtime.copier import Copier, Store
+from greenroom.runtime.meter import Meter
 from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.timeline import COMPUTE, Timeline, lane
 from greenroom.runtime.turns import Turns
 
 ComputeWave = Callable[[np.ndarray, np.ndarray], None]
 
 
-@dataclass(slots=True)
-class Meter:
-    """What transfers cost since the last reset. Bytes are those that the experts have on disk."""
-
-    bytes_read: int = 0
-    stall_s: float = 0.0
-    passes: int = 0
-
-
 class Driver:
-    """One model's experts at run time. Steps are served one after another."""
+    """One model's experts at run time. Steps are served one after another.
 
-    def __init__(self, scheduler: Scheduler, store: Store, slots: HostSlots, lanes: int) -> None:
-        self.scheduler, self.slots, self.meter = scheduler, slots, Meter()
+    `foresight` predicts, unless every expert has a slot; `guard` switches it off where it does not
+    pay.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        slots: HostSlots,
+        *,
+        foresight: Foresight | None = None,
+        guard: Guard | None = None,
+        links: tuple[str, ...] = ("disk -> host",),
+    ) -> None:
+        self.scheduler, self.slots = scheduler, slots
+        self.foresight, self.guard = foresight, guard
+        self.meter = Meter.of(scheduler.queue.lanes)
+        self.timeline: Timeline | None = None
+        self.links = links
         self._store = store
         self._changed = threading.Condition()
         self._one_step = Turns()
         self._orders: deque[Compute | Finish] = deque()
-        self._error: StoreError | None = None
+        self._error: StoreError | None = None  # of the step under way
+        self._meanwhile: Callable[[], None] | None = None
         self._pass, self._layer = -1, scheduler.pieces.layers
         self._request = 0
+        self._prefill = False
+        self._begun: tuple[float, float, int] | None = (
+            None  # of the pass: when, stalls then, tokens
+        )
+        self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._closed = False
-        self._copier = Copier(store, slots, lanes, self._delivered)
+        queue = scheduler.queue
+        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered)
 
-    def begin_request(self) -> None:
-        """The next step belongs to a new prompt."""
-        self._request += 1
+    # ---- passes
+
+    def begin_pass(self, at: PassBegins) -> None:
+        """A pass begins; `at.request` says of which prompt."""
+        with self._changed:
+            self._request, self._prefill = at.request, at.prefill
+            self._begun = time.perf_counter(), self.meter.stall_s, at.tokens
+        if self._foresees:
+            self._predict(self.foresight.begin(at))  # type: ignore[union-attr]
+
+    @property
+    def _foresees(self) -> bool:
+        return self.foresight is not None and self.scheduler.capacity < len(self.scheduler.pieces)
+
+    def end_pass(self) -> None:
+        """The pass is over, or was given up."""
+        if self._begun is None:
+            return
+        begun, stalls, tokens = self._begun
+        self._begun, now = None, time.perf_counter()
+        if self.timeline is not None:
+            self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
+        if self.guard is not None and self._foresees and not self._prefill:
+            assert self.foresight is not None
+            self.guard.passed(now - begun, self.meter.stall_s - stalls, tokens)
+            self.foresight.on = self.guard.on
+
+    # ---- steps
 
     def step(
         self,
@@ -68,13 +114,17 @@ class Driver:
         compute: ComputeWave,
         rows: np.ndarray | None = None,
         weights: np.ndarray | None = None,
+        *,
+        seen: Callable[[bool], Seen] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Have `compute(experts, slots)` called on every expert of a step once, in waves.
 
         `experts` are ids within the layer, ascending, int64; `rows` and `weights` the tokens that
-        chose each and the sums of their gate weights, for policies that look at them. StoreError
-        where one cannot be read; the cache stays usable, and so it does after an exception in
-        `compute`.
+        chose each and the sums of their gate weights, for policies that look at them; `seen` gives
+        what predictors are told, with the router's inputs or without. `meanwhile` is called when
+        there is nothing to compute but a wait, once at most. StoreError where an expert cannot be
+        read; the cache stays usable, and so it does after an exception in `compute`.
         """
         if experts.size == 0:
             return
@@ -85,61 +135,111 @@ class Driver:
             self._pass += layer <= self._layer
             self._layer = layer
             self.meter.passes = self._pass + 1
+            self._meanwhile, self._error = meanwhile, None
             try:
-                self._tell(Routed(self._pass, layer, experts + first, self._request, rows, weights))
+                self._tell(
+                    Routed(
+                        self._pass,
+                        layer,
+                        experts + first,
+                        self._request,
+                        rows,
+                        weights,
+                        self._prefill,
+                    )
+                )
+                if self._foresees and seen is not None:
+                    self._foretell(seen)
                 while isinstance(order := self._next_order(), Compute):
+                    begin = time.perf_counter()
                     compute(order.experts - first, order.slots)
+                    if self.timeline is not None:
+                        self._show_wave(layer, order, begin)
                     self._tell(Computed())
             except BaseException:
                 self._abandon()
                 raise
             if order.failed >= 0:
-                error, self._error = self._error, None
-                raise error or StoreError(f"expert {order.failed} could not be read")
+                raise self._error or StoreError(f"expert {order.failed} could not be read")
 
     def resize(self, capacity: int) -> None:
-        """Change the number of slots between steps."""
+        """Change the number of slots between steps; returns when it is done."""
         with self._one_step:
             if capacity > self.slots.capacity:
                 self.slots.trim(capacity)
             self._tell(Resized(capacity))
+            with self._changed:  # what is being prefetched lands first
+                while self.scheduler.capacity != capacity:
+                    self._changed.wait()
+        if self.guard is not None:
+            self.guard.changed()
+
+    def _foretell(self, seen: Callable[[bool], Seen]) -> None:
+        assert self.foresight is not None
+        self._predict(self.foresight.routed(seen(self.foresight.on)))
+
+    def _predict(self, events: list[Predicted]) -> None:
+        for event in events:
+            self._tell(event)
 
     def _tell(self, event: Event) -> None:
         with self._changed:
             self._carry_out(event)
 
     def _carry_out(self, event: Event) -> None:
-        for action in self.scheduler.on(event):
+        now = time.perf_counter()
+        for action in self.scheduler.on(event, now):
             match action:
                 case StartChunk():
-                    if action.chunk == 0:
+                    if action.chunk == 0 and action.link == 0:
                         self.slots.clear(action.slot)
+                    self.meter.links[action.link].starts(now)
+                    self._starts[action.link, action.lane] = now
                     self._copier.start(action)
                 case Compute() | Finish():
                     self._orders.append(action)
-                    self._changed.notify()
+                    self._changed.notify_all()
                 case Move():
                     self.slots.move(action.source, action.target)
                 case Trim():
                     self.slots.trim(action.capacity)
+                    self._changed.notify_all()
 
     def _next_order(self) -> Compute | Finish:
+        if self._meanwhile is not None and not self._orders:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
         with self._changed:
             if not self._orders:
-                begin = time.perf_counter()
+                begin, cause = time.perf_counter(), self._cause()
                 while not self._orders:
                     self._changed.wait()
-                self.meter.stall_s += time.perf_counter() - begin
+                end = time.perf_counter()
+                self.meter.stalls[cause] += end - begin
+                if self.timeline is not None:
+                    self.timeline.span(COMPUTE, f"stall: {cause}", begin, end, layer=self._layer)
             return self._orders.popleft()
+
+    def _cause(self) -> str:
+        """Why there is nothing to compute; one of `meter.CAUSES`."""
+        step = self.scheduler.step
+        if self._prefill or step is None:
+            return "prefill"
+        return "late" if step.late & step.missing.keys() else "miss"
 
     def _delivered(self, action: StartChunk, nbytes: int, error: StoreError | None) -> None:
         with self._changed:
-            self.meter.bytes_read += nbytes
+            now = time.perf_counter()
+            self.meter.links[action.link].ends(now, nbytes)
+            if self.timeline is not None:
+                self._show_chunk(action, now)
             if error is None:
-                self._carry_out(Landed(action.lane, action.piece))
+                self._carry_out(Landed(action.lane, action.piece, action.link))
             else:
-                self._error = self._error or error
-                self._carry_out(Failed(action.lane, action.piece))
+                step = self.scheduler.step
+                if step is not None and action.piece in step.missing:
+                    self._error = self._error or error
+                self._carry_out(Failed(action.lane, action.piece, action.link))
 
     def _abandon(self) -> None:
         """Leave the step; what is moving lands first, since a read cannot be recalled."""
@@ -150,7 +250,6 @@ class Driver:
                 while not (self._orders and isinstance(self._orders[-1], Finish)):
                     self._changed.wait()
             self._orders.clear()
-            self._error = None
 
     def close(self) -> None:
         """End the threads and free the slots; a step under way ends first."""
@@ -160,3 +259,21 @@ class Driver:
                 self._copier.close()
                 self._store.close()
                 self.slots.close()
+
+    # ---- what a timeline shows
+
+    def _show_wave(self, layer: int, order: Compute, begin: float) -> None:
+        assert self.timeline is not None
+        name = f"layer {layer}: {order.experts.size} experts"
+        self.timeline.span(COMPUTE, name, begin, time.perf_counter(), layer=layer)
+
+    def _show_chunk(self, action: StartChunk, now: float) -> None:
+        assert self.timeline is not None
+        args: dict[str, Any] = {"expert": action.piece, "chunk": action.chunk, "slot": action.slot}
+        self.timeline.span(
+            lane(self.links[action.link], action.lane),
+            "demand" if action.demand else "prefetch",
+            self._starts[action.link, action.lane],
+            now,
+            **args,
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.kernels.routing import Routing
@@ -24,6 +26,13 @@ class Binding:
     layer: int
     experts: Any  # kernels.LayerExperts
     weighs: bool = False  # does the policy look at gate weights?
+    inputs: Callable[[], Inputs] | None = None  # of the router, where predictors look at them
+    meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
+
+    def seen(self, experts: Ids, inputs: bool) -> Seen:
+        """What predictors are told: the experts chosen, [T, K], and what the router was given."""
+        given = self.inputs() if inputs and self.inputs is not None else None
+        return Seen(self.layer, experts, inputs=given)
 
 
 @torch.no_grad()
@@ -43,7 +52,8 @@ def experts_forward(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         raise ClosedError("this model is not attached: its experts were never loaded or detached")
-    routing = Routing.of(top_k_index.numpy(), int(module.num_experts))  # type: ignore[arg-type]
+    chosen = top_k_index.numpy()
+    routing = Routing.of(chosen, int(module.num_experts))  # type: ignore[arg-type]
     kernel = binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     counted = routing.counted(top_k_weights.float().numpy()) if binding.weighs else (None, None)
@@ -52,5 +62,7 @@ def experts_forward(
         routing.experts,
         lambda experts, slots: kernel.wave(step, experts.tolist(), slots.tolist()),
         *counted,
+        seen=lambda inputs: binding.seen(chosen, inputs),
+        meanwhile=binding.meanwhile,
     )
     return kernel.combine(step)

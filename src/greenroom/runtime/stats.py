@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from greenroom.core.predictor import Predictor
+from greenroom.core.scheduler import Counts
+from greenroom.runtime.meter import Meter
+
+if TYPE_CHECKING:
+    from greenroom.runtime.driver import Driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +21,9 @@ class Stats(Mapping[str, Any]):
     `capacity` is in slots; `expert_requests` counts one a distinct expert of each step; bytes are
     those that experts have on disk; `stall_s` is time spent waiting with nothing to compute.
     `budget_bytes` is None where the cache was sized alone.
+
+    `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
+    seconds by cause, `links` what each link carried.
     """
 
     policy: str
@@ -29,6 +39,9 @@ class Stats(Mapping[str, Any]):
     stall_s: float
     peak_rss_bytes: int
     budget_bytes: int | None
+    prefetch: dict[str, Any]
+    stalls: dict[str, float]
+    links: list[dict[str, Any]]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -40,3 +53,38 @@ class Stats(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(fields(self))
+
+
+def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
+    """What prefetching did. `began` prefetches ended as one of the next six, or are under way.
+
+    accuracy: the share of the experts used that were among the top-k predicted, and by layer;
+    goodpred: the share that was predicted and there in time (ProMoE, 4.1); `on`: whether the guard
+    lets it run now, and `verdict` why. Shares are None where nothing was predicted.
+    """
+    accuracy = driver.scheduler.lookahead.accuracy
+    guard = driver.guard
+    return {
+        "predictor": predictor.name if predictor else "off",
+        "distance": predictor.distance if predictor else None,
+        "on": driver.foresight is not None and driver.foresight.on,
+        "verdict": guard.verdict if guard else None,
+        "began": counts.prefetches,
+        "useful": counts.useful,
+        "late": counts.late,
+        "wasted": counts.wasted,
+        "dropped": counts.dropped,
+        "displaced": counts.displaced,
+        "failed": counts.failed,
+        "accuracy": accuracy.share(),
+        "goodpred": accuracy.good(),
+        "accuracy_by_layer": accuracy.by_layer(),
+    }
+
+
+def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
+    """Of each link: bytes carried, and the seconds in which it carried any."""
+    return [
+        {"link": name, "bytes": link.nbytes, "busy_s": link.busy_s}
+        for name, link in zip(driver.links, meter.links, strict=True)
+    ]

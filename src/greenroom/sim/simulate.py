@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from greenroom.core.cost import FREE, Chain, Costs
+from greenroom.core.cost import FREE, Costs
 from greenroom.core.events import (
     Action,
     Compute,
@@ -20,8 +20,10 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
+from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Policy
+from greenroom.core.policy import Policy, Rows, Weights
+from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 
 
@@ -29,14 +31,19 @@ class TraceStep(NamedTuple):
     """One layer of one pass: dense expert ids, ascending and distinct.
 
     `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
-    experts[i] (one each where it is not given).
+    experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
+    `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
     """
 
     step: int
     layer: int
     experts: Ints
-    rows: Ints | None = None
+    rows: Rows | None = None
     tokens: int = 1
+    request: int = 0
+    weights: Weights | None = None
+    prefill: bool = False
+    chosen: Ids | None = None
 
 
 @dataclass
@@ -105,41 +112,64 @@ def simulate(
 class Clock:
     """Simulated time: an event heap, one processor and one chain of links."""
 
-    def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
-        self.scheduler, self.costs = scheduler, costs
+    def __init__(
+        self, scheduler: Scheduler, costs: Costs, foresight: Foresight | None = None
+    ) -> None:
+        self.scheduler, self.costs, self.foresight = scheduler, costs, foresight
         self.now = self.stall = self.compute = 0.0
         self.bytes_moved = 0
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
-        self._chain = Chain(costs.links)
+        self._link_free = [0.0] * len(costs.links)
         self._step: TraceStep
 
+    def begin(self, at: PassBegins) -> None:
+        """A pass begins."""
+        if self.foresight is not None:
+            for event in self.foresight.begin(at):
+                self._tell(event)
+
     def run(self, step: TraceStep) -> None:
-        """One step, from its routing to its end."""
+        """One step: the rest of its layer, its routing, its experts."""
         self._step = step
         dense = self.costs.dense.seconds(step.tokens)
-        self.now += dense
+        self._until(self.now + dense)
         self.compute += dense
-        finished = self._carry_out(self.scheduler.on(Routed(step.step, step.layer, step.experts)))
+        finished = self._tell(
+            Routed(
+                step.step, step.layer, step.experts, step.request, step.rows, step.weights,
+                step.prefill,
+            )
+        )  # fmt: skip
+        if self.foresight is not None and step.chosen is not None:
+            for predicted in self.foresight.routed(Seen(step.layer, step.chosen)):
+                finished |= self._tell(predicted)
         while not finished:
             idle = self.scheduler.step is not None and not self.scheduler.step.wave
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now
             self.now = due
-            finished = self._carry_out(self.scheduler.on(event))
+            finished = self._tell(event)
+
+    def _until(self, end: float) -> None:
+        """Links go on while something else is computed."""
+        while self._heap and self._heap[0][0] <= end:
+            self.now, _, event = heapq.heappop(self._heap)
+            self._tell(event)
+        self.now = end
+
+    def _tell(self, event: Event) -> bool:
+        """Tell the scheduler and do as it says; True where the step is over."""
+        return self._carry_out(self.scheduler.on(event, self.now))
 
     def _carry_out(self, actions: list[Action]) -> bool:
         finished = False
         for action in actions:
             match action:
-                case StartChunk(lane, piece, _, chunk):
-                    nbytes = self._nbytes(piece, chunk)
-                    self.bytes_moved += nbytes
-                    self._at(self._chain.send(nbytes, self.now), Landed(lane, piece))
-                    if chunk == 0:
-                        self.fetched.append(piece)
+                case StartChunk():
+                    self._send(action)
                 case Compute(experts, _):
                     seconds = self._seconds(experts)
                     self.compute += seconds
@@ -147,6 +177,17 @@ class Clock:
                 case Finish():
                     finished = True
         return finished
+
+    def _send(self, action: StartChunk) -> None:
+        """A link carries a chunk as soon as it has carried what it was given before."""
+        nbytes, link = self._nbytes(action.piece, action.chunk), self.costs.links[action.link]
+        free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
+        self._link_free[action.link] = free
+        self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
+        if action.link == 0:
+            self.bytes_moved += nbytes
+            if action.chunk == 0:
+                self.fetched.append(action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""

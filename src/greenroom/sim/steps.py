@@ -2,9 +2,9 @@
 
 With demand transfers alone, and a slot of its own for every expert of a step, nothing of a step is
 left when it ends. Then its chunks land in the order in which they start, a lane takes the next
-chunk when its last has landed, and the processor takes experts in the order in which they are
-there: a recurrence. Steps that use a slot twice need the event machine itself (`timed.Chunked`);
-tests hold the two to the same times.
+chunk when its last has landed (on each link of a chain), and the processor takes experts in the
+order in which they are there: a recurrence. Steps that use a slot twice need the event machine
+itself (`timed.Chunked`); tests hold the two to the same times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from greenroom.core.cost import Costs, Work
 from greenroom.core.pieces import Ints
+from greenroom.core.queue import staging_seats
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -42,7 +43,8 @@ def step_times(
         *_points(costs.dense),
         np.array([link.bandwidth for link in costs.links]),
         np.array([link.latency for link in costs.links]),
-        costs.lanes,
+        np.array(costs.lanes),
+        staging_seats(costs.lanes),
         expert_bytes,
         chunks,
     )
@@ -78,19 +80,22 @@ def _step_times(
     dense_seconds: Floats,
     bandwidth: Floats,
     latency: Floats,
-    lanes: int,
+    lanes: Ints,
+    seats: int,
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
     out = np.zeros((tokens.size, 3))
     free = np.zeros(bandwidth.size)  # when each link has carried what it was given
-    landed = np.zeros(lanes)  # when each lane's last chunk is there, in turn
+    landed = np.zeros((lanes.size, lanes.max()))  # when each lane's last chunk is there, in turn
+    turn = np.zeros(lanes.size, np.int64)
+    seated = np.zeros(seats)  # when each seat's last chunk has left it, in turn
     size = expert_bytes // chunks
     for s in range(tokens.size):
         dense = _work(dense_at, dense_seconds, tokens[s])
         free[:] = 0.0
-        landed[:] = 0.0
-        turn, compute, stall, now = 0, 0.0, 0.0, 0.0
+        landed[:], seated[:], turn[:] = 0.0, 0.0, 0
+        seat, compute, stall, now = 0, 0.0, 0.0, 0.0
         for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
             if not missed[i]:
                 now += _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
@@ -101,12 +106,13 @@ def _step_times(
             there = 0.0
             for chunk in range(chunks):
                 nbytes = size + (expert_bytes % chunks if chunk == chunks - 1 else 0)
-                there = landed[turn]
+                there = seated[seat] if lanes.size > 1 else 0.0
                 for k in range(bandwidth.size):
-                    free[k] = max(there, free[k]) + nbytes / bandwidth[k]
-                    there = free[k] + latency[k]
-                landed[turn] = there
-                turn = (turn + 1) % lanes
+                    free[k] = max(there, landed[k, turn[k]], free[k]) + nbytes / bandwidth[k]
+                    landed[k, turn[k]] = there = free[k] + latency[k]
+                    turn[k] = (turn[k] + 1) % lanes[k]
+                seated[seat] = there
+                seat = (seat + 1) % seats
             if there > now:
                 stall += there - now
                 now = there

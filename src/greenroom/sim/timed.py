@@ -179,8 +179,9 @@ class Chunked:
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
         """[3]: seconds, stall, compute. A slot of -1 is one that no other request has."""
         own = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
-        given = np.where(slots < 0, own, slots)
+        given = np.unique(np.where(slots < 0, own, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
+        self._clock.scheduler.place = np.arange(step.experts.size)
         self._script.served = Served(given, hits, np.full_like(given, -1), False)
         clock = self._clock
         before = clock.now, clock.stall, clock.compute

@@ -1,0 +1,77 @@
+"""Pace: how fast layers follow one another and chunks arrive, as seen while it runs. Seconds.
+
+It is told when things happen; what it knows are moving averages, apart for prefill and decode.
+Unknown is None: nothing has been seen yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+KEEP = 0.9  # what an average keeps at each sample: about the last ten count
+
+
+@dataclass(slots=True)
+class Average:
+    """An exponential moving average."""
+
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self.value = sample if self.value is None else KEEP * self.value + (1 - KEEP) * sample
+
+
+@dataclass(slots=True)
+class Pace:
+    """`layer`: from one layer's routing to the next one's, [decode, prefill]; `demand`: the share
+    of that time in which the first link carried demands; `chunk`: from one chunk's arrival to the
+    next one's while the first link is busy."""
+
+    layer: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
+    demand: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
+    chunk: Average = field(default_factory=Average)
+    _routed: float | None = None
+    _busy_since: float | None = None  # the first link: with whatever
+    _demand_since: float | None = None
+    _demand_s: float = 0.0
+
+    def routed(self, now: float, prefill: bool) -> None:
+        """A layer's routing is known."""
+        self._settle(now)
+        if self._routed is not None and now > self._routed:
+            seconds = now - self._routed
+            self.layer[prefill].add(seconds)
+            self.demand[prefill].add(min(self._demand_s / seconds, 1.0))
+        self._routed, self._demand_s = now, 0.0
+
+    def paused(self) -> None:
+        """The time to the next layer is not one: a pass ended, or nobody asks."""
+        self._routed = None
+
+    def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
+        """The first link carries `moving` chunks now, a demand among them or not; `landed`: one
+        has just come."""
+        if landed and self._busy_since is not None and now > self._busy_since:
+            self.chunk.add(now - self._busy_since)
+            self._busy_since = now
+        if moving == 0:
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = now
+        if demanding and self._demand_since is None:
+            self._demand_since = now
+        elif not demanding and self._demand_since is not None:
+            self._settle(now)
+            self._demand_since = None
+
+    def _settle(self, now: float) -> None:
+        if self._demand_since is not None:
+            self._demand_s += now - self._demand_since
+            self._demand_since = now
+
+    def idle_until(self, layers: int, prefill: bool) -> float | None:
+        """Seconds that the link has for prefetches until so many layers have passed."""
+        layer, demand = self.layer[prefill].value, self.demand[prefill].value
+        if layer is None or demand is None:
+            return None
+        return layers * layer * (1.0 - demand)

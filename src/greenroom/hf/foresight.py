@@ -1,0 +1,106 @@
+"""Predictors for a model: what they need of it, found and given to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from greenroom.core.layout import Catalog
+from greenroom.core.predictor import Predictor, Shape
+from greenroom.errors import PredictorError, UsageError
+from greenroom.hf.budget import experts_per_token
+from greenroom.predictors import AUTO, Choice, Setting, predictor
+from greenroom.runtime import learned_file
+from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
+
+AUTOMATIC = ("next-gate", "markov")  # the first that this model allows
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Predictors that run beside a model; no `routers` where nobody looks at their inputs."""
+
+    shape: Shape
+    routers: list[Router]
+    predictors: dict[str, Predictor]
+
+    def listen(self) -> GateInputs | None:
+        """Begin to keep what enters the routers, where somebody looks at it."""
+        return GateInputs(self.routers) if self.routers else None
+
+
+def beside(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    chosen: Sequence[Choice],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    fingerprint: str = "",
+    seed: int = 0,
+    inputs: bool = False,
+) -> Beside:
+    """Make predictors for a model; `file` is that of `learned`, `inputs` asks for routers anyhow.
+
+    UsageError or PredictorError, in one line, where one cannot run beside this model.
+    """
+    needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
+    if file is not None and "file" not in needs:
+        raise UsageError("--predictor is the file of the predictor learned: name that one too")
+    for choice in chosen:
+        if "trace" in choice.kind.needs:
+            raise UsageError(f"predictor {choice.name} runs where a trace is replayed only")
+    looks = "inputs" in needs or inputs
+    routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
+    tensors = None
+    if "file" in needs and file is not None:
+        tensors = learned_file.load(file, fingerprint)
+    gates = RouterGates(routers) if "gates" in needs else None
+    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), _top_k(model, routers))
+    setting = Setting(shape, seed, gates=gates, learned=tensors)
+    made = {choice.name: choice.make(setting) for choice in chosen}
+    return Beside(shape, routers if looks else [], made)
+
+
+def foresee(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    prefetch: str,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    fingerprint: str = "",
+    seed: int = 0,
+) -> Beside:
+    """The one predictor of `--prefetch`. `auto` is the first of AUTOMATIC that the model allows."""
+    choice = predictor(prefetch)
+    if choice.kind is not AUTO:
+        return beside(model, catalog, [choice], file=file, fingerprint=fingerprint, seed=seed)
+    if file is not None:
+        return foresee(model, catalog, "learned", file=file, fingerprint=fingerprint, seed=seed)
+    for name in AUTOMATIC:
+        try:
+            return beside(model, catalog, [predictor(name)], seed=seed)
+        except PredictorError:
+            continue
+    raise AssertionError("one of them needs nothing of the model")
+
+
+def _routers(model: PreTrainedModel, catalog: Catalog, must: bool) -> list[Router]:
+    """The routers, where hidden states can be seen; none where there are none and need not be."""
+    try:
+        return find_routers(model, catalog.layers)
+    except PredictorError:
+        if must:
+            raise
+        return []
+
+
+def _top_k(model: PreTrainedModel, routers: list[Router]) -> int:
+    """As the router does; as the config says where it cannot be asked."""
+    try:
+        return top_k_of(routers[0]) if routers else experts_per_token(model)
+    except PredictorError:
+        return experts_per_token(model)

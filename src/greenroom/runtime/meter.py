@@ -1,0 +1,75 @@
+"""What transfers cost, counted while they happen. Seconds and bytes since the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+CAUSES = ("miss", "late", "prefill")
+
+
+@dataclass(slots=True)
+class LinkMeter:
+    """A link: the bytes that it delivered, and how long at least one lane of it carried some."""
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    moving: int = 0
+    since: float = 0.0
+
+    def starts(self, now: float) -> None:
+        if self.moving == 0:
+            self.since = now
+        self.moving += 1
+
+    def ends(self, now: float, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.moving -= 1
+        if self.moving == 0:
+            self.busy_s += now - self.since
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bytes are those that the experts have on disk.
+
+    A stall is time with nothing to compute but a wait. Its cause is that of what it waits for:
+    `prefill` in a prompt's steps; in others `late`, an expert whose prefetch had begun, or `miss`.
+    """
+
+    links: list[LinkMeter]
+    stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    passes: int = 0
+
+    @classmethod
+    def of(cls, lanes: Sequence[int]) -> Meter:
+        return cls([LinkMeter() for _ in lanes])
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that came from the store."""
+        return self.links[0].nbytes
+
+    @property
+    def stall_s(self) -> float:
+        return sum(self.stalls.values())
+
+    def copy(self) -> Meter:
+        """As it is now."""
+        return Meter([replace(link) for link in self.links], dict(self.stalls), self.passes)
+
+
+def minus(after: Any, before: Any) -> Any:
+    """What was counted between two states of the same counts: numbers, or dataclasses, lists and
+    dicts of them."""
+    if is_dataclass(after) and not isinstance(after, type):
+        changed = {
+            f.name: minus(getattr(after, f.name), getattr(before, f.name)) for f in fields(after)
+        }
+        return type(after)(**changed)
+    if isinstance(after, dict):
+        return {name: minus(value, before[name]) for name, value in after.items()}
+    if isinstance(after, list):
+        return [minus(a, b) for a, b in zip(after, before, strict=True)]
+    return after - before
