@@ -88,7 +88,7 @@ class LoadConfig:
         " learned, markov, ...; a distance in layers may follow, as next-gate:2", "NAME[:D]"
     )  # fmt: skip
     predictor: str | None = _option(
-        None, "the file of `greenroom train-predictor`, for --prefetch learned", "FILE"
+        None, "the file of `greenroom train-predictor`, for the predictor learned", "FILE"
     )
     no_guard: bool = _option(False, "prefetch also where that is slower")
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)
@@ -154,9 +154,6 @@ class RecordConfig:
     )
     predict: str | None = _option(
         None, "record what these predictors expect, which run beside the model", "NAME[:D],..."
-    )
-    predictor: str | None = _option(
-        None, "the file of `greenroom train-predictor`, for the predictor learned", "FILE"
     )
     raw: bool = _option(False, "apply no chat template to prompts that are text")
 

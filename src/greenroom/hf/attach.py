@@ -146,7 +146,7 @@ class Greenroom:
                 layer,
                 LayerExperts(module, parts.catalog.layouts[layer], slots),
                 policy.weighs,
-                inputs=partial(self._inputs.take, layer) if self._inputs else None,
+                inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
             )
             setattr(module, BINDING, binding)

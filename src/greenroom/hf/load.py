@@ -109,7 +109,7 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
     chosen = choose(config.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     if room >= catalog.experts:  # nothing is ever fetched again
-        parts = replace(parts, prefetch="off", predictor=None)
+        parts = replace(parts, prefetch="off")
     model = draft.load()
     model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     compile_for(chosen)
