@@ -44,7 +44,8 @@ from greenroom.trace import Trace
 from greenroom.trace.orders import stream
 
 BLOCK = 4  # passes that are one pair
-VARIANTS: dict[str, dict[str, Any]] = {"reactive": {}}
+REACTIVE = "reactive"
+USUAL = [REACTIVE, "markov", "noisy-oracle", "oracle"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def misses(session: Session, capacity: int, policy: str) -> int:
 def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args: Any,
         variant: str) -> dict[str, Any]:  # fmt: skip
     """One session of one variant: seconds of each counted pass and the counters over them."""
-    cache = rig.attach(capacity, policy=args.policy, bandwidth=bandwidth, **VARIANTS[variant])
+    cache = rig.attach(
+        capacity, policy=args.policy, bandwidth=bandwidth, guard=args.guard,
+        prefetch="off" if variant == REACTIVE else variant, session=session.trace,
+    )  # fmt: skip
     rig.warm(session.trace.head(session.filling))
     with forced(rig.model, session.trace) as routing:
         routing.play(range(session.filling, session.first))
@@ -179,16 +183,22 @@ def report(records: Runs) -> str:
     return table(header, rows)
 
 
+def best_of(variants: dict[str, Runs]) -> Runs | None:
+    """The fastest of the oracles."""
+    oracles = [runs for name, runs in variants.items() if name.partition(":")[0] == "oracle"]
+    return min(oracles, key=tpot, default=None)
+
+
 def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
     """The figures of a variant of a cell."""
-    reactive, oracle = variants.get("reactive"), variants.get("oracle")
+    reactive, oracle = variants.get(REACTIVE), best_of(variants)
     first = (reactive or runs)[0]
     alone, bandwidth = first["alone_s"], first["bandwidth"]
     missed = per_token(reactive, "bytes") if reactive else None
     carrying = missed / bandwidth if missed is not None else None
     floor = max(alone, carrying) if carrying is not None else None
     faster = gain = hidden = "-"
-    if reactive and variant != "reactive":
+    if reactive and variant != REACTIVE:
         pairs = []
         for a, b in zip(reactive, runs, strict=False):
             pairs += list(zip(blocks(a["seconds"]), blocks(b["seconds"]), strict=True))
@@ -202,7 +212,7 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
             if hideable > 0:
                 hidden = f"{(stalled - per_token(runs, 'stall_s')) / hideable:.0%}"
     p95 = float(np.percentile([s for r in runs for s in r["seconds"]], 95))
-    off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == "reactive" else 0
+    off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == REACTIVE else 0
     show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
     return [
         f"{tpot(runs) * 1e3:.0f}", f"{p95 * 1e3:.0f}", f"{per_token(runs, 'stall_s') * 1e3:.0f}",
@@ -227,7 +237,9 @@ def main() -> None:
     add("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5])
     add("--ratios", type=ratio_of, nargs="+", default=[0.5, 1.0, 2.0, None],
         help="transfer / compute, or disk")  # fmt: skip
-    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--variants", nargs="+", default=USUAL, metavar="NAME",
+        help=f"{REACTIVE}, and what --prefetch takes (default: {' '.join(USUAL)})")  # fmt: skip
+    add("--guard", action="store_true", help="with the guard, as it is by default in a run")
     add("--tokens", type=int, default=20, help="of a request (default: %(default)s)")
     add("--settle", type=int, default=4, help="of them not counted (default: %(default)s)")
     add("--fill", type=int, default=2, help="requests before (default: %(default)s)")
