@@ -167,18 +167,19 @@ class Rig:
         experts = statistics.median(of_experts)
         return statistics.median(seconds), experts, experts / spent[1]
 
-    def latency(self, bandwidth: float, experts: int = 12) -> float:
+    def latency(self, bandwidth: float, slots: int = 8, experts: int = 24) -> float:
         """Seconds that a missing expert takes beyond its bytes' time on the line, and beyond what
-        a step with one that is there takes."""
-        driver = self.attach(self.catalog.experts, bandwidth=bandwidth).driver
+        a step with one that is there takes. Slots that were never written to do not count."""
+        driver = self.attach(slots, bandwidth=bandwidth).driver
         missing, there = [], []
-        for taken in (missing, there):
-            for expert in range(experts):
+        for expert in range(experts):
+            for taken in (missing, there):
                 start = time.perf_counter()
                 driver.step(0, np.array([expert]), _nothing)
                 taken.append(time.perf_counter() - start)
         carried = self.expert_bytes / bandwidth
-        return max(0.0, statistics.median(missing) - statistics.median(there) - carried)
+        beyond = statistics.median(missing[slots:]) - statistics.median(there[slots:])
+        return max(0.0, beyond - carried)
 
     def costs(self, bandwidth: float, token_s: float, experts_s: float, expert_s: float) -> Costs:
         """The cost model of this rig; times as `resident` gives them."""

@@ -28,6 +28,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -130,6 +131,7 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
             for repeat, session in enumerate(chosen):
                 turn = repeat % len(args.variants)
                 for variant in args.variants[turn:] + args.variants[:turn]:
+                    begin = time.perf_counter()
                     record = {
                         **asdict(cell), "variant": variant, "repeat": repeat, "layers": layers,
                         "kernels": args.kernels, "threads": args.threads, "policy": args.policy,
@@ -139,7 +141,8 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
                     }  # fmt: skip
                     note(
                         f"{share:.1%} resident, {name_of(cell)}, {variant}:"
-                        f" {statistics.fmean(record['seconds']) * 1e3:.0f} ms a token"
+                        f" {statistics.median(record['seconds']) * 1e3:.0f} ms a token"
+                        f" ({time.perf_counter() - begin:.1f} s)"
                     )
                     yield record
 
@@ -162,7 +165,8 @@ def per_token(runs: Runs, what: str) -> float:
 
 
 def tpot(runs: Runs) -> float:
-    return statistics.fmean(second for r in runs for second in r["seconds"])
+    """Seconds a token: median over all counted passes."""
+    return statistics.median(second for r in runs for second in r["seconds"])
 
 
 def report(records: Runs) -> str:
