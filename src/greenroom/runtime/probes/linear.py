@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from greenroom.core.predictor import Inputs
 from greenroom.runtime.kernels import scores as kernel
@@ -118,11 +118,33 @@ def find_linear(router: Router) -> Linear | None:
 
 def _exact(router: Router) -> Router:
     """A copy in float32: its answers have no ties, so they tell formulas apart."""
-    module = deepcopy(router.module).cpu().float()
-    block: Any = torch.nn.Module()
+    module = _bare(router.module)
+    block: Any = nn.Module()
     for name, tensor in router.arguments().items():
         setattr(block, name, tensor.detach().cpu().float())
     return replace(router, module=module, block=block)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """A copy in float32 on the CPU. Hooks stay behind: what they hold must not be copied."""
+    made = copy(module)
+    state = {name: {} if name.endswith("_hooks") else v for name, v in vars(module).items()}
+    state.pop("forward", None)
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {
+            name: tensor if tensor is None else _plain(tensor)
+            for name, tensor in state[kind].items()
+        }
+    state["_modules"] = {
+        name: inner if inner is None else _bare(inner) for name, inner in state["_modules"].items()
+    }
+    made.__dict__ = state
+    return made
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    values = tensor.detach().cpu()
+    return values.float() if values.is_floating_point() else values
 
 
 def _forms(router: Router) -> Iterator[Linear]:
