@@ -5,7 +5,8 @@ Every predictor begins with nothing and learns as it runs; the first half of a r
 is not counted. Each token is a pass of its own, as in an answer; DeepSeek-V2-Lite was recorded in
 prefill, where a pass is a whole prompt: its tokens are taken one by one, and as they came
 ("prefill"). For predictors of whole passes the distance is that to the beginning of the pass: one
-number. `early` is the path of routing-path before a pass begins. Time is that of `begin`, `observe`
+number. Only OLMoE was recorded with token ids, which token and routing-path use.
+`early` is the path of routing-path before a pass begins. Time is that of `begin`, `observe`
 and `predict` of a one-token pass, with warm caches.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +26,7 @@ from greenroom.predictors.replay import Routing, accuracy, replay
 from greenroom.trace import Trace
 
 DISTANCES = (1, 2, 4, 8)
-NAMES = ("popularity", "token", "markov", "eamc", "eamc:matching=request", "routing-path")
+NAMES = ["popularity", "token", "markov", "eamc", "routing-path"]
 
 
 def shape_of(trace: Trace) -> Shape:
@@ -105,29 +107,28 @@ def cost(name: str, trace: Trace) -> float:
     return it.seconds / some.tokens / some.layers * 1e6
 
 
+def rows_of(model: str, trace: Trace, names: list[str]) -> Iterator[list[object]]:
+    """The table's rows for a recording, as they are measured."""
+    singly, label = token_by_token(trace), MODELS[model].split(" (")[0]
+    for name in names:
+        if name == "token" and trace.token_ids is None:
+            continue  # it would be popularity
+        yield [label, name, *row(name, singly), cost(name, singly)]
+    early = Early(predictor("routing-path").make(Setting(shape_of(trace))))
+    same = ["="] * (len(DISTANCES) - 1)
+    yield [label, "routing-path, early", percent(measure(early, singly)), *same, "-"]
+    if trace.pass_prefill.any():
+        for name in names:
+            if name != "token":
+                yield [MODELS[model], name, *row(name, trace), "-"]
+
+
 def main(args: argparse.Namespace) -> None:
     rows = []
-    for model, whole in recordings(args).items():
-        trace = whole.head(limit(args))
-        singly = token_by_token(trace)
-        for name in NAMES:
-            if "token_ids" in PREDICTORS[name.partition(":")[0]].needs and trace.token_ids is None:
-                if name == "token":
-                    continue  # it would be popularity
-                label = f"{name} (no token ids recorded)"
-            else:
-                label = name
-            rows.append(
-                [MODELS[model].split(" (")[0], label, *row(name, singly), cost(name, singly)]
-            )
-        early = Early(predictor("routing-path").make(Setting(shape_of(trace))))
-        rows.append(
-            [MODELS[model].split(" (")[0], "routing-path, early", percent(measure(early, singly)),
-             *["="] * (len(DISTANCES) - 1), "-"]
-        )  # fmt: skip
-        if trace.pass_prefill.any():
-            for name in ("popularity", "markov", "eamc", "routing-path"):
-                rows.append([f"{MODELS[model]}", name, *row(name, trace), "-"])
+    for model, trace in recordings(args).items():
+        for measured in rows_of(model, trace.head(limit(args)), args.predictors):
+            print(*measured, flush=True)
+            rows.append(measured)
     table(
         args, "prediction",
         ["recording", "predictor", *(f"d = {d}" for d in DISTANCES), "µs a layer"], rows,
@@ -136,5 +137,10 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.set_defaults(models=[name for name in MODELS if name != "mixtral-8x7b"])
+    parser.add_argument(
+        "--predictors", nargs="+", default=NAMES, metavar="NAME",
+        help="which, with options but without a distance, e.g. eamc:matching=request"
+        " (default: %(default)s)",
+    )  # fmt: skip
+    parser.set_defaults(limit=8000, models=[name for name in MODELS if name != "mixtral-8x7b"])
     main(parser.parse_args())

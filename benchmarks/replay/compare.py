@@ -4,49 +4,70 @@
 
 The cost model is that of a short run: what a token takes with everything resident, its experts
 apart, and what a missing expert takes beyond its bytes' time on the line. Then sessions as in
-speed.py are run and simulated: misses must be the same, times should be.
+speed.py are run and simulated: without prefetching the misses must be the same.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from itertools import product
 from typing import Any
 
 import numpy as np
 from rig import Rig, arguments
-from speed import Session, run, sessions
+from speed import REACTIVE, USUAL, Session, run, sessions
 
 from common import commit, machine, note, table  # isort: skip
-from greenroom.core.cost import Costs
+from greenroom.core.buffer import slots_ahead
+from greenroom.core.cost import FREE, Costs
+from greenroom.core.foresight import Foresight
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler import Scheduler
 from greenroom.policies import choose
-from greenroom.sim.timed import times
+from greenroom.sim.proactive import passes
+from greenroom.sim.simulate import Clock
 from greenroom.trace.orders import stream
 
 
-def simulated(rig: Rig, session: Session, capacity: int, costs: Costs, policy: str) -> Any:
+def simulated(
+    rig: Rig, session: Session, capacity: int, costs: Costs, policy: str, variant: str
+) -> tuple[float, float, int]:
     """(seconds of the counted passes, stall of them, misses of them) in simulated time.
 
-    The whole session less its uncounted beginning: what comes before is the same in both.
+    As in the run, nothing takes any time while the cache is filled.
     """
-
-    def upto(passes: int) -> tuple[float, float, int]:
-        trace = session.trace.head(passes)
-        found = times(
-            trace, stream(trace, "runtime"), capacity,
-            choose(policy, capacity, rig.catalog.experts), costs, rig.expert_bytes,
-        )  # fmt: skip
-        return found.seconds, found.stall, found.misses
-
-    whole, before = upto(session.trace.passes), upto(session.first)
-    return tuple(a - b for a, b in zip(whole, before, strict=True))
+    trace, offsets = session.trace, list(rig.catalog.offsets)
+    layers, experts = len(offsets) - 1, offsets[-1]
+    chunks = [len(rig.ram.chunks(expert)) for expert in range(experts)]
+    foresight, ahead = None, 0
+    if variant != REACTIVE:
+        foresight = Foresight(rig.predictor(variant, trace), offsets)
+        ahead = slots_ahead(trace.top_k)
+    scheduler = Scheduler(
+        Pieces.whole(offsets, [rig.expert_bytes] * layers, chunks), capacity,
+        choose(policy, capacity, experts), lanes=costs.lanes, ahead=ahead,
+    )  # fmt: skip
+    clock, before = Clock(scheduler, FREE, foresight), (0.0, 0.0, 0)
+    for number, (at, steps) in enumerate(passes(trace, stream(trace, "runtime"))):
+        if at.first >= session.filling:
+            clock.costs = costs
+        if number == session.first:
+            before = clock.now, clock.stall, scheduler.counts.misses
+        clock.begin(at)
+        for step in steps:
+            clock.run(step)
+    return clock.now - before[0], clock.stall - before[1], scheduler.counts.misses - before[2]
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(guard=False)
     add = parser.add_argument
     add("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5])
     add("--bandwidths", type=float, nargs="+", default=[1, 2, 4], metavar="GB/s")
+    add("--variants", nargs="+", default=USUAL, metavar="NAME",
+        help=f"{REACTIVE}, and what --prefetch takes (default: {' '.join(USUAL)})")  # fmt: skip
     add("--tokens", type=int, default=20, help="of a request (default: %(default)s)")
     add("--settle", type=int, default=4, help="of them not counted (default: %(default)s)")
     add("--fill", type=int, default=2, help="requests before (default: %(default)s)")
@@ -58,48 +79,49 @@ def main() -> None:
     resident = rig.resident()
     note(f"a token {resident[0] * 1e3:.0f} ms, its experts {resident[1] * 1e3:.0f} ms")
     rows, distances = [], []
-    for bandwidth in (each * 1e9 for each in args.bandwidths):
-        costs = rig.costs(bandwidth, *resident)
-        for share in args.shares:
-            capacity = int(rig.catalog.experts * share)
-            record = compare(rig, capacity, bandwidth, costs, args)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            distance = record["simulated_s"] / record["measured_s"] - 1
-            distances.append(abs(distance))
-            rows.append((
-                f"{share:.1%}", f"{bandwidth / 1e9:g}",
-                *(f"{record[name]:.2%}" for name in ("measured_misses", "simulated_misses")),
-                *(f"{record[name] * 1e3:.0f}" for name in ("measured_s", "simulated_s")),
-                f"{distance:+.1%}",
-                f"{record['measured_stall_s'] * 1e3:.0f}",
-                f"{record['simulated_stall_s'] * 1e3:.0f}",
-            ))  # fmt: skip
-    print(table(
-        ("resident", "GB/s", "miss ratio", "simulated", "TPOT ms", "simulated", "distance",
-         "stall ms", "simulated"), rows,
-    ))  # fmt: skip
-    print(f"\nTPOT: median distance {statistics.median(distances):.1%}, most {max(distances):.1%}.")
+    for bandwidth, share, variant in product(args.bandwidths, args.shares, args.variants):
+        record = compare(rig, share, bandwidth * 1e9, variant, resident, args)
+        note(json.dumps(record))
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        distances.append(record["simulated_s"] / record["measured_s"] - 1)
+        ms = {name: f"{record[name] * 1e3:.0f}" for name in record if name.endswith("_s")}
+        rows.append((
+            f"{share:.1%}", f"{bandwidth:g}", variant,
+            f"{record['measured_misses']:.2%}", f"{record['simulated_misses']:.2%}",
+            ms["measured_s"], ms["simulated_s"], f"{distances[-1]:+.1%}",
+            ms["measured_stall_s"], ms["simulated_stall_s"],
+        ))  # fmt: skip
+    header = (
+        "resident", "GB/s", "variant", "miss ratio", "simulated", "TPOT ms", "simulated",
+        "distance", "stall ms", "simulated",
+    )  # fmt: skip
+    print(table(header, rows))
+    off = [abs(distance) for distance in distances]
+    print(f"\nTPOT: median distance {statistics.median(off):.1%}, most {max(off):.1%}.")
 
 
-def compare(rig: Rig, capacity: int, bandwidth: float, costs: Costs, args: Any) -> dict[str, Any]:
+def compare(
+    rig: Rig, share: float, bandwidth: float, variant: str, resident: Any, args: Any
+) -> dict[str, Any]:
     """Measured and simulated means over the counted passes of all sessions."""
+    capacity, costs = int(rig.catalog.experts * share), rig.costs(bandwidth, *resident)
     chosen = sessions(rig.trace, args.tokens, args.fill, args.settle, args.repeats)
-    runs = [run(rig, session, capacity, bandwidth, args, "reactive") for session in chosen]
-    sims = np.array([simulated(rig, session, capacity, costs, args.policy) for session in chosen])
-    passes = sum(len(r["seconds"]) for r in runs)
+    runs = [run(rig, session, capacity, bandwidth, args, variant) for session in chosen]
+    sims = [simulated(rig, each, capacity, costs, args.policy, variant) for each in chosen]
+    counted = sum(len(r["seconds"]) for r in runs)
     requests = sum(r["requests"] for r in runs)
-    seconds, stall, missed = sims.sum(0).tolist()
+    seconds, stall, missed = np.sum(sims, 0).tolist()
     return {
-        "capacity": capacity, "bandwidth": bandwidth,
+        "share": share, "capacity": capacity, "bandwidth": bandwidth, "variant": variant,
         "latency": costs.links[0].latency,
         "measured_misses": sum(r["misses"] for r in runs) / requests,
         "simulated_misses": missed / requests,
-        "measured_s": sum(sum(r["seconds"]) for r in runs) / passes,
-        "simulated_s": seconds / passes,
-        "measured_stall_s": sum(r["stall_s"] for r in runs) / passes,
-        "simulated_stall_s": stall / passes,
+        "measured_s": sum(sum(r["seconds"]) for r in runs) / counted,
+        "simulated_s": seconds / counted,
+        "measured_stall_s": sum(r["stall_s"] for r in runs) / counted,
+        "simulated_stall_s": stall / counted,
     }  # fmt: skip
 
 

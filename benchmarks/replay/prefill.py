@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from rig import Rig, arguments, forced
-from speed import VARIANTS, Session, misses, ratio_of, run, sessions
+from speed import REACTIVE, Session, misses, ratio_of, run, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
 from greenroom.trace.trace import starts_of
@@ -56,7 +56,14 @@ def main() -> None:
     add("--shares", type=float, nargs="+", default=[0.25, 0.5])
     add("--ratios", type=ratio_of, nargs="+", default=[0.5, 1.0, 2.0, None],
         help="transfer / compute, or disk")  # fmt: skip
-    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add(
+        "--variants",
+        nargs="+",
+        default=[REACTIVE, "markov"],
+        metavar="NAME",
+        help=f"{REACTIVE}, and what --prefetch takes; the first is what others are compared with",
+    )
+    add("--guard", action="store_true", help="with the guard, as it is by default in a run")
     add("--prompt", type=int, default=128, help="tokens (default: %(default)s)")
     add("--fill", type=int, default=1, help="requests before (default: %(default)s)")
     add("--repeats", type=int, default=3, help="prompts (default: %(default)s)")

@@ -2,7 +2,7 @@
 
 The experts are in memory (`RamStore`) behind a line of any bandwidth, or on the disk. `attach`
 gives the model a new, empty cache; `warm` fills it with what a part of the recording asks for,
-without computing anything.
+without computing anything, while predictors look on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -26,16 +25,23 @@ from forced import Routing, cut, forced, prepared
 import greenroom
 from greenroom.core.cache import compile_for
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.events import Predicted
+from greenroom.core.foresight import Foresight
+from greenroom.core.predictor import PassBegins, Predictor, Seen
 from greenroom.hf import attach
 from greenroom.policies import choose
+from greenroom.predictors import predictor as named_predictor
 from greenroom.runtime.measure import disk_bandwidth
 from greenroom.runtime.ram import RamStore
 from greenroom.runtime.store import CHUNK_BYTES
+from greenroom.sim.proactive import foresight_of, passes
 from greenroom.trace import Trace, load
 from greenroom.trace.orders import stream
 
 INFINITE = float("inf")
 READERS = 2
+ANY = "popularity"  # the predictor that a cache is made with, before its own takes the place
+LESSONS = 40  # requests that predictors learn from, at the end of the recording
 CALIBRATED = 8  # passes
 
 
@@ -52,9 +58,12 @@ class Rig:
         self.parts: attach.Parts = self.model.greenroom.parts
         self.catalog = self.parts.catalog
         layers, vocabulary = len(self.catalog.layers), self.model.config.vocab_size
-        self.trace: Trace = prepared(load(recording), layers, vocabulary)
+        whole = prepared(load(recording), layers, vocabulary)
+        self.trace = whole.select(range(whole.requests - LESSONS))  # what is played
+        self.lessons = whole.select(range(whole.requests - LESSONS, whole.requests))
         self.expert_bytes = self.catalog.expert_bytes // self.catalog.experts
         self.ram = RamStore(self.catalog)
+        self._learned: dict[str, Any] = {}  # what a predictor knows beforehand
 
     def disk(self) -> float:
         """Bytes a second of the disk, read as the store reads it."""
@@ -63,39 +72,57 @@ class Rig:
 
     def attach(
         self, capacity: int, *, policy: str = "auto", bandwidth: float | None = INFINITE,
-        **options: Any,
+        prefetch: str = "off", guard: bool = False, session: Trace | None = None,
     ) -> attach.Greenroom:  # fmt: skip
         """A new, empty cache; without a bandwidth its experts come from the disk.
 
-        `options` are further fields of `Parts`.
+        A predictor sees `session`, which is what will be played, from its beginning; one that
+        learns has learned from other requests of the recording.
         """
         self.model.greenroom.detach()
         chosen = choose(policy, capacity, self.catalog.experts)
         compile_for(chosen)
-        parts = replace(self.parts, capacity=capacity, policy=chosen.name, **options)
-        if bandwidth is None:
-            self.model.greenroom = attach.Greenroom(self.model, parts)
-        else:
-            self.ram.line.bandwidth = bandwidth
-            with mock.patch.object(attach, "DiskStore", return_value=self.ram):
-                self.model.greenroom = attach.Greenroom(self.model, parts)
-        return self.model.greenroom
+        parts = replace(
+            self.parts, capacity=capacity, policy=chosen.name, guard=guard,
+            prefetch="off" if prefetch == "off" else ANY,
+        )  # fmt: skip
+        store = None if bandwidth is None else self.ram
+        self.ram.line.bandwidth = bandwidth or INFINITE
+        self.model.greenroom = made = attach.Greenroom(self.model, parts, store)
+        if made.driver.foresight is not None:
+            assert session is not None
+            made.driver.foresight = Placed(self.predictor(prefetch, session), self.catalog.offsets)
+        return made
+
+    def predictor(self, prefetch: str, session: Trace) -> Predictor:
+        """One for a session. What it learns beforehand is learned once."""
+        made = foresight_of(session, prefetch).predictor
+        if prefetch not in self._learned:
+            taught = foresight_of(self.lessons, prefetch).predictor
+            if "trace" not in named_predictor(prefetch).kind.needs:
+                for at, steps in passes(self.lessons, stream(self.lessons, "runtime")):
+                    taught.begin(at)
+                    for step in steps:
+                        taught.observe(Seen(step.layer, step.chosen))
+            self._learned[prefetch] = taught.state()
+        if self._learned[prefetch]:
+            made.restore(self._learned[prefetch])
+        return made
 
     def warm(self, trace: Trace) -> None:
         """Have the cache serve a trace, as fast as a line of memory allows, computing nothing."""
-        requests, before = stream(trace, "runtime"), -1
         driver, offsets = self.model.greenroom.driver, self.catalog.offsets
         with self._unpaced():
-            for step, layer in enumerate(requests.layer.tolist()):
-                if (request := int(requests.request[step])) != before:
-                    driver.begin_request()
-                    before = request
-                part = slice(*requests.starts[step : step + 2].tolist())
-                experts = requests.pieces[part].astype(np.int64) - offsets[layer]
-                rows = (
-                    requests.rows[part] if requests.rows.size else np.ones(experts.size, np.int32)
-                )
-                driver.step(layer, experts, _nothing, rows, requests.weights[part])
+            for at, steps in passes(trace, stream(trace, "runtime")):
+                # below those that the model's own passes will have: its first is a new request
+                driver.begin_pass(at._replace(request=at.request - trace.requests - 1))
+                for step in steps:
+                    first = offsets[step.layer]
+                    driver.step(
+                        step.layer, step.experts - first, _nothing, step.rows, step.weights,
+                        seen=lambda inputs, step=step: Seen(step.layer, step.chosen),
+                    )  # fmt: skip
+                driver.end_pass()
 
     def fill(self) -> None:
         """Have every expert in a cache that has a slot for each."""
@@ -140,14 +167,19 @@ class Rig:
         experts = statistics.median(of_experts)
         return statistics.median(seconds), experts, experts / spent[1]
 
-    def latency(self, bandwidth: float, experts: int = 12) -> float:
-        """Seconds that a missing expert takes beyond its bytes' time on the line."""
-        whole, taken = self.attach(self.catalog.experts, bandwidth=bandwidth), []
+    def latency(self, bandwidth: float, slots: int = 8, experts: int = 24) -> float:
+        """Seconds that a missing expert takes beyond its bytes' time on the line, and beyond what
+        a step with one that is there takes. Slots that were never written to do not count."""
+        driver = self.attach(slots, bandwidth=bandwidth).driver
+        missing, there = [], []
         for expert in range(experts):
-            start = time.perf_counter()
-            whole.driver.step(0, np.array([expert]), _nothing)
-            taken.append(time.perf_counter() - start)
-        return max(0.0, statistics.median(taken) - self.expert_bytes / bandwidth)
+            for taken in (missing, there):
+                start = time.perf_counter()
+                driver.step(0, np.array([expert]), _nothing)
+                taken.append(time.perf_counter() - start)
+        carried = self.expert_bytes / bandwidth
+        beyond = statistics.median(missing[slots:]) - statistics.median(there[slots:])
+        return max(0.0, beyond - carried)
 
     def costs(self, bandwidth: float, token_s: float, experts_s: float, expert_s: float) -> Costs:
         """The cost model of this rig; times as `resident` gives them."""
@@ -156,6 +188,17 @@ class Rig:
         return Costs(
             (link,), Work.constant(expert_s), Work.constant((token_s - experts_s) / layers)
         )
+
+
+class Placed(Foresight):
+    """Foresight that is told where in the recording a pass begins, also after a `warm`."""
+
+    place = 0
+
+    def begin(self, at: PassBegins) -> list[Predicted]:
+        at = at._replace(first=self.place)
+        self.place += at.tokens
+        return super().begin(at)
 
 
 def _nothing(experts: Any, slots: Any) -> None:

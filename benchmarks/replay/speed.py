@@ -28,6 +28,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -44,7 +45,8 @@ from greenroom.trace import Trace
 from greenroom.trace.orders import stream
 
 BLOCK = 4  # passes that are one pair
-VARIANTS: dict[str, dict[str, Any]] = {"reactive": {}}
+REACTIVE = "reactive"
+USUAL = [REACTIVE, "markov", "noisy-oracle", "oracle"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ def misses(session: Session, capacity: int, policy: str) -> int:
 def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args: Any,
         variant: str) -> dict[str, Any]:  # fmt: skip
     """One session of one variant: seconds of each counted pass and the counters over them."""
-    cache = rig.attach(capacity, policy=args.policy, bandwidth=bandwidth, **VARIANTS[variant])
+    cache = rig.attach(
+        capacity, policy=args.policy, bandwidth=bandwidth, guard=args.guard,
+        prefetch="off" if variant == REACTIVE else variant, session=session.trace,
+    )  # fmt: skip
     rig.warm(session.trace.head(session.filling))
     with forced(rig.model, session.trace) as routing:
         routing.play(range(session.filling, session.first))
@@ -126,6 +131,7 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
             for repeat, session in enumerate(chosen):
                 turn = repeat % len(args.variants)
                 for variant in args.variants[turn:] + args.variants[:turn]:
+                    begin = time.perf_counter()
                     record = {
                         **asdict(cell), "variant": variant, "repeat": repeat, "layers": layers,
                         "kernels": args.kernels, "threads": args.threads, "policy": args.policy,
@@ -135,7 +141,8 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
                     }  # fmt: skip
                     note(
                         f"{share:.1%} resident, {name_of(cell)}, {variant}:"
-                        f" {statistics.fmean(record['seconds']) * 1e3:.0f} ms a token"
+                        f" {statistics.median(record['seconds']) * 1e3:.0f} ms a token"
+                        f" ({time.perf_counter() - begin:.1f} s)"
                     )
                     yield record
 
@@ -158,7 +165,8 @@ def per_token(runs: Runs, what: str) -> float:
 
 
 def tpot(runs: Runs) -> float:
-    return statistics.fmean(second for r in runs for second in r["seconds"])
+    """Seconds a token: median over all counted passes."""
+    return statistics.median(second for r in runs for second in r["seconds"])
 
 
 def report(records: Runs) -> str:
@@ -179,16 +187,22 @@ def report(records: Runs) -> str:
     return table(header, rows)
 
 
+def best_of(variants: dict[str, Runs]) -> Runs | None:
+    """The fastest of the oracles."""
+    oracles = [runs for name, runs in variants.items() if name.partition(":")[0] == "oracle"]
+    return min(oracles, key=tpot, default=None)
+
+
 def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
     """The figures of a variant of a cell."""
-    reactive, oracle = variants.get("reactive"), variants.get("oracle")
+    reactive, oracle = variants.get(REACTIVE), best_of(variants)
     first = (reactive or runs)[0]
     alone, bandwidth = first["alone_s"], first["bandwidth"]
     missed = per_token(reactive, "bytes") if reactive else None
     carrying = missed / bandwidth if missed is not None else None
     floor = max(alone, carrying) if carrying is not None else None
     faster = gain = hidden = "-"
-    if reactive and variant != "reactive":
+    if reactive and variant != REACTIVE:
         pairs = []
         for a, b in zip(reactive, runs, strict=False):
             pairs += list(zip(blocks(a["seconds"]), blocks(b["seconds"]), strict=True))
@@ -202,7 +216,7 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
             if hideable > 0:
                 hidden = f"{(stalled - per_token(runs, 'stall_s')) / hideable:.0%}"
     p95 = float(np.percentile([s for r in runs for s in r["seconds"]], 95))
-    off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == "reactive" else 0
+    off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == REACTIVE else 0
     show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
     return [
         f"{tpot(runs) * 1e3:.0f}", f"{p95 * 1e3:.0f}", f"{per_token(runs, 'stall_s') * 1e3:.0f}",
@@ -227,7 +241,9 @@ def main() -> None:
     add("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5])
     add("--ratios", type=ratio_of, nargs="+", default=[0.5, 1.0, 2.0, None],
         help="transfer / compute, or disk")  # fmt: skip
-    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--variants", nargs="+", default=USUAL, metavar="NAME",
+        help=f"{REACTIVE}, and what --prefetch takes (default: {' '.join(USUAL)})")  # fmt: skip
+    add("--guard", action="store_true", help="with the guard, as it is by default in a run")
     add("--tokens", type=int, default=20, help="of a request (default: %(default)s)")
     add("--settle", type=int, default=4, help="of them not counted (default: %(default)s)")
     add("--fill", type=int, default=2, help="requests before (default: %(default)s)")

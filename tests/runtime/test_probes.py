@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,3 +209,25 @@ def test_a_router_that_names_too_few_leaves_the_rest_open() -> None:
 def test_a_module_that_is_no_router(choose: Any, words: str) -> None:
     with pytest.raises(PredictorError, match=f"^Plain cannot be asked out of turn: .*{words}"):
         RouterGates([Router(Plain(choose), nn.Module(), 8)])
+
+
+def test_hooks_on_a_router_are_left_behind_when_it_is_tried() -> None:
+    """They may hold what cannot be copied, as the runtime's threads and locks."""
+    model = make("gemma4_text")
+    (router, *_) = find_routers(model, experts_of(model))
+    lock = threading.Lock()
+    for module in router.module.modules():
+        module.register_forward_hook(lambda *_, lock=lock: lock.locked())
+        module.register_forward_pre_hook(Holding(lock).hook)
+    linear = find_linear(router)
+    assert linear is not None
+    assert linear.weight.data_ptr() == router.module.proj.weight.data_ptr()
+    assert all(len(module._forward_hooks) == 1 for module in router.module.modules())
+
+
+class Holding:
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def hook(self, *_: object) -> None:
+        """Bound, so that a copy of the hook is a copy of the lock."""

@@ -65,7 +65,7 @@ def test_several_caches_one_after_another(disk):
     pieces = Pieces.whole(catalog.offsets, [x.nbytes for x in catalog.layouts], chunks)
     for _ in range(2):
         slots = HostSlots(2, catalog.slot_bytes)
-        driver = Driver(Scheduler(pieces, 2, policy("lru"), lanes=2), store, slots, 2)
+        driver = Driver(Scheduler(pieces, 2, policy("lru"), lanes=2), store, slots)
         seen = []
 
         def compute(experts, at, slots=slots, seen=seen):

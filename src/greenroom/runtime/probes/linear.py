@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from greenroom.core.predictor import Inputs
 from greenroom.runtime.kernels import scores as kernel
@@ -82,11 +82,17 @@ class Linear:
             product = torch.from_numpy(x).to(weight.dtype) @ weight.T
             result: Floats = product.float().numpy()
             return result
-        out = np.empty((len(x), experts), np.float32)
-        addresses = (x.ctypes.data, out.ctypes.data)
-        words = array("q", (weight.data_ptr(), experts, hidden, *addresses, len(x)))
+        out = torch.empty((len(x), experts), dtype=torch.float32)
+        addresses = (weight.data_ptr(), experts, hidden, _address(x), out.data_ptr())
+        words = array("q", (*addresses, len(x)))
         body(kernel.scores, weight.dtype)(words.buffer_info()[0], False)
-        return out
+        scored: Floats = out.numpy()
+        return scored
+
+
+def _address(x: Floats) -> int:
+    """Where an array lies; NumPy's own way to say it takes longer than the product of a layer."""
+    return torch.from_numpy(x).data_ptr() if x.flags.writeable else x.ctypes.data
 
 
 @torch.no_grad()
@@ -112,11 +118,33 @@ def find_linear(router: Router) -> Linear | None:
 
 def _exact(router: Router) -> Router:
     """A copy in float32: its answers have no ties, so they tell formulas apart."""
-    module = deepcopy(router.module).cpu().float()
-    block: Any = torch.nn.Module()
+    module = _bare(router.module)
+    block: Any = nn.Module()
     for name, tensor in router.arguments().items():
         setattr(block, name, tensor.detach().cpu().float())
     return replace(router, module=module, block=block)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """A copy in float32 on the CPU. Hooks stay behind: what they hold must not be copied."""
+    made = copy(module)
+    state = {name: {} if name.endswith("_hooks") else v for name, v in vars(module).items()}
+    state.pop("forward", None)
+    for kind in ("_parameters", "_buffers"):
+        state[kind] = {
+            name: tensor if tensor is None else _plain(tensor)
+            for name, tensor in state[kind].items()
+        }
+    state["_modules"] = {
+        name: inner if inner is None else _bare(inner) for name, inner in state["_modules"].items()
+    }
+    made.__dict__ = state
+    return made
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    values = tensor.detach().cpu()
+    return values.float() if values.is_floating_point() else values
 
 
 def _forms(router: Router) -> Iterator[Linear]:
