@@ -7,10 +7,13 @@ predictor's own scores mean. A wish is a piece that is predicted and not there. 
     (chance - regret) * min(transfer, idle) - (1 - chance) * (delay + CARRY * transfer)    seconds
 
 where `transfer` is what bringing it takes, `idle` what the link has left for prefetches until its
-layer is routed (the overlap budget: the layers' pace, less what demands take), `regret` the chance
-that what it evicts would be used when its layer comes next, and `delay` how long a demand of that
-layer would wait for a wrong one's chunk. A transfer is not free where the link is idle either: it
-takes a share CARRY of its time from what computes, on memory's way. Nearer layers go first.
+layer is routed (the overlap budget: the layers' pace, less the time in which demands are under
+way), and `regret` the chance that what it evicts would be used when its layer comes next. `delay`
+is how long demands would wait for a wrong one: half a chunk where the link's gaps are longer than
+chunks, and where they are shorter nearly all of it, as each chunk then overruns its gap. So where
+the link is saturated nothing is prefetched but what is nearly certain. A transfer is not free where
+the link is idle either: it takes a share CARRY of its time from what computes, on memory's way.
+Nearer layers go first.
 
 In prefill nearly every expert is used, so the next layer's experts are wished for by how often
 prompts used them; predictors of single tokens have nothing to say there.
@@ -219,9 +222,11 @@ class Lookahead:
         if chunk is None:
             chunk = 1.0
         transfer = chunk * chunks
-        idle = self.pace.idle_until(layers, self._prefill)
-        if idle is None:
-            idle = transfer
-        delay = 0.0 if transfer <= idle else max(chunk / 2, chunk - idle)
-        gain = (wish.chance - self.regret) * min(transfer, idle)
+        idle, gap = (self.pace.idle_until(n, self._prefill) for n in (layers, 1))
+        if idle is None or gap is None:
+            return wish.chance
+        over = max(0.0, 1.0 - gap / chunk)
+        saved = min(transfer * (1 - over), idle)
+        delay = over * transfer + (1 - over) * min(1.0, chunk / gap if gap else 1.0) * chunk / 2
+        gain = (wish.chance - self.regret) * saved
         return gain - (1 - wish.chance) * (delay + CARRY * transfer)

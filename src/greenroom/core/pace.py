@@ -24,7 +24,7 @@ class Average:
 @dataclass(slots=True)
 class Pace:
     """`layer`: from one layer's routing to the next one's, [decode, prefill]; `demand`: the share
-    of that time in which the first link carried demands; `chunk`: from one chunk's arrival to the
+    of that time in which a demand was under way or waited; `chunk`: from one chunk's arrival to the
     next one's while the first link is busy."""
 
     layer: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
@@ -49,8 +49,8 @@ class Pace:
         self._routed = None
 
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
-        """The first link carries `moving` chunks now, a demand among them or not; `landed`: one
-        has just come."""
+        """`moving` chunks are on their way now, and demands are waited for or not; `landed`: the
+        first link has just delivered one."""
         if landed and self._busy_since is not None and now > self._busy_since:
             self.chunk.add(now - self._busy_since)
             self._busy_since = now

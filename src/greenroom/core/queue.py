@@ -71,6 +71,7 @@ class TransferQueue:
         """`lanes[h]` transfers at a time on link h; `seats` for chunks in a chain of links."""
         self.lanes = tuple(lanes)
         self.entries: dict[int, Entry] = {}
+        self.demands = 0  # entries that are demands
         self._lines: list[dict[Urgency, OrderedDict[int, Entry]]] = [
             {u: OrderedDict() for u in Urgency} for _ in lanes
         ]
@@ -92,13 +93,6 @@ class TransferQueue:
         """Chunks on a lane now."""
         return len(self._carried)
 
-    @property
-    def demanding(self) -> bool:
-        """Whether the first link carries a chunk of a demand now."""
-        return any(
-            t.link == 0 and t.entry.urgency is Urgency.DEMAND for t in self._carried.values()
-        )
-
     def add(self, piece: int, slot: int, chunks: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""
         entry = self.entries.get(piece)
@@ -106,11 +100,13 @@ class TransferQueue:
             staged: list[deque[tuple[int, int]]] = [deque() for _ in self.lanes]
             entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, staged)
             self._lines[0][urgency][piece] = entry
+            self.demands += urgency is Urgency.DEMAND
         elif urgency < entry.urgency:
             for lines in self._lines:
                 if lines[entry.urgency].pop(piece, None) is not None:
                     lines[urgency][piece] = entry
             entry.urgency, entry.upgraded = urgency, True
+            self.demands += 1
         return entry
 
     def start(self) -> Iterator[Transfer]:
@@ -173,8 +169,8 @@ class TransferQueue:
         else:
             entry.staged[link + 1].append((chunk, seat))
             self._lines[link + 1][entry.urgency].setdefault(entry.piece, entry)
-        if entry.gone:
-            self.entries.pop(entry.piece, None)
+        if entry.gone and self.entries.pop(entry.piece, None) is not None:
+            self.demands -= entry.urgency is Urgency.DEMAND
         return entry
 
     def drop(self, piece: int) -> bool:
@@ -191,6 +187,7 @@ class TransferQueue:
         if entry.moving:
             return False
         del self.entries[piece]
+        self.demands -= entry.urgency is Urgency.DEMAND
         return True
 
     def _vacate(self, seat: int) -> None:

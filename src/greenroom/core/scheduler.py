@@ -503,7 +503,7 @@ class Scheduler:
     def _note_link(self, landed: bool = False) -> None:
         if self.buffer.size:
             queue = self.queue
-            self.lookahead.pace.link(self._now, queue.moving, queue.demanding, landed)
+            self.lookahead.pace.link(self._now, queue.moving, queue.demands > 0, landed)
 
     def _note_in_time(self, step: Step, expected: Expected) -> None:
         """Of the right predictions, those that were there when they were asked for."""
