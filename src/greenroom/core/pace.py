@@ -23,12 +23,11 @@ class Average:
 
 @dataclass(slots=True)
 class Pace:
-    """`layer`: from one layer's routing to the next one's, [decode, prefill]; `demand`: the share
-    of that time in which a demand was under way or waited; `chunk`: from one chunk's arrival to the
+    """`idle`: seconds of the link, from one layer's routing to the next one's, in which no demand
+    was under way or waited, [decode, prefill]; `chunk`: seconds from one chunk's arrival to the
     next one's while the first link is busy."""
 
-    layer: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
-    demand: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
+    idle: tuple[Average, Average] = field(default_factory=lambda: (Average(), Average()))
     chunk: Average = field(default_factory=Average)
     _routed: float | None = None
     _busy_since: float | None = None  # the first link: with whatever
@@ -39,9 +38,7 @@ class Pace:
         """A layer's routing is known."""
         self._settle(now)
         if self._routed is not None and now > self._routed:
-            seconds = now - self._routed
-            self.layer[prefill].add(seconds)
-            self.demand[prefill].add(min(self._demand_s / seconds, 1.0))
+            self.idle[prefill].add(max(0.0, now - self._routed - self._demand_s))
         self._routed, self._demand_s = now, 0.0
 
     def paused(self) -> None:
@@ -71,7 +68,5 @@ class Pace:
 
     def idle_until(self, layers: int, prefill: bool) -> float | None:
         """Seconds that the link has for prefetches until so many layers have passed."""
-        layer, demand = self.layer[prefill].value, self.demand[prefill].value
-        if layer is None or demand is None:
-            return None
-        return layers * layer * (1.0 - demand)
+        idle = self.idle[prefill].value
+        return None if idle is None else layers * idle
