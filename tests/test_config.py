@@ -105,4 +105,5 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
     kind()
     for option in fields(kind):
         assert option.metadata["help"]
-        assert option.metadata["metavar"] or option.metadata["choices"]
+        flag = option.default is False
+        assert flag or option.metadata["metavar"] or option.metadata["choices"]

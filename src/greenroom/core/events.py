@@ -28,10 +28,14 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """These experts (dense ids) are expected in a layer when it is routed next, likeliest first."""
+    """These experts (dense ids) are expected in a layer when it is routed next, likeliest first.
+
+    `certain`: the layer's router has chosen them, and its step has not begun yet.
+    """
 
     layer: int
     experts: Ints
+    certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,11 @@ class Lookahead:
         self._expected[layer] = Expected(pieces, chances, ahead)
         self._wish(layer, pieces, chances)
 
+    def decided(self, layer: int, pieces: Ints) -> None:
+        """A layer's experts are known before its step begins; what was predicted is still checked
+        then."""
+        self._wish(layer, pieces, np.ones(pieces.size))
+
     def _wish(self, layer: int, pieces: Ints, chances: Floats) -> None:
         wishes = zip(pieces.tolist(), chances.tolist(), strict=True)
         self._wishes[layer] = deque(Wish(piece, layer, chance) for piece, chance in wishes)

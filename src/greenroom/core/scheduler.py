@@ -326,7 +326,10 @@ class Scheduler:
 
     def _predicted(self, event: Predicted, actions: list[Action]) -> None:
         if self.buffer.size:
-            self.lookahead.expect(event.layer, event.experts)
+            if event.certain:
+                self.lookahead.decided(event.layer, event.experts)
+            else:
+                self.lookahead.expect(event.layer, event.experts)
             self._pump(actions)
 
     def _judge(self, event: Routed) -> Expected | None:
