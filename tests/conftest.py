@@ -13,6 +13,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
 
 
 def threads() -> list[str]:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from greenroom.runtime import learned_file
 from tests.cli.conftest import Run
-from tests.models import make, save_tokenizer
+from tests.models import cached_tiny, make, save_tokenizer
 
 FEW = ("--max-new-tokens", 4, "--kernels", "eager")
 INDEX = "model.safetensors.index.json"
@@ -146,6 +148,18 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--colour", "red"), "unrecognized arguments: --colour red"),
         (("--mem", "1GiB"), "unrecognized arguments: --mem"),
         (("--json", "--live"), "--live: not allowed with argument --json"),
+        (("--prefetch", "tomorrow"), "unknown predictor 'tomorrow': choose one of auto, .*markov"),
+        (("--prefetch", "token:2"), "predictor token has no distance to choose: '2'"),
+        (("--prefetch", "markov:0"), "distance of markov must be a whole number from 1: '0'"),
+        (("--prefetch", "markov:9"), "the model has 2 MoE layers: predictors cannot look 9 ahead"),
+        (("--prefetch", "oracle"), "predictor oracle runs where a trace is replayed only"),
+        (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
+        (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
+        (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
+        (("--prefetch", "token", "--predictor", "x"), "--predictor is the file of .* learned"),
+        (("--timeline", "/nowhere/out.json"), "there is no folder /nowhere"),
+        (("--timeline", "/"), "cannot write /: it is a folder"),
+        (("--timeline", "/dev/null"), "cannot write /dev/null: it is not an ordinary file"),
     ],
 )
 def test_an_option_that_cannot_be_right(
@@ -154,6 +168,33 @@ def test_an_option_that_cannot_be_right(
     ran = cli("run", folder, "Hi", *options)
     assert ran.out == ""
     assert re.search(words, ran.mistake)
+
+
+def test_a_predictor_of_another_model_is_refused_before_the_model_is_loaded(
+    cli: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("greenroom.hf.build.Draft.load", None)  # what calls it fails otherwise
+    path = tmp_path / "p"
+    tensors = {"distance": np.ones(1, np.int64)}
+    learned_file.save(path, tensors, "another", {"model": "olmoe"})
+    for options in (("--predictor", path), ("--prefetch", "learned", "--predictor", path)):
+        line = cli("run", folder, "Hi", "--cache", "50%", *options).mistake
+        assert line.startswith(f"{path}: was trained for another model (olmoe)")
+    path.write_bytes(b"nonsense")
+    assert str(path) in cli("run", folder, "Hi", "--cache", "50%", "--predictor", path).mistake
+
+
+@pytest.mark.parametrize("prefetch", ["next-gate", "next-gate:2"])
+def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
+    cli: Run, prefetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cached_tiny("zaya", tokenizer=True)
+    ran = cli("run", model, "Hi", "--cache", "50%", *FEW)
+    assert ran.code == 0
+    assert "--prefetch markov" in ran.err  # what auto is there
+    monkeypatch.setattr("greenroom.hf.build.Draft.load", None)
+    line = cli("run", model, "Hi", "--cache", "50%", "--prefetch", prefetch).mistake
+    assert "ZayaRouter routes by router_states too" in line
 
 
 def test_a_budget_that_is_too_small_says_how_much_would_do(cli: Run, folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.cli.live import status
 from greenroom.cli.run import closing_line
 from greenroom.hf.generate import Answer
 from greenroom.runtime.stats import Stats
@@ -25,6 +26,7 @@ KEYS = [
     "ttft_s",
     "tpot_s",
     "tpot_p95_s",
+    "tpot_p99_s",
     "tokens_per_s",
     "capacity",
     "expert_requests",
@@ -36,7 +38,11 @@ KEYS = [
     "budget_bytes",
     "policy",
     "kernels",
+    "prefetch",
+    "stalls",
+    "links",
 ]
+OUTCOMES = ("useful", "late", "wasted", "dropped", "displaced", "failed")
 
 
 def test_streams_the_text_that_json_reports(cli: Run, folder: Path) -> None:
@@ -57,7 +63,8 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
     assert "4 of 16 experts in slots" in before
     assert re.fullmatch(
         r"\d+ prompt \+ 8 new tokens · TTFT \S+ m?s · TPOT p50 \S+ m?s, p95 \S+ m?s · \S+ tokens/s"
-        r" · hit ratio \S+% · \S+ [KM]?i?B read per token · peak memory \S+ [MG]iB",
+        r" · hit ratio \S+%( · \d+ of \d+ prefetches used(, \d+ late)?)?"
+        r" · \S+ [KM]?i?B read per token · peak memory \S+ [MG]iB",
         after,
     )
 
@@ -68,6 +75,8 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
         ("--cache", "40%", "--policy", "lfu", "--scope", "per-layer", "--kernels", "eager"),
         ("--memory", "3GiB", "--readers", 1, "--dtype", "bfloat16", "--kernels", "eager"),
         ("--cache", "30%", "--direct", "off", "--device", "fake", "--context", 64),
+        ("--cache", "40%", "--prefetch", "markov:2", "--no-guard", "--kernels", "eager"),
+        ("--cache", "40%", "--prefetch", "off", "--kernels", "eager"),
     ],
 )
 def test_the_flags_of_the_start_up_line_reproduce_it(
@@ -148,11 +157,75 @@ def test_an_answer_that_the_context_ends(cli: Run, folder: Path) -> None:
 
 
 def test_a_closing_line_of_one_token() -> None:
-    stats = Stats("lru", "eager", 1, 2, 3, 1, 4, 2, 0.5, 3 << 20, 0.0, 1 << 30, None)
-    assert closing_line(Answer("a", [1], 2, 1.5), stats) == (
+    assert closing_line(Answer("a", [1], 2, 1.5), stats()) == (
         "2 prompt + 1 new tokens · TTFT 1.50 s · hit ratio 50.0% · 1 MiB read per token"
         " · peak memory 1 GiB"
     )
+
+
+def stats(**did: int) -> Stats:
+    prefetch = {"began": 0, "useful": 0, "late": 0, **did}
+    return Stats(
+        "lru", "eager", 1, 2, 3, 1, 4, 2, 0.5, 3 << 20, 0.25, 1 << 30, None, prefetch, {}, []
+    )
+
+
+def test_what_prefetching_did_in_a_few_words() -> None:
+    did = stats(began=1899, useful=553, late=15)
+    assert " · 553 of 1,899 prefetches used, 15 late · 1" in closing_line(
+        Answer("a", [1], 2, 1), did
+    )
+    assert status(did) == (
+        "1 of 2 experts in slots · hit ratio 50.0% · waited 0.25 s"
+        " · 553 of 1,899 prefetches used, 15 late · 3 MiB read"
+    )
+    assert "late" not in status(stats(began=3, useful=1))
+    assert "prefetch" not in status(stats())
+
+
+def test_json_says_what_became_of_every_prefetch(cli: Run, folder: Path) -> None:
+    options = ("--cache", "40%", "--prefetch", "markov", "--no-guard", *FEW, "--json")
+    found = cli("run", folder, PROMPT, *options).json
+    did = found["prefetch"]
+    assert (did["predictor"], did["distance"], did["on"], did["verdict"]) == (
+        "markov",
+        1,
+        True,
+        None,
+    )
+    assert 0 <= did["accuracy"] <= 1
+    assert sum(did[name] for name in OUTCOMES) <= did["began"]
+    assert sum(found["stalls"].values()) == pytest.approx(found["stall_s"])
+    assert [link["link"] for link in found["links"]] == ["disk -> host"]
+    assert found["links"][0]["bytes"] == found["bytes_read"]
+    assert found["tpot_s"] <= found["tpot_p95_s"] <= found["tpot_p99_s"]
+    off = cli("run", folder, PROMPT, "--cache", "40%", "--prefetch", "off", *FEW, "--json").json
+    assert (off["prefetch"]["predictor"], off["prefetch"]["began"]) == ("off", 0)
+    assert off["token_ids"] == found["token_ids"]
+
+
+def test_what_the_guard_decides_is_said_once(
+    cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("greenroom.core.guard.LOOKS", (2,))  # its first trial is over soon
+    options = ("--cache", "40%", "--kernels", "eager", "--temperature", 5, "--seed", 1)
+    ran = cli("run", folder, PROMPT, *options, "--prefetch", "markov", "--max-new-tokens", 40)
+    _, verdict, closing = ran.err.splitlines()
+    assert re.fullmatch(r"prefetching (on|off): tokens took .* with it \(.*, \d+ pairs\)", verdict)
+    assert " new tokens · " in closing
+
+
+def test_a_timeline_is_written_beside_the_answer(cli: Run, folder: Path, tmp_path: Path) -> None:
+    path, options = tmp_path / "out.json", ("--cache", "40%", "--device", "fake", *FEW)
+    ran = cli("run", folder, PROMPT, *options, "--timeline", path)
+    assert ran.code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    seen = {rows[e["tid"]] for e in events if e["ph"] == "X"}
+    assert {"compute", "passes", "disk -> host, lane 0", "host -> device, lane 0"} <= seen
+    passes = [e["name"] for e in events if e["ph"] == "X" and rows[e["tid"]] == "passes"]
+    assert passes == ["prompt"] + ["token"] * 7
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_as_a_process(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
-from greenroom.trace import load, save, stream
+from greenroom.trace import Prediction, load, save, stream
 from tests.cli.conftest import Run
 from tests.sim import small
 
@@ -21,8 +22,14 @@ TIMES = [
     "ttft_s", "ttft_mean_s", "ttft_p95_s", "tpot_s", "tpot_mean_s", "tpot_p95_s", "tokens_per_s",
     "stall_s", "compute_s", "seconds", "bytes_moved",
 ]  # fmt: skip
+AHEAD = [
+    "ahead", "useful", "prefetches", "late", "wasted", "dropped", "displaced", "accuracy",
+    "goodpred",
+]  # fmt: skip
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 LRU = ("--policy", "lru", "--capacity", "4")
+SIZES = ("--expert-bytes", "1MB", "--dense-bytes", "2MB")
+TIMED_LRU = ("--policy", "lru", "--capacity", 8, *SIZES)
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +37,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten requests, two layers of eight experts, top-2."""
     path = tmp_path_factory.mktemp("trace") / "small.safetensors"
     save(small.trace([[-4, 1, 1, 1]] * 10), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One request with forty tokens in its answer."""
+    path = tmp_path_factory.mktemp("trace") / "answer.safetensors"
+    save(small.trace([[-4] + [1] * 40]), path)
     return path
 
 
@@ -96,8 +111,8 @@ def test_a_table_for_people(cli: Run, recorded: Path):
 def test_time_on_a_machine(cli: Run, recorded: Path, machine: Path):
     asked = ("--machine", machine, "--expert-bytes", "1MB", "--json")
     row = cli("simulate", recorded, "--policy", "lru", "--capacity", 16, *asked).json
-    assert list(row) == FIELDS + TIMES
-    assert row["order"] == "runtime"
+    assert list(row) == [*FIELDS, "prefetch", *TIMES]
+    assert (row["order"], row["prefetch"]) == ("runtime", "off")
     assert row["bytes_moved"] == row["misses"] * 10**6
     assert row["seconds"] == pytest.approx(row["stall_s"] + row["compute_s"])
     # All resident after a while: two layers of two experts, a millisecond each.
@@ -107,6 +122,71 @@ def test_time_on_a_machine(cli: Run, recorded: Path, machine: Path):
     assert more["tpot_s"] == pytest.approx(less["tpot_s"] + 2 * 0.002, rel=0.2)
     ran = cli("simulate", recorded, *LRU, *asked[:-1])
     assert {"TTFT", "TPOT", "tokens/s", "stalled"} <= set(ran.out.split())
+
+
+def test_prefetching_beside_the_run_without(cli: Run, answer: Path, machine: Path, tmp_path: Path):
+    names = "off,markov,noisy-oracle:1,accuracy=0.5,oracle:2"
+    out = tmp_path / "out.html"
+    asked = (answer, *TIMED_LRU, "--machine", machine, "--prefetch", names)
+    ran = cli("simulate", *asked, "--report", out, "--json")
+    plain, markov, noisy, oracle = rows = json.loads(ran.out)
+    assert [row["prefetch"] for row in rows] == [
+        "off", "markov", "noisy-oracle:1,accuracy=0.5", "oracle:2",
+    ]  # fmt: skip
+    assert list(markov) == [*FIELDS, "prefetch", *TIMES, *AHEAD]
+    assert plain == cli("simulate", answer, *TIMED_LRU, "--machine", machine, "--json").json
+    assert (markov["ahead"], oracle["accuracy"]) == (2, 1.0)
+    assert 0 < noisy["useful"] < oracle["useful"]
+    assert oracle["misses"] < noisy["misses"] < plain["misses"]
+    assert oracle["seconds"] < plain["seconds"]
+    page = out.read_text()
+    for shown in ("Time of a token", "lru + markov", "GOODPRED", "100.00 %", "--prefetch off,"):
+        assert shown in page
+    assert page.count('<div class="bar">') == 4
+    ran = cli("simulate", *asked)
+    assert {"prefetch", "accuracy", "useful", "late", "wasted"} <= set(ran.out.split())
+    assert [line.split()[:2] for line in ran.out.splitlines()[-4:]] == [
+        ["lru", row["prefetch"]] for row in rows
+    ]
+
+
+def test_flags_of_prefetching(cli: Run, answer: Path, recorded: Path, machine: Path):
+    def row(trace: Path, name: str, *flags: object) -> dict:
+        asked = (*TIMED_LRU, "--machine", machine, "--prefetch", name, *flags, "--json")
+        return cli("simulate", trace, *asked).json
+
+    few, more = row(answer, "oracle", "--ahead", 1), row(answer, "oracle")
+    assert (few["ahead"], more["ahead"]) == (1, 2)
+    assert few["useful"] < more["useful"]
+    kept, reset = row(recorded, "oracle"), row(recorded, "oracle", "--reset")
+    assert reset["misses"] + reset["useful"] > kept["misses"] + kept["useful"]
+    assert reset["seconds"] == pytest.approx(reset["stall_s"] + reset["compute_s"])
+    noisy = "noisy-oracle:accuracy=0.5"
+    assert len({row(answer, noisy, "--seed", seed)["bytes_moved"] for seed in range(4)}) > 1
+    assert row(answer, noisy, "--seed", 3) == row(answer, noisy, "--seed", 3)
+
+
+def test_what_ran_beside_the_model_is_replayed(cli: Run, tmp_path: Path, machine: Path):
+    trace = small.trace([[-4, 1, 1, 1]] * 10)
+    exact = Prediction(trace.experts, 1)  # as if that predictor were always right
+    wrong = Prediction(((trace.experts + 4) % 8).astype(np.uint8), 2)
+    save(replace(trace, predictions={"next-gate": exact, "learned": wrong}), tmp_path / "t.trace")
+
+    def row(name: str) -> dict:
+        asked = ("--machine", machine, "--expert-bytes", "1MB", "--prefetch", name, "--json")
+        ran = cli("simulate", tmp_path / "t.trace", "--policy", "lru", "--capacity", 12, *asked)
+        return ran.json
+
+    named = row("next-gate")
+    assert (named["prefetch"], named["accuracy"]) == ("next-gate", 1.0)
+    assert row("auto") == named
+    assert row("recorded:of=next-gate") == named | {"prefetch": "recorded:of=next-gate"}
+    assert row("learned")["accuracy"] < 0.5
+
+
+def test_automatic_is_markov_where_the_trace_has_no_better(cli: Run, recorded: Path, machine: Path):
+    asked = ("--machine", machine, "--expert-bytes", "1MB", "--prefetch", "auto", "--json")
+    assert cli("simulate", recorded, *LRU, *asked).json["prefetch"] == "markov"
 
 
 def test_sizes_come_from_the_trace_where_it_knows_them(
@@ -201,6 +281,8 @@ MISTAKES = {
     "no such profile": (("--machine", "none.json"), "cannot read the profile none.json: No such"),
     "no such folder": (("--report", "/nowhere/out.html"), "there is no folder /nowhere"),
     "a folder as a report": (("--report", "/"), "cannot write /: it is a folder"),
+    "prefetching without times": (("--prefetch", "off"), "--prefetch is of use with --mach"),
+    "slots without times": (("--ahead", "4"), "--ahead is of use with --machine only"),
     "no number as a seed": (("--seed", "x"), "argument --seed: invalid int value"),
 }  # fmt: skip
 
@@ -216,6 +298,25 @@ TIMED = {
     "no size": ((), "how large an expert is: give --expert-bytes"),
     "a share as a size": (("--expert-bytes", "5%"), "--expert-bytes 5%: write bytes, as 12MiB"),
     "no size at all": (("--expert-bytes", "x"), "--expert-bytes is 'x': write bytes"),
+    "slots without prefetching": (("--ahead", "4"), "--ahead is of use with --prefetch only"),
+    "no slots": (("--prefetch", "oracle", "--ahead", "0"), "--ahead must be at least 1 slot"),
+    "an unknown predictor": (("--prefetch", "off,best"), "unknown predictor 'best': choose one of"),
+    "a distance beyond": (("--prefetch", "markov:3"), "the model has 2 MoE layers"),
+    "no such distance": (("--prefetch", "markov:0"), "distance of markov must be a whole number"),
+    "what needs a model": (
+        ("--prefetch", "next-gate:2"), "predictor next-gate:2 runs beside a model, and this trace"
+        " does not hold its predictions: record them (trace record --predict next-gate:2)",
+    ),
+    "no predictions": (("--prefetch", "recorded"), "needs a trace with predictions"),
+    "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
+    "no protection": (
+        ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),
+        "prefetching needs the experts of a step to be safe: pin step",
+    ),
+    "a policy of the future": (
+        ("--prefetch", "oracle", "--policy", "opt", "--expert-bytes", "1MB"),
+        "policy opt decides by the whole trace beforehand",
+    ),
     "an unknown processor": (("--expert-bytes", "1MB", "--processor", "tpu"), "choose one of cpu"),
     "an unknown store": (("--expert-bytes", "1MB", "--store", "tape"), "choose one of disk, host"),
 }  # fmt: skip

@@ -8,44 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.events import Landed
 from greenroom.errors import ClosedError, StoreError
 from greenroom.policies import policy
-from greenroom.runtime.driver import Driver
-from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.store import DiskStore
 from greenroom.sim.simulate import TraceStep, simulate
-
-
-class Rig:
-    """A driver over a real file, which checks that every expert is computed from its own bytes."""
-
-    def __init__(self, catalog, capacity: int, lanes: int = 2, chunk_bytes: int = 8192, **faults):
-        self.catalog = catalog
-        self.store = FakeStore(DiskStore(catalog, chunk_bytes=chunk_bytes), **faults)
-        chunks = [len(self.store.chunks(e)) for e in range(catalog.experts)]
-        self.pieces = Pieces.whole(
-            catalog.offsets, [layout.nbytes for layout in catalog.layouts], chunks
-        )
-        self.scheduler = Scheduler(self.pieces, capacity, policy("lru"), lanes=lanes)
-        self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
-        self.driver = Driver(self.scheduler, self.store, self.slots)
-        self.layer, self.computed = 0, []
-
-    def compute(self, experts: np.ndarray, slots: np.ndarray) -> None:
-        layout = self.catalog.layouts[self.layer]
-        for expert, slot in zip(experts, slots, strict=True):
-            identity = self.catalog.offsets[self.layer] + expert
-            for name, value in (("up", identity), ("down", identity + 0.5)):
-                held = self.slots.tensor(int(slot), layout[name])
-                assert (held == value).all(), (identity, name)
-            self.computed.append(int(expert))
-
-    def step(self, layer: int, *experts: int) -> None:
-        self.layer, self.computed = layer, []
-        self.driver.step(layer, np.array(experts, np.int64), self.compute)
-        assert sorted(self.computed) == list(experts)
+from tests.runtime.rig import Ahead, Rig, in_time, threads
 
 
 @pytest.fixture
@@ -59,10 +26,6 @@ def rig(disk):
     yield make
     for each in rigs:
         each.driver.close()
-
-
-def threads() -> set[int | None]:
-    return {t.ident for t in threading.enumerate() if t.name.startswith("greenroom")}
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
@@ -173,3 +136,265 @@ def test_stalls_are_counted(rig):
     stalled = r.driver.meter.stall_s
     r.step(0, 0)
     assert r.driver.meter.stall_s == stalled
+
+
+# ---- prefetching
+
+
+def ahead(rig, say, *, capacity=8, experts=8, size=2, **kwargs) -> Rig:
+    """A rig that prefetches into two slots what `say(layer)` names."""
+    return rig(capacity, experts=experts, ahead=size, predictor=Ahead(say), **kwargs)
+
+
+def test_what_was_predicted_is_there_when_it_is_asked_for(rig):
+    r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [])
+    r.begin()
+    r.step(0, 0)
+    r.settle()
+    r.step(1, 3)
+    counts = r.scheduler.counts
+    assert (counts.prefetches, counts.useful, counts.misses) == (2, 1, 1)
+    assert counts.wasted == 1
+    r.check()
+
+
+def test_a_failed_prefetch_is_nobody_s_error(rig):
+    """Reads: the demand of layer 0, the prefetch that fails, the demand of layer 1 twice."""
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read == 2,
+              chunk_bytes=1 << 20, lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    r.settle()
+    assert r.scheduler.counts.failed == 1
+    r.step(1, 3)
+    r.check()
+
+
+def test_a_late_prefetch_that_fails_is_tried_again_by_its_demand(rig):
+    asked = threading.Event()
+
+    def fails(read: int) -> bool:
+        return read == 2 and asked.wait(20)
+
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=fails, chunk_bytes=1 << 20,
+              lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    r.step(1, 3, meanwhile=asked.set)
+    assert (r.scheduler.counts.late, r.scheduler.counts.failed) == (1, 0)
+    assert r.store.reads == 3
+    r.check()
+
+
+def test_a_demand_that_fails_after_its_prefetch_fails_its_step_alone(rig):
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read in (2, 3),
+              chunk_bytes=1 << 20, latency=0.02, lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    with pytest.raises(StoreError, match=r"read [23] failed"):
+        r.step(1, 3)
+    r.step(1, 3)
+    r.settle()
+    r.check()
+
+
+def test_closing_while_prefetches_are_on_their_way(rig):
+    before = threads()
+    r = ahead(rig, lambda layer: [3, 4], latency=0.05)
+    r.begin()
+    r.step(0, 0)
+    assert len(r.scheduler.queue)
+    in_time(r.driver.close)
+    assert threads() == before
+    with pytest.raises(ClosedError):
+        r.step(1, 3)
+
+
+def test_a_resize_that_comes_after_closing_is_refused(rig):
+    """What was being prefetched then never lands."""
+    r = ahead(rig, lambda layer: [3, 4], latency=0.05)
+    r.begin()
+    r.step(0, 0)
+    r.driver.close()
+
+    def resize() -> None:
+        with pytest.raises(ClosedError):
+            r.driver.resize(5)
+
+    in_time(resize)
+
+
+def test_a_pass_that_begins_after_closing_moves_nothing(rig):
+    r = ahead(rig, lambda layer: [3, 4] if layer == 0 else [])
+    r.begin()
+    r.settle()
+    assert r.scheduler.counts.prefetches == 2
+    r.step(0, 0)
+    r.driver.close()
+    r.begin()
+    assert r.driver.meter.links[0].moving == 0
+    assert r.scheduler.counts.prefetches == 2
+
+
+def test_an_interrupt_while_an_interrupted_step_is_left_harms_no_later_step(rig, monkeypatch):
+    """The chunk that the first one waits for lands later; its end is not the next step's."""
+    r = rig(4, latency=0.05, lanes=1)
+    wait = r.driver._changed.wait
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def compute(experts, slots):
+        monkeypatch.setattr(r.driver._changed, "wait", interrupted)
+        raise KeyboardInterrupt
+
+    r.step(0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        r.step(0, 0, 1, compute=compute)
+    monkeypatch.setattr(r.driver._changed, "wait", wait)
+    time.sleep(0.3)
+    r.step(1, 0, 1, 2)
+    r.step(0, 0, 1)
+    r.settle()
+    r.check()
+
+
+@pytest.mark.parametrize("while_", ["waiting", "resizing", "leaving"])
+def test_a_scheduler_that_breaks_in_a_copier_s_thread_is_an_error_and_not_a_hang(
+    rig, monkeypatch, while_
+):
+    r = rig(4, latency=0.02, lanes=1)
+    decide = r.scheduler.on
+
+    def breaks(event, now):
+        if isinstance(event, Landed):
+            raise ZeroDivisionError("a bug")
+        return decide(event, now)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def act() -> None:
+        r.step(0, 0)
+        monkeypatch.setattr(r.scheduler, "on", breaks)
+        expected = KeyboardInterrupt if while_ == "leaving" else ClosedError
+        with pytest.raises(expected):
+            r.step(0, 0, 1, compute=interrupted if while_ == "leaving" else None)
+        if while_ == "resizing":
+            with pytest.raises(ClosedError, match=r"a bug.*load the model again"):
+                r.driver.resize(3)
+        with pytest.raises(ClosedError, match=r"a bug.*load the model again"):
+            r.step(0, 0)
+        r.driver.close()
+
+    in_time(act)
+    assert r.driver._broken is not None
+
+
+def test_a_decision_that_is_interrupted_breaks_the_driver(rig, monkeypatch):
+    """What a chunk was ordered for is unknown then: no later step may trust the slots."""
+    r = rig(4, latency=0.02)
+
+    def interrupted(action):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(r.driver._copier, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            r.step(0, 0)
+
+    def act() -> None:
+        with pytest.raises(ClosedError, match=r"KeyboardInterrupt.*load the model again"):
+            r.step(0, 0)
+
+    in_time(act)
+
+
+def test_an_interrupted_resize_is_done_later(rig, monkeypatch):
+    r = ahead(rig, lambda layer: [3, 4], latency=0.05)
+    r.begin()
+    r.step(0, 0)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(r.driver._changed, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            r.driver.resize(5)
+    r.settle()
+    r.check()
+    assert r.scheduler.capacity == 5
+    r.step(1, 3, 4)
+
+
+def test_a_predictor_that_raises_ends_prefetching_and_nothing_else(rig, caplog):
+    def say(layer: int) -> list[int]:
+        if layer == 2:
+            raise ZeroDivisionError("no idea")
+        return [3] if layer == 1 else []
+
+    r = ahead(rig, say)
+    for _ in range(3):
+        r.begin()
+        r.step(0, 0)
+        r.step(1, 3)
+        r.driver.end_pass()
+    r.settle()
+    r.check()
+    assert r.scheduler.counts.prefetches == 1
+    (said,) = caplog.messages
+    assert "scripted" in said
+    assert "no idea" in said
+    assert "\n" not in said
+
+
+def test_what_is_computed_meanwhile_may_fail(rig):
+    r = rig(4, latency=0.02)
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        r.step(0, 0, 1, meanwhile=fails)
+    r.step(0, 0, 1)
+    r.settle()
+    r.check()
+
+
+def test_a_slow_disk_is_waited_for_and_a_demand_overtakes_prefetches(rig):
+    """Chunks take 20 ms each; at most one is on the lane when the demand comes."""
+    r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [], latency=0.02, lanes=1)
+    r.begin()
+    r.step(0, 0)  # of layer 1 experts 3 and 4 are fetched now, three chunks each
+    before = r.store.reads
+    r.step(0, 1)
+    assert r.store.reads - before <= 3 + 2  # the demand's, one on the way, one begun since
+    assert r.driver.meter.stalls["miss"] >= 6 * 0.02
+    r.settle()
+    r.check()
+    assert r.driver.meter.links[0].busy_s >= 0.02 * r.store.reads
+
+
+def test_the_guard_is_told_of_decode_and_decides_what_the_next_pass_does(rig):
+    r = ahead(rig, lambda layer: [3], guard=True)
+    told = []
+
+    class Never:
+        on, verdict = False, "no"
+
+        def passed(self, seconds: float, stall_s: float, tokens: int) -> None:
+            told.append((seconds > stall_s >= 0, tokens))
+
+    r.driver.guard = Never()
+    for prefill, tokens in ((True, 5), (False, 1), (False, 1)):
+        r.begin(prefill, tokens)
+        r.step(0, 0)
+        r.step(1, 1)
+        began = r.scheduler.counts.prefetches
+        r.driver.end_pass()
+    assert told == [(True, 1), (True, 1)]
+    assert r.driver.foresight.on is False
+    r.begin()
+    r.step(0, 1)
+    assert r.scheduler.counts.prefetches == began

@@ -59,8 +59,21 @@ class LiveLine:
 
 def status(stats: Stats) -> str:
     """What the cache holds and what it cost so far."""
-    return (
-        f"{stats.capacity} of {stats.experts} experts in slots ·"
-        f" hit ratio {stats.hit_ratio:.1%} ({stats.expert_hits}/{stats.expert_requests}) ·"
-        f" {show_bytes(stats.bytes_read)} read · waited {stats.stall_s:.2f} s"
+    return " · ".join(
+        (
+            f"{stats.capacity} of {stats.experts} experts in slots",
+            f"hit ratio {stats.hit_ratio:.1%}",
+            f"waited {stats.stall_s:.2f} s",
+            *prefetched(stats),
+            f"{show_bytes(stats.bytes_read)} read",
+        )
     )
+
+
+def prefetched(stats: Stats) -> list[str]:
+    """What became of the prefetches; nothing where there were none."""
+    did = stats.prefetch
+    if not did["began"]:
+        return []
+    late = f", {did['late']:,} late" if did["late"] else ""
+    return [f"{did['useful']:,} of {did['began']:,} prefetches used{late}"]

@@ -13,6 +13,8 @@ def check_target(path: Path) -> None:
     """OutputError where a file cannot be written there: said before the work, not after it."""
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a folder")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"cannot write {path}: it is not an ordinary file")
     if not path.parent.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):

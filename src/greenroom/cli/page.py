@@ -18,7 +18,10 @@ Go = Callable[[Study, list[Cell]], list[Row]]
 
 
 def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[Row], go: Go) -> str:
-    """HTML. Curves have more points than were asked for; `go` runs the cells that lack."""
+    """HTML. Curves have more points than were asked for; `go` runs the cells that lack.
+
+    They are of misses without prefetching, which depend on no machine.
+    """
     trace, counted = study.trace, replace(study, costs=None)
     experts = int(trace.offsets[-1])
     least = trace.layers if study.scope == "per-layer" else 1

@@ -6,10 +6,12 @@ import argparse
 import gc
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.ahead import compile_ahead
 from greenroom.cli.options import add_options, take
+from greenroom.cli.output import check_target
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.errors import UsageError
 
@@ -38,6 +40,10 @@ def add_to(commands: Any) -> None:
     output.add_argument(
         "--live", action="store_true", help="show hits and bytes in the last line of the terminal"
     )
+    parser.add_argument(
+        "--timeline", metavar="FILE", type=Path,
+        help="write what ran when, for chrome://tracing or ui.perfetto.dev",
+    )  # fmt: skip
     add_options(parser, SamplingConfig, "sampling")
     add_options(parser, LoadConfig, "memory and machine")
     parser.set_defaults(main=main)
@@ -46,6 +52,10 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
+    if load.predictor is not None and load.prefetch == "off":
+        raise UsageError("--predictor is for prefetching, and --prefetch is off: leave out one")
+    if args.timeline is not None:
+        check_target(args.timeline)
     compile_ahead(args.model, load)
 
     from greenroom.cli.live import LiveLine, status
@@ -63,6 +73,7 @@ def main(args: argparse.Namespace) -> None:
         print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
         greenroom = model.greenroom
         greenroom.reset_stats()
+        greenroom.timeline(args.timeline is not None)
         with out, LiveLine(greenroom.stats, shown=args.live) as live:
 
             def show(text: str) -> None:
@@ -78,15 +89,19 @@ def main(args: argparse.Namespace) -> None:
                 context=greenroom.parts.context,
                 on_text=show,
             )
-        stats = greenroom.stats()
+        stats, timeline = greenroom.stats(), greenroom.timeline(False)
     finally:
         model.greenroom.detach()
+    if verdict := stats.prefetch["verdict"]:
+        print(verdict, file=sys.stderr)
     if args.json:
         print(json.dumps(as_json(result, stats)))
     else:
         if args.live:
             print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
+    if timeline is not None:
+        timeline.save(args.timeline)
 
 
 class _Out:
@@ -142,6 +157,7 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,
         "tpot_p95_s": result.tpot_p95_s,
+        "tpot_p99_s": result.tpot_p99_s,
         "tokens_per_s": result.tokens_per_s,
         "capacity": stats.capacity,
         "expert_requests": stats.expert_requests,
@@ -153,11 +169,16 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "budget_bytes": stats.budget_bytes,
         "policy": stats.policy,
         "kernels": stats.kernels,
+        "prefetch": stats.prefetch,
+        "stalls": stats.stalls,
+        "links": stats.links,
     }
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
-    """One line: tokens, times, hits, bytes, memory."""
+    """One line: tokens, times, hits, prefetches, bytes, memory."""
+    from greenroom.cli.live import prefetched
+
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
         f"TTFT {_time(result.ttft_s)}",
@@ -165,7 +186,7 @@ def closing_line(result: Answer, stats: Stats) -> str:
     if result.gaps:
         parts.append(f"TPOT p50 {_time(result.tpot_s)}, p95 {_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
-    parts.append(f"hit ratio {stats.hit_ratio:.1%}")
+    parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
     total = result.prompt_tokens + result.new_tokens
     parts.append(f"{show_bytes(stats.bytes_read / total)} read per token")
     of = f" of the budget's {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""

@@ -53,6 +53,11 @@ def add_to(commands: Any) -> None:
                        " profile's first link begins there)")  # fmt: skip
     times.add_argument("--processor", metavar="NAME", help="what computes them (default: the"
                        " profile's first)")  # fmt: skip
+    times.add_argument("--prefetch", metavar="NAME[:D][,...]", help="fetch experts before they are"
+                       " asked for, by a predictor: markov, next-gate:2, oracle, ...; off"
+                       " (default) among several is the run without, to compare with")  # fmt: skip
+    times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
+                       " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
 
 
@@ -73,9 +78,15 @@ def main(args: argparse.Namespace) -> None:
     if args.limit is not None:
         trace = trace.head(args.limit)
     slots = capacities(args.capacity, int(trace.offsets[-1]))
-    cells = [Cell(name, capacity, args.pin) for name in policies for capacity in slots]
+    ahead = predictors(args, trace)
+    cells = [
+        Cell(name, capacity, args.pin, prefetch)
+        for name in policies
+        for capacity in slots
+        for prefetch in ahead
+    ]
     study = Study.of(
-        trace, args.order, scope=args.scope, seed=args.seed, reset=args.reset,
+        trace, args.order, scope=args.scope, seed=args.seed, reset=args.reset, ahead=args.ahead,
         **timing(args, trace),
     )  # fmt: skip
     rows, page = run(args, study, cells)
@@ -98,11 +109,29 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("expert_bytes", "dense_bytes", "store", "processor"):
+        for name in ("expert_bytes", "dense_bytes", "store", "processor", "prefetch", "ahead"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
         raise UsageError("--machine times real passes: leave out --order, or give --order runtime")
+    if args.ahead is not None and args.ahead < 1:
+        raise UsageError(f"--ahead must be at least 1 slot, got {args.ahead}")
+    if args.ahead is not None and args.prefetch is None:
+        raise UsageError("--ahead is of use with --prefetch only")
+
+
+def predictors(args: argparse.Namespace, trace: Trace) -> list[str]:
+    """Those that were asked for, each of them tried on the trace before anything takes long."""
+    from greenroom.sim.proactive import automatic, foresight_of
+    from greenroom.sim.sweep import OFF, names
+
+    if args.prefetch is None:
+        return [OFF]
+    found = [automatic(trace) if name == "auto" else name for name in names(args.prefetch)]
+    for name in found:
+        if name != OFF:
+            foresight_of(trace, name, args.seed)
+    return list(dict.fromkeys(found))
 
 
 def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
@@ -163,7 +192,8 @@ def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
     for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
-                 "expert_bytes", "dense_bytes", "store", "processor", "ray", "report"):  # fmt: skip
+                 "expert_bytes", "dense_bytes", "store", "processor", "prefetch", "ahead", "ray",
+                 "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -173,38 +203,47 @@ def command(args: argparse.Namespace) -> str:
 def table(rows: list[Row], trace: Trace) -> str:
     """The rows for people."""
     from greenroom.cli.output import columns
-    from greenroom.sim.report import show_time
-
-    def show(value: float | None) -> str:
-        return "-" if value is None else show_time(value)
 
     experts, first = int(trace.offsets[-1]), rows[0]
-    header = ["policy", "capacity", "requests", "misses", "miss ratio"]
-    timed = "seconds" in first
-    if timed:
+    ahead = any("prefetches" in row for row in rows)
+    header = ["policy", *["prefetch"] * ahead, "capacity", "requests", "misses", "miss ratio"]
+    if "seconds" in first:
         header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
-    lines = []
-    for row in rows:
-        line = [
-            row["policy"],
-            f"{row['capacity']:,} ({row['capacity'] / experts:.0%})",
-            f"{row['requests']:,}",
-            f"{row['misses']:,}",
-            f"{row['miss_ratio']:.2%}",
-        ]
-        if timed:
-            rate = row["tokens_per_s"]
-            line += [
-                show(row["ttft_s"]),
-                show(row["tpot_s"]),
-                show(row["tpot_p95_s"]),
-                "-" if rate is None else f"{rate:.3g}",
-                f"{row['stall_s'] / row['seconds']:.0%}" if row["seconds"] else "-",
-            ]
-        lines.append(line)
+    if ahead:
+        header += ["accuracy", "prefetches", "useful", "late", "wasted"]
+    lines = [_line(row, experts, ahead) for row in rows]
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {experts:,} experts in {trace.layers} layers, top-{trace.top_k}\n"
         f"order {first['order']}, scope {first['scope']}, pin {first['pin']}\n\n"
-        + columns(header, lines)
+        + columns(header, lines, left=1 + ahead)
     )
+
+
+def _line(row: Row, experts: int, ahead: bool) -> list[str]:
+    """A row of the table; `ahead`: with what became of the prefetches, as shares of them."""
+    from greenroom.sim.report import show_time
+
+    def share(part: float | None, of: float = 1.0) -> str:
+        return "-" if part is None or not of else f"{part / of:.0%}"
+
+    line = [
+        row["policy"],
+        *[row.get("prefetch", "")] * ahead,
+        f"{row['capacity']:,} ({row['capacity'] / experts:.0%})",
+        f"{row['requests']:,}",
+        f"{row['misses']:,}",
+        f"{row['miss_ratio']:.2%}",
+    ]
+    if "seconds" in row:
+        times, rate = (
+            [row[name] for name in ("ttft_s", "tpot_s", "tpot_p95_s")],
+            row["tokens_per_s"],
+        )
+        line += ["-" if seconds is None else show_time(seconds) for seconds in times]
+        line += ["-" if rate is None else f"{rate:.3g}", share(row["stall_s"], row["seconds"])]
+    if ahead:
+        begun = row.get("prefetches", 0)
+        ends = [share(row.get(name), begun) for name in ("useful", "late", "wasted")]
+        line += [share(row.get("accuracy")), f"{begun:,}", *ends]
+    return line

@@ -47,12 +47,7 @@ def beside(
 
     UsageError or PredictorError, in one line, where one cannot run beside this model.
     """
-    needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
-    if file is not None and "file" not in needs:
-        raise UsageError("--predictor is the file of the predictor learned: name that one too")
-    for choice in chosen:
-        if "trace" in choice.kind.needs:
-            raise UsageError(f"predictor {choice.name} runs where a trace is replayed only")
+    needs = _needs(chosen, file)
     looks = "inputs" in needs or inputs
     routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
     tensors = None
@@ -63,6 +58,45 @@ def beside(
     setting = Setting(shape, seed, gates=gates, learned=tensors)
     made = {choice.name: choice.make(setting) for choice in chosen}
     return Beside(shape, routers if looks else [], made)
+
+
+def check(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    prefetch: str,
+    file: str | os.PathLike[str] | None,
+    fingerprint: str,
+) -> None:
+    """Whatever can be wrong with `--prefetch` and `--predictor`, as far as it can be told before
+    the weights are there: UsageError or PredictorError, in one line."""
+    choice = predictor(prefetch)
+    if choice.kind is AUTO:
+        choice = predictor("learned" if file is not None else "off")
+    if choice.kind.name == "none":  # the file may be for predictors that are only recorded
+        return
+    needs = _needs([choice], file)
+    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), 0)
+    if choice.distance is not None:
+        _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
+    if "file" in needs:
+        if file is None:
+            raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
+        learned_file.load(file, fingerprint)
+    if "inputs" in needs:
+        for router in find_routers(model, catalog.layers):
+            if "gates" in needs:
+                router.arguments()
+
+
+def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:
+    """What predictors need of their driver. UsageError where a run cannot have it."""
+    needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
+    if file is not None and "file" not in needs:
+        raise UsageError("--predictor is the file of the predictor learned: name that one too")
+    for choice in chosen:
+        if "trace" in choice.kind.needs:
+            raise UsageError(f"predictor {choice.name} runs where a trace is replayed only")
+    return needs
 
 
 def foresee(

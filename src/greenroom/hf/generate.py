@@ -42,6 +42,10 @@ class Answer:
         return float(np.percentile(self.gaps, 95)) if self.gaps else None
 
     @property
+    def tpot_p99_s(self) -> float | None:
+        return float(np.percentile(self.gaps, 99)) if self.gaps else None
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Of decoding: the prompt's time is TTFT."""
         return len(self.gaps) / sum(self.gaps) if self.gaps else None

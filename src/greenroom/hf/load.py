@@ -24,6 +24,7 @@ from greenroom.hf.budget import (
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.foresight import check
 from greenroom.hf.kv import SPARE
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
@@ -78,6 +79,8 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
     checkpoint = Checkpoint.open(resolve(source))
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
+    digest = fingerprint(checkpoint)
+    check(draft.model, catalog, config.prefetch, config.predictor, digest)
     fewest = len(catalog.layers) if config.scope == "per-layer" else 1
     parts = Parts(
         catalog,
@@ -87,7 +90,7 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
         prefetch=config.prefetch,
         predictor=config.predictor,
         guard=not config.no_guard,
-        fingerprint=fingerprint(checkpoint),
+        fingerprint=digest,
         kernels=config.kernels,
         fake=config.device == "fake",
         readers=config.readers,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
+from greenroom.hf.attach import Greenroom
+from greenroom.predictors import AUTO, OFF, predictor
 
 
 def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
@@ -17,7 +21,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
     flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
-    flags += [f"--context {parts.context}"]
+    flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     for option in ("scope", "device", "readers", "direct", "dtype", "threads"):
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
@@ -32,3 +36,15 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}) ·"
         f" same again: {' '.join(flags)}"
     )
+
+
+def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
+    """What predicts, by name; nothing does where every expert has a slot."""
+    running = greenroom.predictor
+    if running is None:
+        return [f"--prefetch {OFF}"]
+    auto = predictor(config.prefetch).kind is AUTO
+    flags = [f"--prefetch {running.name if auto else config.prefetch}"]
+    if config.predictor is not None:
+        flags.append(f"--predictor {shlex.quote(config.predictor)}")
+    return flags + ["--no-guard"] * config.no_guard

@@ -59,7 +59,10 @@ class Copier:
         }
         self._threads = [
             threading.Thread(
-                target=self._work, args=(jobs,), name=f"greenroom-{link}-{lane}", daemon=True
+                target=self._work,
+                args=(jobs, None if self._last else Staging()),
+                name=f"greenroom-{link}-{lane}",
+                daemon=True,
             )
             for (link, lane), jobs in self._jobs.items()
         ]
@@ -69,15 +72,14 @@ class Copier:
     def start(self, action: StartChunk) -> None:
         self._jobs[action.link, action.lane].put(action)
 
-    def _work(self, jobs: SimpleQueue[StartChunk | None]) -> None:
-        staging = Staging() if not self._last else None
+    def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging | None) -> None:
         while (action := jobs.get()) is not None:
             nbytes, failure = 0, None
             try:
                 nbytes = self._carry(action, staging)
             except StoreError as error:
                 failure = error
-            except Exception as error:
+            except BaseException as error:
                 failure = StoreError(f"expert {action.piece} could not be read: {error!r}")
                 failure.__cause__ = error
             self._deliver(action, nbytes, failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.events import (
+    Action,
     Cancelled,
     Compute,
     Computed,
@@ -38,12 +40,17 @@ from greenroom.runtime.turns import Turns
 
 ComputeWave = Callable[[np.ndarray, np.ndarray], None]
 
+log = logging.getLogger(__name__)
+
 
 class Driver:
     """One model's experts at run time. Steps are served one after another.
 
     `foresight` predicts, unless every expert has a slot; `guard` switches it off where it does not
-    pay.
+    pay. A predictor that raises is warned of once and not asked again.
+
+    An exception in the midst of a decision, in whichever thread, leaves it unknown what is where:
+    the driver is broken, whoever waits is told so (ClosedError), and so is everybody after.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class Driver:
         )
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._closed = False
+        self._broken: BaseException | None = None
         queue = scheduler.queue
         self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered)
 
@@ -85,8 +93,8 @@ class Driver:
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._begun = time.perf_counter(), self.meter.stall_s, at.tokens
-        if self._foresees:
-            self._predict(self.foresight.begin(at))  # type: ignore[union-attr]
+        if self._foresees and not self._closed:
+            self._foretell(lambda foresight: foresight.begin(at))
 
     @property
     def _foresees(self) -> bool:
@@ -130,8 +138,7 @@ class Driver:
             return
         first = self.scheduler.pieces.offsets[layer]
         with self._one_step:
-            if self._closed:
-                raise ClosedError("the model was detached: load it again")
+            self._enter()
             self._pass += layer <= self._layer
             self._layer = layer
             self.meter.passes = self._pass + 1
@@ -149,7 +156,7 @@ class Driver:
                     )
                 )
                 if self._foresees and seen is not None:
-                    self._foretell(seen)
+                    self._foretell(lambda foresight: foresight.routed(seen(foresight.on)))
                 while isinstance(order := self._next_order(), Compute):
                     begin = time.perf_counter()
                     compute(order.experts - first, order.slots)
@@ -165,20 +172,45 @@ class Driver:
     def resize(self, capacity: int) -> None:
         """Change the number of slots between steps; returns when it is done."""
         with self._one_step:
+            self._enter()
             if capacity > self.slots.capacity:
                 self.slots.trim(capacity)
             self._tell(Resized(capacity))
             with self._changed:  # what is being prefetched lands first
                 while self.scheduler.capacity != capacity:
-                    self._changed.wait()
+                    self._wait()
         if self.guard is not None:
             self.guard.changed()
 
-    def _foretell(self, seen: Callable[[bool], Seen]) -> None:
-        assert self.foresight is not None
-        self._predict(self.foresight.routed(seen(self.foresight.on)))
+    def _enter(self) -> None:
+        """A step or a resize begins; a step whose leaving was interrupted is left now."""
+        self._check_open()
+        if self.scheduler.step is not None or self._orders:
+            self._abandon()
 
-    def _predict(self, events: list[Predicted]) -> None:
+    def _check_open(self) -> None:
+        """ClosedError where nothing can be had any more."""
+        if self._closed:
+            raise ClosedError("the model was detached: load it again")
+        if self._broken is not None:
+            raise ClosedError(
+                f"the cache of experts broke ({self._broken!r}): load the model again"
+            ) from self._broken
+
+    def _wait(self) -> None:
+        """Until something has changed; with the lock held."""
+        self._check_open()
+        self._changed.wait()
+
+    def _foretell(self, ask: Callable[[Foresight], list[Predicted]]) -> None:
+        """Tell the scheduler what is foreseen."""
+        assert self.foresight is not None
+        try:
+            events = ask(self.foresight)
+        except Exception as error:
+            name, self.foresight = self.foresight.predictor.name, None
+            log.warning("predictor %s failed, nothing is prefetched from here on: %r", name, error)
+            return
         for event in events:
             self._tell(event)
 
@@ -187,23 +219,35 @@ class Driver:
             self._carry_out(event)
 
     def _carry_out(self, event: Event) -> None:
+        """Do what the scheduler says to an event; with the lock held."""
         now = time.perf_counter()
-        for action in self.scheduler.on(event, now):
-            match action:
-                case StartChunk():
-                    if action.chunk == 0 and action.link == 0:
-                        self.slots.clear(action.slot)
-                    self.meter.links[action.link].starts(now)
-                    self._starts[action.link, action.lane] = now
-                    self._copier.start(action)
-                case Compute() | Finish():
-                    self._orders.append(action)
-                    self._changed.notify_all()
-                case Move():
-                    self.slots.move(action.source, action.target)
-                case Trim():
-                    self.slots.trim(action.capacity)
-                    self._changed.notify_all()
+        try:
+            for action in self.scheduler.on(event, now):
+                self._do(action, now)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _do(self, action: Action, now: float) -> None:
+        match action:
+            case StartChunk():
+                if action.chunk == 0 and action.link == 0:
+                    self.slots.clear(action.slot)
+                self.meter.links[action.link].starts(now)
+                self._starts[action.link, action.lane] = now
+                self._copier.start(action)
+            case Compute() | Finish():
+                self._orders.append(action)
+                self._changed.notify_all()
+            case Move():
+                self.slots.move(action.source, action.target)
+            case Trim():
+                self.slots.trim(action.capacity)
+                self._changed.notify_all()
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        self._changed.notify_all()
 
     def _next_order(self) -> Compute | Finish:
         if self._meanwhile is not None and not self._orders:
@@ -213,7 +257,7 @@ class Driver:
             if not self._orders:
                 begin, cause = time.perf_counter(), self._cause()
                 while not self._orders:
-                    self._changed.wait()
+                    self._wait()
                 end = time.perf_counter()
                 self.meter.stalls[cause] += end - begin
                 if self.timeline is not None:
@@ -228,26 +272,35 @@ class Driver:
         return "late" if step.late & step.missing.keys() else "miss"
 
     def _delivered(self, action: StartChunk, nbytes: int, error: StoreError | None) -> None:
+        """A chunk has arrived, or could not. In a thread of the copier: what fails here must reach
+        those who wait."""
         with self._changed:
-            now = time.perf_counter()
-            self.meter.links[action.link].ends(now, nbytes)
-            if self.timeline is not None:
-                self._show_chunk(action, now)
-            if error is None:
-                self._carry_out(Landed(action.lane, action.piece, action.link))
-            else:
-                step = self.scheduler.step
-                if step is not None and action.piece in step.missing:
-                    self._error = self._error or error
-                self._carry_out(Failed(action.lane, action.piece, action.link))
+            if self._broken is None:
+                try:
+                    self._arrived(action, nbytes, error)
+                except BaseException as broken:
+                    self._break(broken)
+
+    def _arrived(self, action: StartChunk, nbytes: int, error: StoreError | None) -> None:
+        now = time.perf_counter()
+        self.meter.links[action.link].ends(now, nbytes)
+        if self.timeline is not None:
+            self._show_chunk(action, now)
+        if error is None:
+            self._carry_out(Landed(action.lane, action.piece, action.link))
+        else:
+            step = self.scheduler.step
+            if step is not None and action.piece in step.missing:
+                self._error = self._error or error
+            self._carry_out(Failed(action.lane, action.piece, action.link))
 
     def _abandon(self) -> None:
         """Leave the step; what is moving lands first, since a read cannot be recalled."""
         with self._changed:
             self._orders.clear()
-            if self.scheduler.step is not None:
+            if self.scheduler.step is not None and self._broken is None:
                 self._carry_out(Cancelled())
-                while not (self._orders and isinstance(self._orders[-1], Finish)):
+                while not self._orders and self._broken is None:
                     self._changed.wait()
             self._orders.clear()
 

@@ -1,7 +1,7 @@
 """How long a trace takes where experts are predicted and prefetched: the event machine over all.
 
 Nothing is decided beforehand here, as in `timed`: what is in its slot depends on when it came. So
-every event is played, tens of microseconds each.
+every event is played, tens of microseconds each, by Python that holds its lock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.core.buffer import slots_ahead
+from greenroom.core.buffer import Use, slots_ahead
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Pieces
@@ -21,28 +21,33 @@ from greenroom.core.predictor import PassBegins, Shape
 from greenroom.core.scheduler import Counts, Scheduler
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
-from greenroom.predictors import Setting, predictor
+from greenroom.predictors import AUTO, Choice, Setting, predictor
 from greenroom.sim.simulate import Clock, TraceStep
 from greenroom.sim.timed import Times, by_request
 from greenroom.trace import Trace
 
+AUTOMATIC = ("next-gate", "markov")  # what `auto` is, as in a run: the first that can be
+ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
+NEVER = ("failed",)  # and those of what no simulated link does
+
 
 @dataclass(frozen=True, slots=True)
 class Proactive:
-    """Times, and what became of the prefetches. `accuracy` and `goodpred` are shares, None where
-    nothing was predicted."""
+    """Times, and what became of the prefetches. `ahead` slots could be on loan at a time;
+    `accuracy` and `goodpred` are shares, None where nothing was predicted."""
 
     times: Times
     counts: Counts
+    ahead: int
     accuracy: float | None
     goodpred: float | None
 
     def as_json(self) -> dict[str, Any]:
-        counts = asdict(self.counts)
-        kept = {name: counts[name] for name in counts if name not in ("steps", "requests", "hits")}
+        counts = {n: v for n, v in asdict(self.counts).items() if n not in ELSEWHERE + NEVER}
         return {
             **self.times.as_json(),
-            **kept,
+            "ahead": self.ahead,
+            **counts,
             "accuracy": self.accuracy,
             "goodpred": self.goodpred,
         }
@@ -60,30 +65,39 @@ def proactive(
     ahead: int | None = None,
     scope: str = "shared",
     seed: int = 0,
+    reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`); `stream` is it in `runtime` order.
 
-    `ahead` of the capacity are the prefetch buffer's (default: as a run has it). UsageError where
-    the predictor needs what a trace does not have.
+    Up to `ahead` slots are on loan to prefetches (default: as a run has it). With `reset` every
+    request begins with an empty cache; what was learned stays. UsageError where the predictor needs
+    what a trace does not have, and where the policy must know what comes.
     """
+    check_policy(policy)
     offsets = trace.offsets.tolist()
     chunks = max(1, -(-expert_bytes // chunk_bytes))
     pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1])
     if ahead is None:
-        ahead = slots_ahead(trace.top_k)
-    scheduler = Scheduler(
-        pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed
-    )
-    clock = Clock(scheduler, costs, foresight_of(trace, prefetch, seed))
-    spent = np.zeros((trace.passes, 1))
+        ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
+
+    def empty() -> Scheduler:
+        return Scheduler(
+            pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed
+        )
+
+    clock = Clock(empty(), costs, foresight_of(trace, prefetch, seed))
+    spent, request = np.zeros(trace.passes), 0
     for at, steps in passes(trace, stream):
-        begin = clock.now
+        if reset and at.request != request:
+            clock = _emptied(clock, empty())
+        request, begin = at.request, clock.now
         clock.begin(at)
         for step in steps:
             clock.run(step)
         spent[steps[0].step] = clock.now - begin
-    ttft, gaps = by_request(trace, spent[:, 0])
+    scheduler = clock.scheduler
+    ttft, gaps = by_request(trace, spent)
     counts, accuracy = scheduler.counts, scheduler.lookahead.accuracy
     times = Times(
         counts.requests,
@@ -95,28 +109,84 @@ def proactive(
         clock.compute,
         clock.bytes_moved,
     )
-    return Proactive(times, counts, accuracy.share(), accuracy.good())
+    return Proactive(times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good())
+
+
+def check_policy(policy: Policy) -> None:
+    """UsageError for policies whose decisions are made before anything moves."""
+    if policy.needs_trace:
+        raise UsageError(
+            f"policy {policy.name} decides by the whole trace beforehand, and prefetching changes"
+            " what is asked of it: simulate it without --prefetch"
+        )
+
+
+def _emptied(clock: Clock, scheduler: Scheduler) -> Clock:
+    """The clock goes on with an empty cache: what is under way is forgotten, what was learned and
+    counted stays."""
+    before = clock.scheduler
+    for held in before.buffer.held.values():
+        before.counts.dropped += held.use is Use.MOVING
+        before.counts.displaced += held.use is Use.AHEAD
+    before.lookahead.clear()
+    before.lookahead.pace.paused()
+    before.lookahead.pace.link(clock.now, 0, demanding=False, landed=False)
+    scheduler.lookahead, scheduler.counts = before.lookahead, before.counts
+    after = Clock(scheduler, clock.costs, clock.foresight)
+    after.now, after.stall, after.compute = clock.now, clock.stall, clock.compute
+    after.bytes_moved = clock.bytes_moved
+    return after
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
-    """A predictor that can be replayed over a trace. UsageError where the trace lacks its needs."""
-    choice = predictor(prefetch)
+    """A predictor over a trace. What a trace has no needs for is replayed from its predictions.
+
+    UsageError where it has none of either.
+    """
+    choice = chosen(trace, prefetch)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
-    needs = choice.kind.needs
-    for need, what in (("gates", "the model's routers"), ("file", "the file that was trained")):
-        if need in needs and choice.kind.name not in trace.predictions:
-            raise UsageError(
-                f"predictor {choice.name} needs {what}, which a trace does not have: record its"
-                f" predictions (trace record --predict {choice.name}) and replay them by"
-                f" recorded:name={choice.kind.name}"
-            )
-    if "token_ids" in needs and trace.token_ids is None:
+    if "token_ids" in choice.kind.needs and trace.token_ids is None:
         raise UsageError(
             f"predictor {choice.name} needs token ids, which this trace does not have: record them"
             " with --token-ids"
         )
     setting = Setting(shape, seed, routed=trace.experts, recorded=trace.predictions)
     return Foresight(choice.make(setting), trace.offsets.tolist())
+
+
+def chosen(trace: Trace, prefetch: str) -> Choice:
+    """What a name stands for over this trace: itself, or the recording of it."""
+    choice = predictor(prefetch)
+    if choice.kind is AUTO:
+        return chosen(trace, automatic(trace))
+    if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
+        return choice
+    if (found := _recording(trace, choice)) is None:
+        raise UsageError(
+            f"predictor {choice.name} runs beside a model, and this trace does not hold its"
+            f" predictions: record them (trace record --predict {choice.name})"
+            + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
+        )
+    return predictor(f"recorded:of={found}")
+
+
+def automatic(trace: Trace) -> str:
+    """What `auto` is here: what a run takes, as far as the trace says what it would expect."""
+    first, last = AUTOMATIC
+    return last if _recording(trace, predictor(first)) is None else first
+
+
+def _recording(trace: Trace, choice: Choice) -> str | None:
+    """The trace's predictions that a predictor made: of its kind, distance and options."""
+    for name, made in trace.predictions.items():
+        try:
+            by = predictor(name)
+        except UsageError:  # not one of ours
+            continue
+        alike = by.kind is choice.kind and by.options == choice.options
+        if alike and choice.distance in (None, made.distance):
+            return name
+    return None
 
 
 def passes(trace: Trace, stream: Stream) -> Iterator[tuple[PassBegins, list[TraceStep]]]:

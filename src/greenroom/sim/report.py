@@ -9,11 +9,16 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from greenroom.sim.figures import Curve, Points, chart, heat, keys
+from greenroom.sim.figures import Bar, Curve, Points, bars, chart, heat, keys
 
 FLOOR = "OPT, not pinned: the floor"
+AHEAD = (
+    " Prefetches end as useful (there when asked for), late (on the way then), wasted (there, and"
+    " not asked for), or are given up; GOODPRED: accuracy times the share that was there in time."
+)
 COLUMNS = (
     ("policy", "policy"),
+    ("prefetch", "prefetch"),
     ("capacity", "capacity"),
     ("miss_ratio", "miss ratio"),
     ("above", "above floor"),
@@ -22,6 +27,12 @@ COLUMNS = (
     ("tpot_p95_s", "TPOT p95"),
     ("tokens_per_s", "tokens/s"),
     ("stall_share", "stalled"),
+    ("accuracy", "accuracy"),
+    ("goodpred", "GOODPRED"),
+    ("prefetches", "prefetches"),
+    ("useful", "useful"),
+    ("late", "late"),
+    ("wasted", "wasted"),
     ("misses", "misses"),
 )
 
@@ -34,7 +45,8 @@ class Report:
     curves: policy -> (capacity, miss ratio), capacities ascending
     floor:  the same of OPT without pinning
     counts: [layer][expert], tokens that chose it
-    rows:   the cells that were asked for, as `--json` prints them
+    rows:   the cells that were asked for, as `--json` prints them; those with prefetching are in
+            the table and have their times drawn, and in no curve
     """
 
     title: str
@@ -54,12 +66,15 @@ class Report:
         floor = Curve(FLOOR, self.floor, -1)
         setting = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         sections = [
-            _card("Miss ratio by capacity", f"{setting}. Shaded: where no policy can come.",
+            _card("Miss ratio by capacity", f"{setting}{', without prefetching' * self._ahead}."
+                  " Shaded: where no policy can come.",
                   keys([*curves, floor]) + chart(curves, floor, self.experts)),
+            *self._times(),
             _card("Which experts are used", "One row a layer, one column an expert, by how many"
                   " tokens chose it.", heat(self.counts)),
             _card("Results", "The cells that were asked for. Above floor: misses beyond those of"
-                  " OPT without pinning, which knows the future.", self._table()),
+                  " OPT without pinning, which knows the future." + AHEAD * self._ahead,
+                  self._table()),
             _card("Made by", "", f"<pre>{escape(self.command)}</pre>{_facts(self.facts)}"),
         ]  # fmt: skip
         points = {n for curve in curves for n, _ in curve.points}
@@ -91,21 +106,59 @@ class Report:
         """In the order of the table's first appearance, so that colours follow the command."""
         return [Curve(name, points, i) for i, (name, points) in enumerate(self.curves.items())]
 
+    @property
+    def _ahead(self) -> bool:
+        """Whether anything was prefetched."""
+        return any("prefetches" in row for row in self.rows)
+
+    def _times(self) -> list[str]:
+        """What a token takes in each cell, where prefetching is compared."""
+        if not self._ahead or all(row["tpot_s"] is None for row in self.rows):
+            return []
+        colours = list(self.curves)
+        drawn = [
+            Bar(
+                _name(row),
+                f"{self._share(row['capacity'])} ({row['capacity']:,} experts)",
+                row["tpot_s"],
+                row["tpot_p95_s"],
+                show_time(row["tpot_s"]),
+                colours.index(row["policy"]),
+                "prefetches" not in row,
+            )
+            for row in sorted(self.rows, key=lambda row: int(row["capacity"]))
+            if row["tpot_s"] is not None
+        ]
+        note = (
+            "TPOT by capacity: the median, and a line at the 95th percentile. Pale: no prefetching."
+        )
+        return [_card("Time of a token", note, bars(drawn))]
+
+    def _share(self, capacity: int) -> str:
+        return f"{100 * capacity / self.experts:.0f}\u00a0%"
+
     def _tiles(self) -> str:
-        """The best policy at the middle one of the capacities, and what is left to gain."""
+        """The best cell at the middle one of the capacities, and what is left to gain."""
         asked = sorted({row["capacity"] for row in self.rows})
         capacity = asked[(len(asked) - 1) // 2]
         there = [row for row in self.rows if row["capacity"] == capacity]
-        able = [row for row in there if row["policy"] != "opt"]  # it knows the future
-        best = min(able or there, key=lambda row: float(row["miss_ratio"]))
-        least = dict(self.floor)[capacity]
-        share = f"{100 * capacity / self.experts:.0f}\u00a0%"
-        tiles = [
-            (f"{best['requests']:,}", "requests"),
-            (str(best["policy"]), f"fewest misses at {share} ({capacity:,} experts)"),
-            (_percent(best["miss_ratio"]), "its miss ratio there"),
-            (_percent(least), "OPT's, the floor, there"),
-        ]
+        at = f"at {self._share(capacity)} ({capacity:,} experts)"
+        tiles = [(f"{there[0]['requests']:,}", "requests")]
+        if self._ahead:
+            quickest = min(there, key=lambda row: float(row["seconds"]))
+            tiles += [
+                (_name(quickest), f"least time {at}"),
+                (show_time(quickest["seconds"]), "its time there, of all requests"),
+                (_percent(quickest["stall_s"] / (quickest["seconds"] or 1)), "of it stalled"),
+            ]
+        else:
+            able = [row for row in there if row["policy"] != "opt"]  # it knows the future
+            best = min(able or there, key=lambda row: float(row["miss_ratio"]))
+            tiles += [
+                (str(best["policy"]), f"fewest misses {at}"),
+                (_percent(best["miss_ratio"]), "its miss ratio there"),
+                (_percent(dict(self.floor)[capacity]), "OPT's, the floor, there"),
+            ]
         return '<div class="tiles">' + "".join(
             f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
             for value, text in tiles
@@ -117,7 +170,9 @@ class Report:
         for row in self.rows:
             least = floor[row["capacity"]] * row["requests"]
             above = row["misses"] / least - 1 if least else 0.0
-            entry = {**row, "above": above}
+            entry = {**row, "above": None if "prefetches" in row else above}
+            if not self._ahead:
+                entry.pop("prefetch", None)
             if row.get("seconds"):
                 entry["stall_share"] = row["stall_s"] / row["seconds"]
             rows.append(entry)
@@ -149,7 +204,7 @@ class Report:
             return "-"
         if key == "capacity":
             return f"{value:,} ({100 * value / self.experts:.0f} %)"
-        if key in ("miss_ratio", "stall_share"):
+        if key in ("miss_ratio", "stall_share", "accuracy", "goodpred"):
             return _percent(value)
         if key == "above":
             return f"{100 * value:+.1f} %"
@@ -158,6 +213,11 @@ class Report:
         if isinstance(value, float):
             return f"{value:,.3g}"
         return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """A cell's policy, and its predictor if it has one."""
+    return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
 
 
 def show_time(seconds: float) -> str:

@@ -1,11 +1,25 @@
-"""Many cells of one trace at once: policies by capacities, on all cores or on a Ray cluster."""
+"""Many cells of one trace at once: policies by capacities, on all cores or on a Ray cluster.
+
+A replay is a compiled call that leaves Python's lock alone: such cells run in threads. Those with
+prefetching are played event by event, by Python; where they are long enough to pay for it, they run
+in processes.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -14,25 +28,29 @@ from greenroom.core.cost import Costs
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim.proactive import proactive
 from greenroom.sim.replay import replay
 from greenroom.sim.timed import times
 from greenroom.trace import Trace, stream
 
 Row = dict[str, Any]
+OFF = "off"
+LONG = 20_000  # steps: a cell of so many takes as long as a process does to start
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay: a policy's name (with options) and a capacity in slots."""
+    """One replay: a policy's name (with options), a capacity in slots, a predictor or `off`."""
 
     policy: str
     capacity: int
     pin: str = "step"
+    prefetch: str = OFF
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What all cells of a sweep share."""
+    """What all cells of a sweep share. Prefetching needs costs, and the order `runtime`."""
 
     trace: Trace
     requests: Stream
@@ -42,6 +60,7 @@ class Study:
     reset: bool = False
     costs: Costs | None = None
     expert_bytes: int = 0
+    ahead: int | None = None
 
     @classmethod
     def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
@@ -57,12 +76,23 @@ class Study:
         if self.costs is None:
             done = replay(self.requests, self.trace.offsets, cell.capacity, chosen, **how)  # type: ignore[arg-type]
             requests, misses = done.requests, done.misses
-        else:
+        elif cell.prefetch == OFF:
             found = times(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
             )  # fmt: skip
-            requests, misses, timed = found.requests, found.misses, found.as_json()
+            requests, misses = found.requests, found.misses
+            timed = {"prefetch": OFF, **found.as_json()}
+        else:
+            if cell.pin != "step":
+                raise UsageError("prefetching needs the experts of a step to be safe: pin step")
+            played = proactive(
+                self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
+                cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
+                reset=self.reset,
+            )  # fmt: skip
+            requests, misses = played.times.requests, played.times.misses
+            timed = {"prefetch": cell.prefetch, **played.as_json()}
         return {
             "policy": chosen.name,
             "order": self.order,
@@ -81,6 +111,10 @@ class Study:
         Two threads that compile the same function at once would both do it, and compiling holds
         the GIL: so all is compiled before the threads start.
         """
+        if cell.prefetch != OFF:
+            few_tokens = self.trace.head(2)
+            replace(self, trace=few_tokens, requests=stream(few_tokens, self.order)).run(cell)
+            return
         end = min(8, self.requests.layer.size)
         n = int(self.requests.starts[end])
         few = {
@@ -102,16 +136,29 @@ def sweep(
     workers: int | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> list[Row]:
-    """The cells' rows, in their order; `done` is called after each. Uses all cores by default."""
+    """The cells' rows, in their order; `done` is called after each. Uses all cores by default.
+
+    Long cells with prefetching run in new processes: a script that calls this needs the usual
+    `if __name__ == "__main__"`.
+    """
     workers = workers or os.cpu_count() or 1
     seen = set()
     for cell in cells:
-        if cell.policy not in seen:
-            seen.add(cell.policy)
+        if (cell.policy, cell.prefetch) not in seen:
+            seen.add((cell.policy, cell.prefetch))
             study.warm(cell)
-    pool = ThreadPoolExecutor(workers, "greenroom-sweep")
+    played = sum(cell.prefetch != OFF for cell in cells)
+    apart = min(workers, played) if study.requests.layer.size >= LONG else 1
+    pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
     try:
-        waiting = {pool.submit(study.run, cell): i for i, cell in enumerate(cells)}
+        if apart > 1:
+            pools.append(ProcessPoolExecutor(apart, get_context("spawn"), _begin, (study,)))
+        waiting: dict[Future[Row], int] = {}
+        for i, cell in enumerate(cells):
+            if apart > 1 and cell.prefetch != OFF:
+                waiting[pools[-1].submit(_go, cell)] = i
+            else:
+                waiting[pools[0].submit(study.run, cell)] = i
         rows: dict[int, Row] = {}
         while waiting:
             ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
@@ -119,8 +166,23 @@ def sweep(
                 rows[waiting.pop(future)] = future.result()
                 done()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
     return [rows[i] for i in range(len(cells))]
+
+
+_study: Study  # of a worker process
+
+
+def _begin(study: Study) -> None:
+    """A worker process: the study comes once; an interrupt ends it without a word."""
+    global _study
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _study = study
+
+
+def _go(cell: Cell) -> Row:
+    return _study.run(cell)
 
 
 def sweep_on_ray(

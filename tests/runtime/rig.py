@@ -1,0 +1,185 @@
+"""A driver over a real file, which checks that every expert is computed from its own bytes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenroom.core.buffer import Use
+from greenroom.core.foresight import Foresight
+from greenroom.core.guard import Guard
+from greenroom.core.layout import Catalog
+from greenroom.core.pieces import Pieces
+from greenroom.core.predictor import Guess, PassBegins, Seen
+from greenroom.core.scheduler import Scheduler
+from greenroom.policies import policy
+from greenroom.runtime.driver import Driver
+from greenroom.runtime.fakes import FakeSlots, FakeStore
+from greenroom.runtime.store import DiskStore
+
+PATIENCE = 60.0  # seconds; what runs here takes a fraction of one
+
+
+def threads() -> set[int | None]:
+    return {t.ident for t in threading.enumerate() if t.name.startswith("greenroom")}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def in_time(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own; fails, with all stacks, where one does not end in time."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=guarded, args=(w,), daemon=True) for w in works]
+    until = time.monotonic() + PATIENCE
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in running):
+        frames = sys._current_frames().values()
+        pytest.fail("it hangs:\n" + "\n".join("".join(traceback.format_stack(f)) for f in frames))
+    if errors:
+        raise errors[0]
+
+
+class Rig:
+    """`predictor` prefetches into `ahead` slots; `faults` are FakeStore's."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        capacity: int,
+        lanes: int | Sequence[int] = 2,
+        chunk_bytes: int = 8192,
+        *,
+        named: str = "lru",
+        scope: str = "shared",
+        ahead: int = 0,
+        predictor: Any = None,
+        guard: bool = False,
+        **faults: Any,
+    ) -> None:
+        self.catalog = catalog
+        self.store = FakeStore(DiskStore(catalog, chunk_bytes=chunk_bytes), **faults)
+        chunks = [len(self.store.chunks(e)) for e in range(catalog.experts)]
+        self.pieces = Pieces.whole(
+            catalog.offsets, [layout.nbytes for layout in catalog.layouts], chunks
+        )
+        self.scheduler = Scheduler(
+            self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead
+        )
+        self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
+        links = ("disk -> host", "host -> device")[: len(self.scheduler.queue.lanes)]
+        self.driver = Driver(
+            self.scheduler,
+            self.store,
+            self.slots,
+            foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
+            guard=Guard() if guard else None,
+            links=links,
+        )
+        self.layer, self.computed = 0, []
+
+    def holds(self, slot: int, piece: int) -> bool:
+        """Whether a slot holds a piece, whole."""
+        layout = self.catalog.layouts[self.catalog.layer_of(piece)]
+        parts = (("up", piece), ("down", piece + 0.5))
+        return all(bool((self.slots.tensor(slot, layout[n]) == v).all()) for n, v in parts)
+
+    def compute(self, experts: np.ndarray, slots: np.ndarray) -> None:
+        for expert, slot in zip(experts, slots, strict=True):
+            identity = self.catalog.offsets[self.layer] + int(expert)
+            assert self.holds(int(slot), identity), identity
+            self.computed.append(int(expert))
+
+    def begin(self, prefill: bool = False, tokens: int = 1, request: int = 0) -> None:
+        self.driver.begin_pass(PassBegins(request, 0, tokens, prefill))
+
+    def step(
+        self,
+        layer: int,
+        *experts: int,
+        compute: Callable[[np.ndarray, np.ndarray], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        self.layer, self.computed = layer, []
+        chosen = np.array(experts, np.int64)
+        self.driver.step(
+            layer,
+            chosen,
+            compute or self.compute,
+            seen=lambda inputs: Seen(layer, chosen[None]),
+            meanwhile=meanwhile,
+        )
+        assert sorted(self.computed) == list(experts)
+
+    def settle(self, seconds: float = 20) -> None:
+        """Wait until nothing is on its way."""
+        until = time.monotonic() + seconds
+        while True:
+            with self.driver._changed:
+                if not len(self.scheduler.queue):
+                    return
+            assert time.monotonic() < until, f"still moving: {self.scheduler.queue.entries}"
+            time.sleep(0.001)
+
+    def check(self) -> None:
+        """Between steps, with nothing on its way: no slot is lost, each holds what it should."""
+        s, changed = self.scheduler, self.driver._changed
+        with changed:
+            assert s.step is None
+            assert not len(s.queue)
+            assert not s.cache.state.pinned.any()
+            residents = s.cache.residents().tolist()
+            held, free = s.buffer.held, int(s.cache.state.free_count.sum())
+            assert len(held) + free + len(residents) == s.capacity == self.slots.capacity
+            assert sorted(s.place) == list(range(s.capacity))
+            for piece in residents:
+                assert self.holds(int(s.place[s.cache.state.slot_of[piece]]), piece)
+            for piece, each in held.items():
+                assert each.use is Use.AHEAD
+                assert self.holds(int(s.place[each.slot]), piece)
+            c = s.counts
+            over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
+            assert over + len(held) == c.prefetches
+            assert all(link.moving == 0 for link in self.driver.meter.links)
+
+
+class Ahead:
+    """A predictor that says what it is told to, for the layer after each."""
+
+    name, distance = "scripted", 1
+
+    def __init__(self, say: Callable[[int], Sequence[int]]) -> None:
+        self._say = say
+
+    def begin(self, at: PassBegins) -> None: ...
+
+    def observe(self, seen: Seen) -> None: ...
+
+    def predict(self, layer: int) -> list[Guess]:
+        """`say(layer + 1)` are the experts to expect there, likeliest first; [] for no guess."""
+        said = np.array([self._say(layer + 1)], np.int64)
+        return [Guess(layer + 1, said)] if said.size else []
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Any) -> None: ...
