@@ -89,8 +89,8 @@ class TransferQueue:
 
     @property
     def moving(self) -> int:
-        """Chunks on a lane now."""
-        return len(self._carried)
+        """Chunks on lanes of the first link now."""
+        return self.lanes[0] - len(self._idle[0])
 
     @property
     def demanding(self) -> bool:
