@@ -53,9 +53,10 @@ class Rig:
     ) -> None:
         self.model: Any = greenroom.load(
             str(folder), cache=1 << 26, kernels=kernels, threads=threads, context=1024,
-            readers=READERS,
+            readers=READERS, prefetch="off",
         )[0]  # fmt: skip
-        self.parts: attach.Parts = self.model.greenroom.parts
+        # without a fingerprint nothing is remembered from one cache to the next
+        self.parts = replace(self.model.greenroom.parts, fingerprint="")
         self.catalog = self.parts.catalog
         layers, vocabulary = len(self.catalog.layers), self.model.config.vocab_size
         whole = prepared(load(recording), layers, vocabulary)

@@ -89,7 +89,8 @@ def test_a_run_counts_what_the_replay_of_its_trace_gives(
     cli: Run, folder: Path, tmp_path: Path, name: str, cache: str
 ) -> None:
     prompt, out, asked = "The green room is where the performers wait", tmp_path / "t", ["--raw"]
-    options = ("--cache", cache, "--policy", name, "--max-new-tokens", 12, "--temperature", 0)
+    options = ("--cache", cache, "--policy", name, "--max-new-tokens", 12, "--temperature", 0,
+               "--prefetch", "off")  # fmt: skip
     (tmp_path / "p.txt").write_text(prompt)
     ran = cli("run", folder, prompt, *options, *asked, "--json").json
     recorded = cli(
@@ -116,6 +117,7 @@ def test_policies_are_told_of_prompts_and_weights_as_a_replay_tells_them(
     recorded = cli(
         "trace", "record", folder, "--prompts", tmp_path / "p.jsonl", "-o", out, "--weights",
         "--cache", "40%", "--policy", name, "--max-new-tokens", 8, "--temperature", 0, "--raw",
+        "--prefetch", "off",
     )  # fmt: skip
     assert recorded.code == 0, recorded.err
     trace = load(out)
@@ -135,7 +137,8 @@ def test_policies_that_need_the_future_do_not_run(cli: Run, folder: Path) -> Non
 
 def test_the_shipped_model_counts_what_simulate_gives(cli: Run, tmp_path: Path) -> None:
     prompt, out = "Once upon a time there was a little dog", tmp_path / "t"
-    options = ("--cache", "25%", "--policy", "lru", "--max-new-tokens", 24, "--temperature", 0)
+    options = ("--cache", "25%", "--policy", "lru", "--max-new-tokens", 24, "--temperature", 0,
+               "--prefetch", "off")  # fmt: skip
     (tmp_path / "p.txt").write_text(prompt)
     ran = cli("run", "demo", prompt, *options, "--json").json
     recorded = cli("trace", "record", "demo", "--prompts", tmp_path / "p.txt", "-o", out, *options)

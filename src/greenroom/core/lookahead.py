@@ -22,15 +22,14 @@ prompts used them; predictors of single tokens have nothing to say there.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.pace import Pace
 from greenroom.core.pieces import Ints, Pieces
-from greenroom.core.policy import Floats
 
 KEEP = 0.98  # of a rank's counts at every prediction: about the last fifty count
 PRIOR = 8.0  # predictions that all layers' record counts for in a layer's
@@ -38,64 +37,84 @@ CARRY = 0.2  # of a transfer's time: what it takes from computing
 FIRST_CHANCE = 0.5  # of use, of any rank, before anything is known
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     piece: int
     layer: int
     chance: float
 
 
-@dataclass(slots=True)
-class Expected:
+class Expected(NamedTuple):
     """What was predicted for a layer and not been checked yet."""
 
     pieces: Ints  # likeliest first
-    chances: Floats
+    ranked: list[int]  # the same
     distance: int
+
+
+class Ranks:
+    """Of each rank, decayed: how often it was asked for, and how often it was used."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.used: list[float] = []
+
+    def widen(self, width: int) -> None:
+        more = [0.0] * (width - len(self.asked))
+        self.asked += more
+        self.used += more
+
+    def count(self, rank: int, used: bool) -> None:
+        self.asked[rank] = self.asked[rank] * KEEP + 1.0
+        self.used[rank] = self.used[rank] * KEEP + used
 
 
 class Accuracy:
     """Per layer: experts used, those among the top-k predicted, and of these the ones in time."""
 
     def __init__(self, layers: int) -> None:
-        self.used = np.zeros(layers, np.int64)
-        self.right = np.zeros(layers, np.int64)
-        self.in_time = np.zeros(layers, np.int64)
-        self.distance = np.zeros(layers, np.int64)  # of the latest prediction
+        self.used = [0] * layers
+        self.right = [0] * layers
+        self.in_time = [0] * layers
+        self.distance = [0] * layers  # of the latest prediction
 
     def reset(self) -> None:
         """Count from here on."""
         for counts in (self.used, self.right, self.in_time):
-            counts[:] = 0
+            counts[:] = [0] * len(counts)
 
     def by_layer(self) -> list[float | None]:
         """Accuracy of each layer's predictions; None where there were none."""
-        pairs = zip(self.right.tolist(), self.used.tolist(), strict=True)
+        pairs = zip(self.right, self.used, strict=True)
         return [right / used if used else None for right, used in pairs]
 
     def share(self) -> float | None:
         """Accuracy over all layers; None where nothing was predicted."""
-        used = int(self.used.sum())
-        return int(self.right.sum()) / used if used else None
+        used = sum(self.used)
+        return sum(self.right) / used if used else None
 
     def good(self) -> float | None:
         """GOODPRED (ProMoE, 4.1): accuracy x share of the right ones that were there in time."""
-        used = int(self.used.sum())
-        return int(self.in_time.sum()) / used if used else None
+        used = sum(self.used)
+        return sum(self.in_time) / used if used else None
 
 
 class Lookahead:
-    """Wishes of all layers. Layers are counted cyclically: after the last comes the next pass."""
+    """Wishes of all layers. Layers are counted cyclically: after the last comes the next pass.
+
+    All of it is plain Python over a dozen numbers at a time: it runs once a layer, under a lock,
+    and an operation of NumPy takes as long as ten of them.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self.pace, self.accuracy = Pace(), Accuracy(pieces.layers)
-        self._pieces, self._layers = pieces, pieces.layers
+        self._layers = pieces.layers
         self._ranges = list(pairwise(pieces.offsets))
         self._expected: list[Expected | None] = [None] * self._layers
-        self._wishes: list[deque[Wish]] = [deque() for _ in range(self._layers)]
-        self._asked = np.zeros((self._layers, 0))  # [layers, rank] decayed
-        self._used = np.zeros((self._layers, 0))
-        self._all = np.zeros((2, 0))  # [used, asked; rank] of all layers
+        self._wishes: dict[
+            int, deque[tuple[int, float]]
+        ] = {}  # layer -> (piece, chance), not empty
+        self._ranks, self._all = [Ranks() for _ in range(self._layers)], Ranks()
+        self._chunks = pieces.chunks.tolist()
         self._at = self._layers - 1  # the layer that was routed last
         self._prefill = False
         self._layer_of = pieces.layer.tolist()
@@ -105,19 +124,20 @@ class Lookahead:
 
     def expect(self, layer: int, pieces: Ints) -> None:
         """A prediction for a layer, likeliest first; it takes the place of an earlier one."""
-        ahead = self.ahead(layer)
-        chances = self._chances(layer, pieces.size)
-        self._expected[layer] = Expected(pieces, chances, ahead)
-        self._wish(layer, pieces, chances)
+        ranked: list[int] = pieces.tolist()
+        self._expected[layer] = Expected(pieces, ranked, self.ahead(layer))
+        self._wish(layer, ranked, self._chances(layer, len(ranked)))
 
     def decided(self, layer: int, pieces: Ints) -> None:
         """A layer's experts are known before its step begins; what was predicted is still checked
         then."""
-        self._wish(layer, pieces, np.ones(pieces.size))
+        self._wish(layer, pieces.tolist(), [1.0] * pieces.size)
 
-    def _wish(self, layer: int, pieces: Ints, chances: Floats) -> None:
-        wishes = zip(pieces.tolist(), chances.tolist(), strict=True)
-        self._wishes[layer] = deque(Wish(piece, layer, chance) for piece, chance in wishes)
+    def _wish(self, layer: int, pieces: Sequence[int], chances: Sequence[float]) -> None:
+        if pieces:
+            self._wishes[layer] = deque(zip(pieces, chances, strict=True))
+        else:
+            self._wishes.pop(layer, None)
 
     def ahead(self, layer: int) -> int:
         """Layers from the one routed last to this one, at least 1."""
@@ -130,15 +150,16 @@ class Lookahead:
 
         `slot_of` [pieces] is negative for those that are not resident (before this step).
         """
-        self.pace.routed(now, prefill)
+        self.pace.routed(now, prefill, same_pass=layer > self._at)
         self._at, self._prefill = layer, prefill
-        self._wishes[layer].clear()
+        self._wishes.pop(layer, None)
         expected, self._expected[layer] = self._expected[layer], None
         if prefill:
             self._prompt_step(layer, pieces)
             return None
         if expected is not None:
-            self._check(layer, expected, pieces, slot_of[expected.pieces] < 0)
+            absent = (slot_of[expected.pieces] < 0).tolist()
+            self._check(layer, expected, set(pieces.tolist()), absent)
         self._regret(layer, pieces)
         return expected
 
@@ -152,25 +173,23 @@ class Lookahead:
             begin, end = self._ranges[layer + 1]
             share = self._prompts[begin:end]
             order = np.argsort(-share, kind="stable")
-            self._wish(layer + 1, begin + order, share[order])
+            self._wish(layer + 1, (begin + order).tolist(), share[order].tolist())
 
-    def _check(
-        self, layer: int, expected: Expected, pieces: Ints, absent: NDArray[np.bool_]
-    ) -> None:
+    def _check(self, layer: int, expected: Expected, used: set[int], absent: list[bool]) -> None:
         """Learn how often each rank is right; count accuracy among the top-k.
 
         Only what is not resident is ever wished for, and it is used less than its rank says.
         """
-        width, k = expected.pieces.size, pieces.size
-        right = np.isin(expected.pieces, pieces)
-        self._widen(width)
-        for counts, asked in ((self._used[layer], self._asked[layer]), self._all):
-            keep = np.where(absent, KEEP, 1.0)
-            counts[:width] = counts[:width] * keep + (right & absent)
-            asked[:width] = asked[:width] * keep + absent
+        own, k, right = self._ranks[layer], len(used), 0
+        for rank, piece in enumerate(expected.ranked):
+            was_used = piece in used
+            right += was_used and rank < k
+            if absent[rank]:
+                own.count(rank, was_used)
+                self._all.count(rank, was_used)
         accuracy = self.accuracy
         accuracy.used[layer] += k
-        accuracy.right[layer] += int(right[:k].sum())
+        accuracy.right[layer] += right
         accuracy.distance[layer] = expected.distance
 
     def evicted(self, piece: int) -> None:
@@ -186,52 +205,58 @@ class Lookahead:
             self.regret = keep * self.regret + (1 - keep) * share
             victims.clear()
 
-    def _chances(self, layer: int, width: int) -> Floats:
-        self._widen(width)
-        used, asked = self._all[:, :width]
-        prior = (used + FIRST_CHANCE) / (asked + 1)
-        chances: Floats = (self._used[layer, :width] + PRIOR * prior) / (
-            self._asked[layer, :width] + PRIOR
-        )
-        return chances
-
-    def _widen(self, width: int) -> None:
-        if (more := width - self._asked.shape[1]) > 0:
-            self._asked, self._used, self._all = (
-                np.pad(a, ((0, 0), (0, more))) for a in (self._asked, self._used, self._all)
-            )
+    def _chances(self, layer: int, width: int) -> list[float]:
+        """Of use, by rank."""
+        own, every = self._ranks[layer], self._all
+        own.widen(width)
+        every.widen(width)
+        counts = zip(own.used[:width], own.asked, every.used, every.asked, strict=False)
+        return [
+            (used + PRIOR * ((all_used + FIRST_CHANCE) / (all_asked + 1))) / (asked + PRIOR)
+            for used, asked, all_used, all_asked in counts
+        ]
 
     def clear(self) -> None:
         """Wish for nothing."""
-        for wishes in self._wishes:
-            wishes.clear()
+        self._wishes.clear()
 
-    def nearest(self) -> Wish | None:
-        """The next wish worth its transfer; those before it that are not are given up."""
-        for step in range(1, self._layers + 1):
-            layer = (self._at + step) % self._layers
-            wishes = self._wishes[layer]
+    def nearest(self, slot_of: Ints | None = None, held: Container[int] = ()) -> Wish | None:
+        """The next wish worth its transfer; those before it that are not are given up, and so are
+        those that are there: resident by `slot_of` (negative where not), or `held`."""
+        while self._wishes:
+            layer = min(self._wishes, key=self.ahead)
+            wishes, ahead = self._wishes[layer], self.ahead(layer)
             while wishes:
-                if self.value(wishes[0], step) > 0:
-                    return wishes[0]
+                piece, chance = wishes[0]
+                there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
+                if not there and self._value(self._chunks[piece], chance, ahead) > 0:
+                    return Wish(piece, layer, chance)
                 wishes.popleft()
+            del self._wishes[layer]
         return None
 
     def fulfil(self, wish: Wish) -> None:
         """The wish is on its way, or not needed."""
-        self._wishes[wish.layer].popleft()
+        wishes = self._wishes[wish.layer]
+        wishes.popleft()
+        if not wishes:
+            del self._wishes[wish.layer]
 
     def value(self, wish: Wish, layers: int) -> float:
         """Seconds that a prefetch is expected to save, `layers` before it is needed."""
-        chunk, chunks = self.pace.chunk.value, int(self._pieces.chunks[wish.piece])
+        return self._value(self._chunks[wish.piece], wish.chance, layers)
+
+    def _value(self, chunks: int, chance: float, layers: int) -> float:
+        chunk = self.pace.chunk.value
         if chunk is None:
             chunk = 1.0
         transfer = chunk * chunks
-        idle, gap = (self.pace.idle_until(n, self._prefill) for n in (layers, 1))
-        if idle is None or gap is None:
-            return wish.chance
+        gap = self.pace.idle[self._prefill].value
+        if gap is None:
+            return chance
+        idle = layers * gap
         over = max(0.0, 1.0 - gap / chunk)
         saved = min(transfer * (1 - over), idle)
         delay = over * transfer + (1 - over) * min(1.0, chunk / gap if gap else 1.0) * chunk / 2
-        gain = (wish.chance - self.regret) * saved
-        return gain - (1 - wish.chance) * (delay + CARRY * transfer)
+        gain = (chance - self.regret) * saved
+        return gain - (1 - chance) * (delay + CARRY * transfer)

@@ -34,16 +34,12 @@ class Pace:
     _demand_since: float | None = None
     _demand_s: float = 0.0
 
-    def routed(self, now: float, prefill: bool) -> None:
-        """A layer's routing is known."""
+    def routed(self, now: float, prefill: bool, same_pass: bool) -> None:
+        """A layer's routing is known; between passes anything may lie, and that does not count."""
         self._settle(now)
-        if self._routed is not None and now > self._routed:
+        if same_pass and self._routed is not None and now > self._routed:
             self.idle[prefill].add(max(0.0, now - self._routed - self._demand_s))
         self._routed, self._demand_s = now, 0.0
-
-    def paused(self) -> None:
-        """The time to the next layer is not one: a pass ended, or nobody asks."""
-        self._routed = None
 
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
         """`moving` chunks are on their way now, and demands are waited for or not; `landed`: the
@@ -65,8 +61,3 @@ class Pace:
         if self._demand_since is not None:
             self._demand_s += now - self._demand_since
             self._demand_since = now
-
-    def idle_until(self, layers: int, prefill: bool) -> float | None:
-        """Seconds that the link has for prefetches until so many layers have passed."""
-        idle = self.idle[prefill].value
-        return None if idle is None else layers * idle

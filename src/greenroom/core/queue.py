@@ -90,8 +90,8 @@ class TransferQueue:
 
     @property
     def moving(self) -> int:
-        """Chunks on a lane now."""
-        return len(self._carried)
+        """Chunks on lanes of the first link now."""
+        return self.lanes[0] - len(self._idle[0])
 
     def add(self, piece: int, slot: int, chunks: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""

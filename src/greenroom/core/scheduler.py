@@ -510,13 +510,10 @@ class Scheduler:
 
     def _note_in_time(self, step: Step, expected: Expected) -> None:
         """Of the right predictions, those that were there when they were asked for."""
-        here = step.experts[[i for i in range(step.experts.size) if i not in self._absent(step)]]
-        likely = expected.pieces[: step.experts.size]
-        self.lookahead.accuracy.in_time[step.layer] += int(np.isin(likely, here).sum())
-
-    @staticmethod
-    def _absent(step: Step) -> set[int]:
-        return {*step.missing.values(), *step.waiting}
+        experts = step.experts.tolist()
+        here = {*experts} - step.missing.keys() - {experts[request] for request in step.waiting}
+        likely = expected.pieces[: len(experts)].tolist()
+        self.lookahead.accuracy.in_time[step.layer] += len(here.intersection(likely))
 
     # ---- other sizes
 
