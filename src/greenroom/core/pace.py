@@ -41,6 +41,10 @@ class Pace:
             self.idle[prefill].add(max(0.0, now - self._routed - self._demand_s))
         self._routed, self._demand_s = now, 0.0
 
+    def paused(self) -> None:
+        """What comes next does not follow from what was."""
+        self._routed = None
+
     def link(self, now: float, moving: int, demanding: bool, landed: bool) -> None:
         """`moving` chunks are on their way now, and demands are waited for or not; `landed`: the
         first link has just delivered one."""
