@@ -19,13 +19,12 @@ def lookahead(chunks: int = 2) -> Lookahead:
     return Lookahead(Pieces.whole([0, 4, 8, 12], [100] * 3, [chunks] * 12))
 
 
-def paced(chunk: float, layer: float, demand: float = 0.0, chunks: int = 2) -> Lookahead:
-    """Chunks take `chunk` seconds, layers `layer`, of which demands take a share."""
+def paced(chunk: float, gap: float, chunks: int = 2) -> Lookahead:
+    """Chunks take `chunk` seconds, and the link is idle for `gap` seconds a layer."""
     ahead = lookahead(chunks)
     ahead.pace.chunk.add(chunk)
     for prefill in (False, True):
-        ahead.pace.layer[prefill].add(layer)
-        ahead.pace.demand[prefill].add(demand)
+        ahead.pace.idle[prefill].add(gap)
     return ahead
 
 
@@ -66,39 +65,39 @@ def test_a_later_prediction_replaces_the_earlier_one_and_routing_ends_both():
 
 
 @pytest.mark.parametrize(
-    ("chance", "chunk", "layer", "demand", "layers", "regret", "value"),
+    ("chance", "gap", "layers", "regret", "value"),
     [
-        # transfer 2, idle 10: all of it is saved; a wrong one delays nobody
-        (0.75, 1.0, 10.0, 0.0, 1, 0.0, 0.75 * 2 - 0.25 * CARRY * 2),
+        # transfer 2, idle 10: all of it is saved; a wrong one is in the way one time in ten
+        (0.75, 10.0, 1, 0.0, 0.75 * 2 - 0.25 * (0.05 + CARRY * 2)),
         # idle 1 of 2: half is saved; a demand waits half a chunk for a wrong one
-        (0.75, 1.0, 1.0, 0.0, 1, 0.0, 0.75 * 1 - 0.25 * (0.5 + CARRY * 2)),
+        (0.75, 1.0, 1, 0.0, 0.75 * 1 - 0.25 * (0.5 + CARRY * 2)),
         # one layer further away there is time for all
-        (0.75, 1.0, 1.0, 0.0, 2, 0.0, 0.75 * 2 - 0.25 * CARRY * 2),
-        # demands take three quarters: idle 1/4; a wrong one's chunk is in the way for 3/4
-        (0.75, 1.0, 1.0, 0.75, 1, 0.0, 0.75 * 0.25 - 0.25 * (0.75 + CARRY * 2)),
+        (0.75, 1.0, 2, 0.0, 0.75 * 2 - 0.25 * (0.5 + CARRY * 2)),
+        # gaps of a quarter of a chunk: every chunk overruns its gap by three quarters
+        (0.75, 0.25, 1, 0.0, 0.75 * 0.25 - 0.25 * (1.5 + 0.25 * 0.5 + CARRY * 2)),
         # a saturated link saves nothing
-        (1.0, 1.0, 1.0, 1.0, 1, 0.0, 0.0),
+        (1.0, 0.0, 1, 0.0, 0.0),
         # what it evicts would be used too
-        (0.75, 1.0, 10.0, 0.0, 1, 0.5, 0.25 * 2 - 0.25 * CARRY * 2),
+        (0.75, 10.0, 1, 0.5, 0.25 * 2 - 0.25 * (0.05 + CARRY * 2)),
     ],
 )
-def test_what_a_prefetch_is_worth(chance, chunk, layer, demand, layers, regret, value):
-    ahead = paced(chunk, layer, demand)
+def test_what_a_prefetch_is_worth(chance, gap, layers, regret, value):
+    ahead = paced(1.0, gap)
     ahead.regret = regret
     assert ahead.value(Wish(4, 1, chance), layers) == pytest.approx(value)
 
 
 def test_before_anything_is_known_a_transfer_is_taken_to_fit():
     ahead = lookahead(chunks=3)
-    assert ahead.value(Wish(4, 1, 0.5), 1) == pytest.approx(0.5 * 3 - 0.5 * CARRY * 3)
+    assert ahead.value(Wish(4, 1, 0.5), 1) == pytest.approx(0.5 * 3 - 0.5 * (1 / 6 + CARRY * 3))
     assert ahead.value(Wish(4, 1, 0.1), 1) < 0
 
 
 def test_wishes_that_are_not_worth_it_are_given_up():
-    ahead = paced(1.0, 1.0, demand=1.0)
+    ahead = paced(1.0, 0.0)
     ahead.expect(1, ids(4, 5))
     assert ahead.nearest() is None
-    ahead.pace.demand[False].value = 0.0
+    ahead.pace.idle[False].value = 10.0
     assert ahead.nearest() is None
 
 

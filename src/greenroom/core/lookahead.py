@@ -253,7 +253,7 @@ class Lookahead:
         transfer = chunk * chunks
         gap = self.pace.idle[self._prefill].value
         if gap is None:
-            return chance
+            gap = transfer
         idle = layers * gap
         over = max(0.0, 1.0 - gap / chunk)
         saved = min(transfer * (1 - over), idle)
