@@ -21,7 +21,7 @@ from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
-from greenroom.core.predictor import PassBegins
+from greenroom.core.predictor import PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import BudgetError, ClosedError
 from greenroom.hf.build import IMPLEMENTATION
@@ -73,6 +73,7 @@ class Greenroom:
     def __init__(self, model: PreTrainedModel, parts: Parts, store: Store | None = None) -> None:
         """`store` stands in for the checkpoint's own files, such as one in memory."""
         self.parts, self._model = parts, weakref.ref(model)
+        self.predictor: Predictor | None
         catalog, policy = parts.catalog, named_policy(parts.policy)
         running = self._predictor(model)
         self._inputs = running.listen() if running else None
@@ -97,7 +98,9 @@ class Greenroom:
             ahead=self._ahead,
             seed=parts.seed,
         )
-        name, self.predictor = next(iter(running.predictors.items())) if running else ("", None)
+        name, self.predictor = "", None
+        if running:
+            name, self.predictor = next(iter(running.predictors.items()))
         self.driver = Driver(
             scheduler,
             store,

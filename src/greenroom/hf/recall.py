@@ -10,7 +10,7 @@ import numpy as np
 from greenroom.core.predictor import Predictor
 from greenroom.errors import StoreError
 from greenroom.hf import learned
-from greenroom.hf.learned import Ids, Learned
+from greenroom.hf.learned import Ids, Learned, State
 from greenroom.runtime.driver import Driver
 
 LIMIT_S = 2.0  # for reading the hot set: a third of what importing torch and transformers takes
@@ -66,7 +66,7 @@ class Recall:
         if not self._fingerprint or passes < LEAST or not learned.switched_on():
             return
         popularity = driver.asked.astype(np.float64)
-        states = {}
+        states: dict[str, State] = {}
         if (before := self._before) is not None:
             states |= before.states
             if before.popularity.shape == popularity.shape:
