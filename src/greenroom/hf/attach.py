@@ -16,17 +16,19 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from greenroom.config import Amount
 from greenroom.core.buffer import slots_ahead
 from greenroom.core.cache import split_capacity
+from greenroom.core.events import Resized
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
-from greenroom.core.predictor import PassBegins
+from greenroom.core.predictor import PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import BudgetError, ClosedError
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.kv import reserve
 from greenroom.hf.parts import Parts
+from greenroom.hf.recall import Recall
 from greenroom.hf.shared import Shared
 from greenroom.hf.shared import attach as shared
 from greenroom.policies import policy as named_policy
@@ -71,6 +73,7 @@ class Greenroom:
     def __init__(self, model: PreTrainedModel, parts: Parts, store: Store | None = None) -> None:
         """`store` stands in for the checkpoint's own files, such as one in memory."""
         self.parts, self._model = parts, weakref.ref(model)
+        self.predictor: Predictor | None
         catalog, policy = parts.catalog, named_policy(parts.policy)
         running = self._predictor(model)
         self._inputs = running.listen() if running else None
@@ -84,6 +87,7 @@ class Greenroom:
         slots_kind = FakeSlots if parts.fake else HostSlots
         slots = slots_kind(parts.capacity, catalog.slot_bytes, reserve=catalog.experts)
         chunks = [len(store.chunks(expert)) for expert in range(catalog.experts)]
+        self._ahead = slots_ahead(running.shape.top_k) if running else 0
         pieces = Pieces.whole(catalog.offsets, [x.nbytes for x in catalog.layouts], chunks)
         scheduler = Scheduler(
             pieces,
@@ -91,10 +95,12 @@ class Greenroom:
             policy,
             scope=parts.scope,
             lanes=(parts.readers, 1) if parts.fake else (parts.readers,),
-            ahead=slots_ahead(running.shape.top_k) if running else 0,
+            ahead=self._ahead,
             seed=parts.seed,
         )
-        self.predictor = next(iter(running.predictors.values())) if running else None
+        name, self.predictor = "", None
+        if running:
+            name, self.predictor = next(iter(running.predictors.items()))
         self.driver = Driver(
             scheduler,
             store,
@@ -103,6 +109,10 @@ class Greenroom:
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
             links=("disk -> host", "host -> device") if parts.fake else ("disk -> host",),
         )
+        key = parts.fingerprint if parts.remember else ""
+        self._recall = Recall(key, self.driver, name, self.predictor)
+        self._recall.restore()
+        self.warmed = 0  # experts that were read because of earlier runs
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._modules: list[nn.Module] = []
@@ -195,6 +205,14 @@ class Greenroom:
             self.kernel.wave(step, experts, slots)
             self.kernel.combine(step)
 
+    def warm_up(self) -> None:
+        """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
+        scheduler = self.driver.scheduler
+        scheduler.on(Resized(self.capacity, ahead=0))  # nothing is to be learned about its pace
+        self.warmed = self._recall.warm_up()
+        scheduler.on(Resized(self.capacity, ahead=self._ahead))
+        self.reset_stats()
+
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
@@ -248,7 +266,9 @@ class Greenroom:
 
         The model keeps its dense parts; its experts are gone until it is loaded again.
         """
-        self._close()
+        if self._close.alive:
+            self._close()
+            self._recall.keep()
         for module in self._modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

@@ -63,13 +63,17 @@ def load(
     )
 
 
-def load_with(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load` from a checked config."""
+def load_with(
+    source: str, config: LoadConfig, *, remember: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load` from a checked config; whether it shall `remember` what runs learn of the model."""
     with uncollected():
-        return _load(source, config)
+        return _load(source, config, remember)
 
 
-def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(
+    source: str, config: LoadConfig, remember: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     named_policy(config.policy).check_online()
     predictor(config.prefetch)  # or UnknownName, UsageError
     if config.kernels != "auto" and config.kernels not in KERNELS:
@@ -91,6 +95,7 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
         predictor=config.predictor,
         guard=not config.no_guard,
         fingerprint=digest,
+        remember=remember,
         kernels=config.kernels,
         fake=config.device == "fake",
         readers=config.readers,
@@ -125,6 +130,7 @@ def _load(source: str, config: LoadConfig) -> tuple[PreTrainedModel, PreTrainedT
             # All that is there for good is there now: what is left of the budget becomes slots.
             need = replace(need, process=rss_bytes(), dense=0)
             greenroom.driver.resize(capacity_for(parts.budget_bytes, need, catalog, least))
+        greenroom.warm_up()
     except BaseException:
         greenroom.detach()
         raise

@@ -19,7 +19,8 @@ class Parts:
     prefetch: str = "off"
     predictor: str | None = None  # the file of `learned`
     guard: bool = True
-    fingerprint: str = ""  # of the checkpoint; without one nothing is remembered
+    fingerprint: str = ""  # of the checkpoint
+    remember: bool = False  # begin with what earlier runs learned, and leave it to the next
     kernels: str = "auto"
     fake: bool = False
     readers: int = 2

@@ -28,9 +28,10 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
             flags.append(f"--{option} {value}")
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     rest = stats.experts - stats.capacity
+    warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
-        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers) and"
+        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}) and"
         f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in memory,"
         f" {f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}) ·"

@@ -114,7 +114,7 @@ class _Trial:
     @contextmanager
     def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
         config = LoadConfig(cache=cache, dtype=self.dtype, **options)
-        model, tokenizer = load_with(self.source, config)
+        model, tokenizer = load_with(self.source, config, remember=False)
         try:
             yield model, tokenizer
         finally:

@@ -66,6 +66,7 @@ class Driver:
         self.scheduler, self.slots = scheduler, slots
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
+        self.asked = np.zeros(len(scheduler.pieces), np.int64)  # requests of each piece
         self.timeline: Timeline | None = None
         self.links = links
         self._store = store
@@ -142,6 +143,7 @@ class Driver:
             self._pass += layer <= self._layer
             self._layer = layer
             self.meter.passes = self._pass + 1
+            self.asked[experts + first] += 1
             self._meanwhile, self._error = meanwhile, None
             try:
                 self._tell(

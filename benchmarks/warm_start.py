@@ -1,0 +1,148 @@
+"""What the hot set of earlier runs is worth: time to 90 % of the steady hit ratio, cold and warm.
+
+    python benchmarks/warm_start.py demo bench-data/moe1.7b-zipf1.0 --cache 25%
+
+One run answers a first prompt and leaves what it learned. Then each further prompt, none of which
+that run has seen, is answered twice, in turns: cold (GREENROOM_LEARNED=off) and warm (with what
+the first run left; what it leaves itself is not kept). Tokens are greedy, so both ask for the same
+experts.
+
+Steady is the hit ratio of decode's second half, the mean of both. It is reached at the first decode
+token after which the next WINDOW tokens together have 90 % of it. `load` is `greenroom.load`
+without imports, warm with the reading of the hot set; `in all` is load, prompt, and decode until
+steady.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import commit, machine, table
+
+import greenroom
+from greenroom.config import SamplingConfig
+from greenroom.hf import learned
+from greenroom.hf.generate import answer
+
+WINDOW = 8  # decode tokens
+ENOUGH = 0.9
+PROMPTS = [
+    "Once upon a time there was a lighthouse keeper who",
+    "The history of the railway begins with",
+    "def quicksort(items):\n    ",
+    "Question: why is the sky blue at noon and red in the evening?\nAnswer:",
+    "The committee met on Tuesday to discuss",
+]
+
+
+def run(model: str, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One load and one answer: seconds, and requests and hits after each pass."""
+    start = time.perf_counter()
+    loaded, tokenizer = greenroom.load(model, cache=options.cache, prefetch=options.prefetch)
+    took = {"load_s": time.perf_counter() - start, "warmed": loaded.greenroom.warmed}
+    passes: list[tuple[int, int]] = []
+
+    def note(*_: object) -> None:
+        stats = loaded.greenroom.stats()
+        passes.append((stats.expert_requests, stats.expert_hits))
+
+    loaded.register_forward_hook(note)
+    try:
+        sampling = SamplingConfig(max_new_tokens=options.tokens, temperature=0)
+        loaded.generation_config.eos_token_id = None  # answers of one length
+        made = answer(loaded, tokenizer, prompt, sampling, raw=True, context=options.tokens + 256)
+    finally:
+        loaded.greenroom.detach()
+    return took | {"ttft_s": made.ttft_s, "gaps": made.gaps, "passes": passes}
+
+
+def ratio(passes: list[tuple[int, int]], begin: int, end: int) -> float:
+    """Hits of requests in passes begin .. end - 1."""
+    before, after = passes[begin - 1], passes[end - 1]
+    return (after[1] - before[1]) / (after[0] - before[0])
+
+
+def reached(one: dict[str, Any], steady: float) -> int | None:
+    """Decode tokens before 90 % of it is reached; None where it never is."""
+    passes = one["passes"]
+    for first in range(1, len(passes) - WINDOW + 1):
+        if ratio(passes, first, first + WINDOW) >= ENOUGH * steady:
+            return first - 1
+    return None
+
+
+def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
+    rows, ways = [], {"cold": [], "warm": []}  # type: ignore[var-annotated]
+    os.environ.pop(learned.SWITCH, None)
+    run(model, PROMPTS[0], options)
+    left = learned.folder()
+    kept = shutil.copytree(left, left.with_name("kept"))
+    for n, prompt in enumerate(PROMPTS[1:]):
+        pair = {}
+        for way in ("cold", "warm") if n % 2 else ("warm", "cold"):
+            os.environ[learned.SWITCH] = "off" if way == "cold" else "on"
+            pair[way] = run(model, prompt, options)
+            shutil.copytree(kept, left, dirs_exist_ok=True)
+        half = len(pair["cold"]["passes"]) // 2
+        ends = [ratio(one["passes"], half, len(one["passes"])) for one in pair.values()]
+        steady = statistics.mean(ends)
+        for way, one in pair.items():
+            tokens = reached(one, steady)
+            all_s = (
+                None
+                if tokens is None
+                else one["load_s"] + one["ttft_s"] + sum(one["gaps"][:tokens])
+            )
+            first = ratio(one["passes"], 1, 1 + WINDOW) / steady
+            ways[way].append((one, tokens, all_s, first, steady))
+    for way, ones in ways.items():
+        middle = [
+            statistics.median(column)
+            for column in zip(
+                *(
+                    (
+                        one["warmed"],
+                        one["load_s"],
+                        one["ttft_s"],
+                        len(one["gaps"]) if tokens is None else tokens,
+                        float("inf") if all_s is None else all_s,
+                        100 * first,
+                        100 * steady,
+                    )
+                    for one, tokens, all_s, first, steady in ones
+                ),
+                strict=True,
+            )
+        ]
+        each = ", ".join("never" if tokens is None else str(tokens) for _, tokens, *_ in ones)
+        rows.append([Path(model).name, way, *(f"{x:.3g}" for x in middle), each])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time to the steady hit ratio, cold and warm")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--cache", default="25%")
+    parser.add_argument("--prefetch", default="off")
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    print(f"commit {commit()}; {machine()}; cache {options.cache}, prefetch {options.prefetch}\n")
+    header = ["model", "start", "experts read", "load s", "TTFT s", "tokens to 90 %", "in all s",
+              f"first {WINDOW}, % of steady", "steady %", "tokens of each prompt"]  # fmt: skip
+    rows = []
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as home:
+            os.environ["XDG_CACHE_HOME"] = home
+            rows += compare(model, options)
+    print(table(header, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What a run begins with of those before it, and what it leaves to the next (`hf.learned`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from greenroom.core.predictor import Predictor
+from greenroom.errors import StoreError
+from greenroom.hf import learned
+from greenroom.hf.learned import Ids, Learned, State
+from greenroom.runtime.driver import Driver
+
+LIMIT_S = 2.0  # for reading the hot set: a third of what importing torch and transformers takes
+UNTIMED = 32 << 20  # bytes that are read before it is known how fast the disk is
+HALF_LIFE = 2000.0  # passes after which requests count half as much
+LEAST = 16  # passes that are worth keeping
+
+log = logging.getLogger(__name__)
+
+
+class Recall:
+    """A model's memory over runs. Without `fingerprint` there is none."""
+
+    def __init__(
+        self, fingerprint: str, driver: Driver, name: str = "", predictor: Predictor | None = None
+    ) -> None:
+        """`name` is the predictor's, as the user chose it."""
+        self._fingerprint, self._driver = fingerprint, driver
+        self._name, self._predictor = name, predictor
+        self._before = learned.load(fingerprint) if fingerprint else None
+        self._passes = 0  # of warming up
+
+    def restore(self) -> None:
+        """Give the predictor the state that it had. One that does not fit is left out."""
+        states = self._before.states if self._before else {}
+        if self._predictor is None or self._name not in states:
+            return
+        try:
+            self._predictor.restore(states[self._name])
+        except ValueError as error:
+            log.warning("predictor %s starts anew: %s", self._name, error)
+
+    def warm_up(self) -> int:
+        """Read the hot set into an empty cache, for LIMIT_S at most; the experts that were read."""
+        scheduler = self._driver.scheduler
+        if self._before is None:
+            return 0
+        offsets, cache = scheduler.pieces.offsets, scheduler.cache
+        hot = learned.hot_set(self._before, offsets, cache.capacity, cache.scope)
+        try:
+            return warm_up(self._driver, hot, LIMIT_S)
+        except StoreError as error:
+            log.warning("the cache starts colder than it could: %s", error)
+            return int(cache.residents().size)
+        finally:
+            self._passes = self._driver.meter.passes
+            self._driver.asked[:] = 0
+
+    def keep(self) -> None:
+        """Leave what was learned since then, where it is enough to be worth it."""
+        driver = self._driver
+        passes = driver.meter.passes - self._passes
+        if not self._fingerprint or passes < LEAST or not learned.switched_on():
+            return
+        popularity = driver.asked.astype(np.float64)
+        states: dict[str, State] = {}
+        if (before := self._before) is not None:
+            states |= before.states
+            if before.popularity.shape == popularity.shape:
+                popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
+        if self._predictor is not None:
+            states[self._name] = self._predictor.state()
+        residents = driver.scheduler.cache.residents()
+        hot = residents[np.argsort(-popularity[residents], kind="stable")]
+        learned.save(self._fingerprint, Learned(hot, popularity, states))
+
+
+def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
+    """Have a cache that is empty hold these pieces, dearest first; the number that was read.
+
+    They come as the steps of a pass that computes nothing, each layer in its share of the time
+    that is left: the dearest of a layer, as many as the disk was fast enough for until then.
+    """
+    pieces, policy = driver.scheduler.pieces, driver.scheduler.cache.policy
+    layer_of = pieces.layer[hot]
+    layers = np.unique(layer_of).tolist()
+    begin, nbytes, count = time.perf_counter(), driver.meter.bytes_read, 0
+    for done, layer in enumerate(layers):
+        mine = hot[layer_of == layer]
+        taken, read = time.perf_counter() - begin, driver.meter.bytes_read - nbytes
+        room = read / taken * (limit_s - taken) / (len(layers) - done) if read else UNTIMED
+        fits = np.cumsum(pieces.nbytes[mine]) <= room
+        experts = np.sort(mine[fits]) - pieces.offsets[layer]
+        told = np.ones(experts.size) if policy.weighs else None
+        driver.step(
+            layer,
+            experts,
+            lambda experts, slots: None,
+            None if told is None else told.astype(np.int32),
+            None if told is None else told.astype(np.float32),
+        )
+        count += experts.size
+    return count
