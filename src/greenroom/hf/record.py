@@ -54,7 +54,7 @@ def record(
         model,
         catalog,
         chosen,
-        file=recording.predictor,
+        file=model.greenroom.parts.predictor,
         fingerprint=digest,
         inputs=recording.gate_inputs > 0,
     )

@@ -38,6 +38,10 @@ class GateInputs:
         hidden = hidden.detach()
         return hidden.reshape(-1, hidden.shape[-1])
 
+    def latest(self, layer: int) -> Inputs | None:
+        """What predictors take, or None where the experts were called without their router."""
+        return None if self._seen[layer] is None else self.take(layer)
+
     def take(self, layer: int) -> Inputs:
         """The same as predictors take it: float32, in NumPy."""
         values: Inputs = self.raw(layer).to("cpu", torch.float32).numpy()
