@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo check format lint types imports test soak bench papers clean
 
 help:
-	@echo "make demo    run the shipped model with a quarter of its experts in memory, and prove it"
+	@echo "make demo    run the shipped model with a quarter of its experts in memory, without and with"
+	@echo "             prefetching, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
@@ -24,9 +25,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
+# The same model, text, memory and link twice: waiting for each miss, then with prefetching. Its
+# experts are tiny, so a link that is slow on purpose stands in for the disk of a large model's.
+ASKED := run demo "Once upon a time" --cache 25% --read-limit 40MB --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
+demo: export GREENROOM_LEARNED = off
 demo: $(READY)
-	$(BIN)/greenroom run demo "Once upon a time" --cache 25% --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
-	$(BIN)/greenroom verify demo --cache 25%
+	@printf '\n\033[1mReactive\033[0m: a quarter of the experts in memory, the others behind a simulated link of 40 MB/s\n\n'
+	@$(BIN)/greenroom $(ASKED) --prefetch off
+	@printf '\n\033[1mProactive\033[0m: the same again, and the experts that come next are fetched while others are computed\n\n'
+	@$(BIN)/greenroom $(ASKED) --prefetch auto --no-guard
+	@printf '\n\033[1mProof\033[0m: nothing of this changes what the model says\n\n'
+	@$(BIN)/greenroom verify demo --cache 25%
 
 check: $(READY) lint types imports test
 

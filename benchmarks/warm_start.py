@@ -79,51 +79,49 @@ def reached(one: dict[str, Any], steady: float) -> int | None:
 
 
 def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
-    rows, ways = [], {"cold": [], "warm": []}  # type: ignore[var-annotated]
+    """A row of medians for each way to start, and the tokens of each prompt."""
     os.environ.pop(learned.SWITCH, None)
     run(model, PROMPTS[0], options)
     left = learned.folder()
     kept = shutil.copytree(left, left.with_name("kept"))
+    rows: dict[str, list[list[float]]] = {"cold": [], "warm": []}
     for n, prompt in enumerate(PROMPTS[1:]):
         pair = {}
         for way in ("cold", "warm") if n % 2 else ("warm", "cold"):
             os.environ[learned.SWITCH] = "off" if way == "cold" else "on"
             pair[way] = run(model, prompt, options)
             shutil.copytree(kept, left, dirs_exist_ok=True)
-        half = len(pair["cold"]["passes"]) // 2
-        ends = [ratio(one["passes"], half, len(one["passes"])) for one in pair.values()]
-        steady = statistics.mean(ends)
+        steady = statistics.mean(
+            ratio(one["passes"], options.tokens // 2, options.tokens) for one in pair.values()
+        )
         for way, one in pair.items():
-            tokens = reached(one, steady)
-            all_s = (
-                None
-                if tokens is None
-                else one["load_s"] + one["ttft_s"] + sum(one["gaps"][:tokens])
-            )
-            first = ratio(one["passes"], 1, 1 + WINDOW) / steady
-            ways[way].append((one, tokens, all_s, first, steady))
-    for way, ones in ways.items():
-        middle = [
-            statistics.median(column)
-            for column in zip(
-                *(
-                    (
-                        one["warmed"],
-                        one["load_s"],
-                        one["ttft_s"],
-                        len(one["gaps"]) if tokens is None else tokens,
-                        float("inf") if all_s is None else all_s,
-                        100 * first,
-                        100 * steady,
-                    )
-                    for one, tokens, all_s, first, steady in ones
-                ),
-                strict=True,
-            )
+            rows[way].append(figures(one, steady))
+    return [
+        [
+            Path(model).name,
+            way,
+            *(f"{statistics.median(column):.3g}" for column in zip(*found, strict=True)),
+            ", ".join(f"{each[3]:g}" for each in found),
         ]
-        each = ", ".join("never" if tokens is None else str(tokens) for _, tokens, *_ in ones)
-        rows.append([Path(model).name, way, *(f"{x:.3g}" for x in middle), each])
-    return rows
+        for way, found in rows.items()
+    ]
+
+
+def figures(one: dict[str, Any], steady: float) -> list[float]:
+    """The columns of the table; infinite where the steady ratio is never reached."""
+    tokens, all_s = reached(one, steady), float("inf")
+    if tokens is not None:
+        all_s = one["load_s"] + one["ttft_s"] + sum(one["gaps"][:tokens])
+    first = ratio(one["passes"], 1, 1 + WINDOW) / steady
+    return [
+        one["warmed"],
+        one["load_s"],
+        one["ttft_s"],
+        float("inf") if tokens is None else tokens,
+        all_s,
+        100 * first,
+        100 * steady,
+    ]
 
 
 def main() -> None:

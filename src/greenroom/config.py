@@ -97,6 +97,9 @@ class LoadConfig:
     readers: int = _option(2, "threads that read experts", "N")
     direct: str = _option("auto", "read past the page cache (O_DIRECT)", None,
                           ("auto", "on", "off"))  # fmt: skip
+    read_limit: str | int | None = _option(
+        None, "read experts no faster than so many bytes a second, as from a slower disk", "SIZE"
+    )
     dtype: str = _option("auto", "compute in this type instead of the checkpoint's", None,
                          ("auto", "bfloat16", "float16", "float32"))  # fmt: skip
     threads: int | None = _option(None, "threads that compute (all cores by default)", "N")
@@ -108,6 +111,9 @@ class LoadConfig:
             Amount.parse(self.memory, "--memory")
         if self.cache is not None:
             Amount.parse(self.cache, "--cache")
+        limit = self.read_limit
+        if limit is not None and Amount.parse(limit, "--read-limit").nbytes is None:
+            raise UsageError(f"--read-limit is bytes a second, as 50MB: {limit!r}")
         for name in ("context", "readers"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")

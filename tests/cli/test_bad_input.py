@@ -157,6 +157,8 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
         (("--prefetch", "token", "--predictor", "x"), "--predictor is the file of .* learned"),
+        (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
+        (("--read-limit", "10%"), "--read-limit is bytes a second, as 50MB"),
         (("--timeline", "/nowhere/out.json"), "there is no folder /nowhere"),
         (("--timeline", "/"), "cannot write /: it is a folder"),
         (("--timeline", "/dev/null"), "cannot write /dev/null: it is not an ordinary file"),

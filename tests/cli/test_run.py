@@ -76,7 +76,7 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
         ("--memory", "3GiB", "--readers", 1, "--dtype", "bfloat16", "--kernels", "eager"),
         ("--cache", "30%", "--direct", "off", "--device", "fake", "--context", 64),
         ("--cache", "40%", "--prefetch", "markov:2", "--no-guard", "--kernels", "eager"),
-        ("--cache", "40%", "--prefetch", "off", "--kernels", "eager"),
+        ("--cache", "40%", "--prefetch", "off", "--read-limit", "20MB", "--kernels", "eager"),
     ],
 )
 def test_the_flags_of_the_start_up_line_reproduce_it(
@@ -213,6 +213,16 @@ def test_what_the_guard_decides_is_said_once(
     _, verdict, closing = ran.err.splitlines()
     assert re.fullmatch(r"prefetching (on|off): tokens took .* with it \(.*, \d+ pairs\)", verdict)
     assert " new tokens · " in closing
+
+
+def test_a_read_limit_is_kept(cli: Run, folder: Path) -> None:
+    options = ("--cache", "13%", "--prefetch", "off", *FEW, "--json")
+    free = cli("run", folder, PROMPT, *options).json
+    ran = cli("run", folder, PROMPT, *options, "--read-limit", "1MB")
+    assert "no faster than 1MB/s)" in ran.err
+    assert ran.json["token_ids"] == free["token_ids"]
+    assert ran.json["bytes_read"] == free["bytes_read"]
+    assert ran.json["stall_s"] > 0.9 * ran.json["bytes_read"] / 1e6
 
 
 def test_a_timeline_is_written_beside_the_answer(cli: Run, folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def test_a_sound_model_passes(folder, layers):
     assert verdict.whole is not layers
     assert verdict.tokens_compared > 5 - layers
     assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
+    assert sum("none prefetched" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("layers", [False, True])

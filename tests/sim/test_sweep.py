@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim import sweep as sweeping
+from greenroom.sim.proactive import proactive
 from greenroom.sim.replay import replay
 from greenroom.sim.sweep import Cell, Study, capacities, counts, grid, names, sweep, sweep_on_ray
 from greenroom.trace import stream
@@ -11,6 +14,19 @@ from tests.sim import small
 
 TRACE = small.trace([[-5, 1, 1, 1], [-3, 1, 1]] * 30)
 CELLS = [Cell(p, n, pin) for p in ("fifo", "lru") for n in (16, 3, 8) for pin in ("step", "none")]
+
+
+COSTS = Costs((Link(1e6, 0.0),), Work.constant(0.001), Work.constant(0.002))
+TIMED = Study.of(TRACE, "runtime", limit=40, costs=COSTS, expert_bytes=1000, ahead=2)
+AHEAD = [Cell("lru", 8), *(Cell("lru", 8, prefetch=name) for name in ("markov", "oracle", "off"))]
+
+
+def played(cell: Cell) -> dict[str, object]:
+    found = proactive(
+        TIMED.trace, TIMED.requests, cell.capacity, policy(cell.policy), COSTS, 1000, cell.prefetch,
+        ahead=2,
+    )  # fmt: skip
+    return {"prefetch": cell.prefetch, **found.as_json()}
 
 
 def expected(cell: Cell, order: str) -> dict[str, object]:
@@ -31,6 +47,36 @@ def test_rows_are_those_of_single_replays_in_the_order_asked(order: str):
     assert len(told) == len(CELLS)
 
 
+def test_cells_with_prefetching_beside_others():
+    plain, markov, oracle, off = sweep(TIMED, AHEAD, workers=2)
+    assert plain == off
+    for row, cell in ((markov, AHEAD[1]), (oracle, AHEAD[2])):
+        assert played(cell).items() <= row.items()
+    assert oracle["useful"] > 0
+    assert oracle["seconds"] < plain["seconds"]
+
+
+@pytest.mark.timeout(300)
+def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.MonkeyPatch):
+    threads = sweep(TIMED, AHEAD)
+    monkeypatch.setattr(sweeping, "LONG", 1)
+    here: list[Cell] = []
+    run = Study.run
+    monkeypatch.setattr(Study, "run", lambda study, cell: here.append(cell) or run(study, cell))
+    monkeypatch.setattr(Study, "warm", lambda study, cell: None)
+    told: list[None] = []
+    assert sweep(TIMED, AHEAD, workers=2, done=lambda: told.append(None)) == threads
+    assert {cell.prefetch for cell in here} == {"off"}
+    assert len(told) == len(AHEAD)
+
+
+def test_prefetching_that_cannot_be():
+    with pytest.raises(UsageError, match="needs the experts of a step to be safe: pin step"):
+        sweep(TIMED, [Cell("lru", 8, "none", "oracle")])
+    with pytest.raises(UsageError, match="policy opt decides by the whole trace beforehand"):
+        sweep(TIMED, [Cell("opt", 8, prefetch="oracle")])
+
+
 def test_an_error_in_a_cell_ends_the_sweep():
     with pytest.raises(UsageError, match="capacity must be between 1 and all 16"):
         sweep(Study.of(TRACE, "natural"), [*CELLS, Cell("lru", 17)], workers=2)
@@ -47,6 +93,7 @@ def test_a_local_ray_gives_the_same():
     rows = sweep_on_ray(Study.of(TRACE, "natural"), CELLS[:3], "local", lambda: told.append(None))
     assert rows == [expected(cell, "natural") for cell in CELLS[:3]]
     assert len(told) == 3
+    assert sweep_on_ray(TIMED, AHEAD[:2], "local") == sweep(TIMED, AHEAD[:2])
 
 
 def test_capacities_are_slots_or_shares_rounded_down():

@@ -82,6 +82,8 @@ class Greenroom:
             self.direct = disk.direct
         else:
             self.direct = True
+        if parts.read_limit is not None:
+            store = FakeStore(store, bandwidth=parts.read_limit)
         if parts.fake:
             store = FakeStore(store, jitter=0.002, seed=parts.seed)
         slots_kind = FakeSlots if parts.fake else HostSlots

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import LoadConfig
+from greenroom.config import Amount, LoadConfig
 from greenroom.core.cache import compile_for, split_capacity
 from greenroom.errors import CheckpointError, UnknownName
 from greenroom.hf.attach import Greenroom, Parts, slots_for
@@ -100,6 +100,9 @@ def _load(
         fake=config.device == "fake",
         readers=config.readers,
         direct=config.direct,
+        read_limit=None
+        if config.read_limit is None
+        else Amount.parse(config.read_limit, "--read-limit").nbytes,
         context=context,
         kv_cache_bytes=kv_cache_bytes(draft.model, context + SPARE),
     )

@@ -25,6 +25,7 @@ class Parts:
     fake: bool = False
     readers: int = 2
     direct: str = "auto"
+    read_limit: int | None = None  # bytes a second
     seed: int = 0
     budget_bytes: int | None = None
     context: int = 0  # tokens that the KV cache has room for

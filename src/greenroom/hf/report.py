@@ -22,11 +22,12 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     reads = "direct" if greenroom.direct else "buffered"
     flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
-    for option in ("scope", "device", "readers", "direct", "dtype", "threads"):
+    for option in ("scope", "device", "readers", "direct", "read_limit", "dtype", "threads"):
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
-            flags.append(f"--{option} {value}")
+            flags.append(f"--{option.replace('_', '-')} {value}")
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
+    slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
     warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
     return (
@@ -34,7 +35,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}) and"
         f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in memory,"
         f" {f'{rest} experts' if rest else 'a copy of them'} on disk"
-        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}) ·"
+        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}) ·"
         f" same again: {' '.join(flags)}"
     )
 

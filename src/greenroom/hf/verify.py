@@ -2,8 +2,8 @@
 
 Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
 transformers' own `experts_implementation="eager"`. With the default kernels: the bits do not
-depend on the cache's size, nor on the order in which experts arrive, and their distance to eager
-is at most twice that of transformers' `grouped_mm`.
+depend on the cache's size, nor on what is prefetched and when it arrives, and their distance to
+eager is at most twice that of transformers' `grouped_mm`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Trial:
 
     @contextmanager
     def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
-        config = LoadConfig(cache=cache, dtype=self.dtype, **options)
+        config = LoadConfig(cache=cache, dtype=self.dtype, no_guard=True, **options)
         model, tokenizer = load_with(self.source, config, remember=False)
         try:
             yield model, tokenizer
@@ -166,11 +166,14 @@ class _Trial:
     def default_kernels(self, draft: Draft) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
         sizes = {self.cache, draft.catalog.slot_bytes, "50%"}
-        cases: list[tuple[str | int, str, int]] = [(size, "cpu", 2) for size in sizes]
-        cases += [(self.cache, "fake", 1), (self.cache, "fake", 4)]
+        cases: list[tuple[str | int, str, int, str]]
+        cases = [(size, "cpu", 2, "auto") for size in sizes]
+        cases += [(self.cache, "fake", readers, "auto") for readers in (1, 4)]
+        cases.append((self.cache, "cpu", 2, "off"))
         first: torch.Tensor | None = None
-        for cache, device, readers in sorted(cases, key=lambda case: case[0] != self.cache):
-            with self.loaded(cache, device=device, readers=readers) as (model, tokenizer):
+        for cache, device, readers, prefetch in sorted(cases, key=lambda c: c[0] != self.cache):
+            options = {"device": device, "readers": readers, "prefetch": prefetch}
+            with self.loaded(cache, **options) as (model, tokenizer):
                 ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
                 name = self.verdict.kernels = model.greenroom.stats().kernels
                 slots = model.greenroom.capacity
@@ -183,6 +186,7 @@ class _Trial:
                     self._judge(model, run)
                     continue
             arrival = "arriving in random order" if device == "fake" else "from disk"
+            arrival += "" if prefetch == "auto" else ", none prefetched"
             self.check(
                 f"{name} kernels: the same bits with {slots} slots, {arrival}",
                 torch.equal(run, first),

@@ -26,9 +26,7 @@ class Binding:
     layer: int
     experts: Any  # kernels.LayerExperts
     weighs: bool = False  # does the policy look at gate weights?
-    inputs: Callable[[], Inputs | None] | None = (
-        None  # of the router, where predictors look at them
-    )
+    inputs: Callable[[], Inputs | None] | None = None  # of the router
     meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
 
     def seen(self, experts: Ids, inputs: bool) -> Seen:

@@ -139,9 +139,9 @@ def _emptied(clock: Clock, scheduler: Scheduler) -> Clock:
 
 
 def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
-    """A predictor over a trace. What a trace has no needs for is replayed from its predictions.
+    """A predictor over a trace; those that run beside a model are replayed from its predictions.
 
-    UsageError where it has none of either.
+    UsageError where the trace has not what they need.
     """
     choice = chosen(trace, prefetch)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
