@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from greenroom.core.events import Predicted, Routed
 from greenroom.hf.attach import Greenroom, Parts
 from greenroom.hf.build import Draft
 from greenroom.hf.experts import expert_modules
@@ -414,5 +415,31 @@ def test_streamed_from_disk(name, kernels):
         assert shared.used == 4 * len(modules)
         shared.detach()
         assert torch.equal(decoded(model), wanted)
+    finally:
+        model.greenroom.detach()
+
+
+def test_what_a_router_has_chosen_comes_while_something_else_runs():
+    """AFMoE runs its shared experts between router and experts: transfers begin before them."""
+    draft = Draft.of(cached_tiny("afmoe", dtype="bfloat16"))
+    model = draft.load()
+    parts = Parts(draft.catalog, capacity=8, kernels="eager", prefetch="popularity", guard=False)
+    model.greenroom = greenroom = Greenroom(model, parts)
+    decided, routed = [], []
+    try:
+        wanted = decoded(model)
+        tell, layers = greenroom.driver._tell, len(draft.catalog.layers)
+
+        def listening(event) -> None:
+            if isinstance(event, Predicted) and event.certain:
+                decided.append((event.layer, event.experts.tolist()))
+            if isinstance(event, Routed):
+                routed.append((event.layer, event.experts.tolist()))
+            tell(event)
+
+        greenroom.driver._tell = listening
+        assert torch.equal(decoded(model), wanted)
+        assert len(decided) >= layers
+        assert decided == routed
     finally:
         model.greenroom.detach()

@@ -148,8 +148,11 @@ def _bind(
 
 
 def compile_for(policy: Policy) -> None:
-    """Compile a policy's step now; the first request would otherwise wait for it."""
-    Cache(Pieces.whole([0, 1], [1]), 1, policy).serve(np.zeros(1, np.int64), 0)
+    """Compile a policy's step now, and a loan; the first request would otherwise wait for it."""
+    cache, piece = Cache(Pieces.whole([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
+    cache.serve(piece, 0)
+    cache.release(piece)
+    cache.borrow(0)
 
 
 class Cache:

@@ -119,6 +119,7 @@ class Greenroom:
         self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
+        self._preempting = False  # are routers listened to, after which something else runs?
         self.accelerated: Accelerated | None = None
         self._shared: Shared | None = None
         self._hooks: list[Any] = []
@@ -190,6 +191,16 @@ class Greenroom:
 
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.driver.end_pass()
+        if not self._preempting and self._shared is not None and self._shared.early:
+            self._preempting = True
+            for layer, router in self._shared.early.items():
+                self._hooks.append(router.register_forward_hook(partial(self._chosen, layer)))
+
+    def _chosen(self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """A router has chosen, and something else runs before its experts: they come meanwhile
+        (early preemption; ProMoE, 5.2)."""
+        if isinstance(out, tuple) and len(out) > 2 and not out[2].is_meta:
+            self.driver.decided(layer, out[2].unique().cpu().numpy())
 
     @property
     def capacity(self) -> int:

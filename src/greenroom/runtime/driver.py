@@ -114,6 +114,15 @@ class Driver:
             self.guard.passed(now - begun, self.meter.stall_s - stalls, tokens)
             self.foresight.on = self.guard.on
 
+    def decided(self, layer: int, experts: np.ndarray) -> None:
+        """A layer's router has chosen these (ids within it, ascending); its step is yet to come.
+
+        They begin to come, where slots may be on loan.
+        """
+        if not self._closed:
+            first = self.scheduler.pieces.offsets[layer]
+            self._tell(Predicted(layer, experts + first, certain=True))
+
     # ---- steps
 
     def step(
