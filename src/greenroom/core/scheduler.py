@@ -417,7 +417,7 @@ class Scheduler:
         for request in misses:
             piece, given = int(step.experts[request]), int(step.served.slots[request])
             if piece in where and given >= 0:
-                other = int(np.flatnonzero(self.place == where[piece])[0])
+                other = self.place.tolist().index(where[piece])
                 self.place[[given, other]] = self.place[[other, given]]
 
     def _share(self, layer: int) -> int:
@@ -476,19 +476,14 @@ class Scheduler:
 
     def _prefetch(self) -> bool:
         """Begin the next prefetch that is worth it; False where there is none."""
-        while (wish := self.lookahead.nearest()) is not None:
-            if wish.piece in self.buffer.held or self.cache.state.slot_of[wish.piece] >= 0:
-                self.lookahead.fulfil(wish)
-                continue
-            slot = self._loan(wish)
-            if slot < 0:
-                return False
-            self.lookahead.fulfil(wish)
-            self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
-            self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
-            self.counts.prefetches += 1
-            return True
-        return False
+        wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held)
+        if wish is None or (slot := self._loan(wish)) < 0:
+            return False
+        self.lookahead.fulfil(wish)
+        self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
+        self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
+        self.counts.prefetches += 1
+        return True
 
     def _loan(self, wish: Wish) -> int:
         """A slot for a prefetch, -1 where none can be had."""
@@ -512,7 +507,7 @@ class Scheduler:
         """Of the right predictions, those that were there when they were asked for."""
         experts = step.experts.tolist()
         here = {*experts} - step.missing.keys() - {experts[request] for request in step.waiting}
-        likely = expected.pieces[: len(experts)].tolist()
+        likely = expected.ranked[: len(experts)]
         self.lookahead.accuracy.in_time[step.layer] += len(here.intersection(likely))
 
     # ---- other sizes
