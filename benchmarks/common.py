@@ -18,6 +18,7 @@ from typing import Any
 
 from memlimit import run_limited
 
+os.environ.setdefault("GREENROOM_LEARNED", "off")  # every run starts cold, unless it says so
 WORKER = Path(__file__).with_name("worker.py")
 Result = dict[str, Any]
 

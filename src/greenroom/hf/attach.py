@@ -230,7 +230,7 @@ class Greenroom:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
         counts = minus(driver.scheduler.counts, self._base[0])
-        meter = minus(driver.meter, self._base[1])
+        meter = minus(driver.meter.copy(), self._base[1])
         return Stats(
             policy=driver.scheduler.cache.policy.name,
             kernels=self.kernel.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -41,6 +42,7 @@ class Meter:
     links: list[LinkMeter]
     stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     passes: int = 0
+    at: float = 0.0  # when it was read
 
     @classmethod
     def of(cls, lanes: Sequence[int]) -> Meter:
@@ -57,7 +59,8 @@ class Meter:
 
     def copy(self) -> Meter:
         """As it is now."""
-        return Meter([replace(link) for link in self.links], dict(self.stalls), self.passes)
+        links = [replace(link) for link in self.links]
+        return Meter(links, dict(self.stalls), self.passes, time.perf_counter())
 
 
 def minus(after: Any, before: Any) -> Any:

@@ -83,8 +83,13 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
 
 
 def link_stats(driver: Driver, meter: Meter) -> list[dict[str, Any]]:
-    """Of each link: bytes carried, and the seconds in which it carried any."""
+    """Of each link: bytes carried, and the seconds in which it carried any and none."""
     return [
-        {"link": name, "bytes": link.nbytes, "busy_s": link.busy_s}
+        {
+            "link": name,
+            "bytes": link.nbytes,
+            "busy_s": link.busy_s,
+            "idle_s": max(0.0, meter.at - link.busy_s),
+        }
         for name, link in zip(driver.links, meter.links, strict=True)
     ]
