@@ -34,7 +34,12 @@ def memory(setup: Setup) -> Own:
 def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
     own.count[piece] += 1
     group = state.group_of[piece]
-    buckets.rise(own.buckets, group, piece, own.count[piece] + own.age[group])
+    key = own.count[piece] + own.age[group]
+    if key >= own.buckets.key[own.buckets.bucket_of[piece]]:
+        buckets.rise(own.buckets, group, piece, key)
+    else:  # the age has fallen: a pinned piece of a smaller key was evicted after a larger one
+        buckets.drop(own.buckets, piece)
+        buckets.place(own.buckets, group, piece, key)
 
 
 @compiled

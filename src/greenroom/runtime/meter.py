@@ -42,7 +42,7 @@ class Meter:
     links: list[LinkMeter]
     stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     passes: int = 0
-    at: float = 0.0  # when it was read
+    at: float = field(default=0.0, compare=False)  # when it was read
 
     @classmethod
     def of(cls, lanes: Sequence[int]) -> Meter:
