@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from greenroom.runtime.kernels import Routing, accelerate, kernel
+from greenroom.runtime.kernels import Routing, kernel
+from greenroom.runtime.kernels.accelerate import accelerate
 from greenroom.runtime.measure_kernels import random_layer, step
 
 EXPERTS, TOP_K = 48, 8

@@ -17,7 +17,8 @@ from torch.nn.functional import silu
 
 from greenroom.core.layout import SlotLayout
 from greenroom.core.machine import Table
-from greenroom.runtime.kernels import Kernel, LayerExperts, Recipe, Routing, accelerate, kernel
+from greenroom.runtime.kernels import Kernel, LayerExperts, Recipe, Routing, kernel
+from greenroom.runtime.kernels.accelerate import accelerate
 from greenroom.runtime.slots import HostSlots
 
 STREAMED = 96 << 20  # bytes of weights that take turns

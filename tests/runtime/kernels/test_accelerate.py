@@ -11,9 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from greenroom.runtime.kernels import accelerate
 from greenroom.runtime.kernels import layers as compiled
-from greenroom.runtime.kernels.accelerate import norm_style
+from greenroom.runtime.kernels.accelerate import accelerate, norm_style
 from tests.runtime.kernels.toys import experts
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -27,7 +27,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from greenroom.hf.kv import reserve
-from greenroom.runtime.kernels import accelerate
+from greenroom.runtime.kernels.accelerate import accelerate
 from greenroom.runtime.kernels.attention import fits
 
 SHAPE = {

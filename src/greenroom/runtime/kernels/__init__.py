@@ -9,8 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from greenroom.runtime.kernels.accelerate import Accelerated as Accelerated
-    from greenroom.runtime.kernels.accelerate import accelerate as accelerate
     from greenroom.runtime.kernels.base import Kernel as Kernel
     from greenroom.runtime.kernels.base import LayerExperts as LayerExperts
     from greenroom.runtime.kernels.base import Recipe as Recipe
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 _WHERE = {
     "KERNELS": "table",
     "kernel": "table",
-    "Accelerated": "accelerate",
-    "accelerate": "accelerate",
     "Kernel": "base",
     "LayerExperts": "base",
     "Recipe": "base",
@@ -37,5 +33,5 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value  # in place of a module of the same name, such as `accelerate`
+    globals()[name] = value
     return value
