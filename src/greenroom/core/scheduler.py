@@ -267,11 +267,11 @@ class Scheduler:
             self._give_back(piece)
 
     def _give_up(self, entry: Entry) -> None:
-        """A demand has failed, and so has its step."""
+        """A demand has failed, and so has its step, unless it was over before."""
         step = self.step
-        if step is not None and entry.piece in step.missing and not entry.upgraded:
-            if step.failed < 0:
-                step.failed = entry.piece
+        asked = step is not None and entry.piece in step.missing
+        if step is not None and asked and not (entry.upgraded or step.ending):
+            step.failed = entry.piece
             self._end(step)
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
@@ -310,8 +310,9 @@ class Scheduler:
 
     def _finish(self, step: Step, actions: list[Action]) -> None:
         if step.served.pinned:
-            kept = [e for e in step.experts.tolist() if e not in step.freed]
-            self.cache.release(np.array(kept, np.int64) if step.freed else step.experts)
+            freed = step.freed
+            pinned = [e for e in step.experts.tolist() if e not in freed] if freed else step.experts
+            self.cache.release(np.asarray(pinned, np.int64))
         for piece in step.passing:  # of a step that was given up
             self._give_back(piece)
         for piece in step.missing:
@@ -477,9 +478,13 @@ class Scheduler:
     def _prefetch(self) -> bool:
         """Begin the next prefetch that is worth it; False where there is none."""
         wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held)
-        if wish is None or (slot := self._loan(wish)) < 0:
+        if wish is None:
             return False
-        self.lookahead.fulfil(wish)
+        slot = self._loan(wish)
+        if slot >= 0 or not self.buffer.full:  # where all is pinned, it is given up
+            self.lookahead.fulfil(wish)
+        if slot < 0:
+            return False
         self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
         self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
         self.counts.prefetches += 1
