@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.lookahead import CARRY, KEEP, PRIOR, Lookahead, Wish
+from greenroom.core.lookahead import CARRY, KEEP, PRIOR, Lookahead
 from greenroom.core.pieces import Pieces
 
 ABSENT, HERE = np.full(12, -1), np.zeros(12, np.int64)
@@ -84,13 +84,13 @@ def test_a_later_prediction_replaces_the_earlier_one_and_routing_ends_both():
 def test_what_a_prefetch_is_worth(chance, gap, layers, regret, value):
     ahead = paced(1.0, gap)
     ahead.regret = regret
-    assert ahead.value(Wish(4, 1, chance), layers) == pytest.approx(value)
+    assert ahead.value(2, chance, layers) == pytest.approx(value)
 
 
 def test_before_anything_is_known_a_transfer_is_taken_to_fit():
     ahead = lookahead(chunks=3)
-    assert ahead.value(Wish(4, 1, 0.5), 1) == pytest.approx(0.5 * 3 - 0.5 * (1 / 6 + CARRY * 3))
-    assert ahead.value(Wish(4, 1, 0.1), 1) < 0
+    assert ahead.value(3, 0.5, 1) == pytest.approx(0.5 * 3 - 0.5 * (1 / 6 + CARRY * 3))
+    assert ahead.value(3, 0.1, 1) < 0
 
 
 def test_wishes_that_are_not_worth_it_are_given_up():

@@ -229,7 +229,7 @@ class Lookahead:
             while wishes:
                 piece, chance = wishes[0]
                 there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
-                if not there and self._value(self._chunks[piece], chance, ahead) > 0:
+                if not there and self.value(self._chunks[piece], chance, ahead) > 0:
                     return Wish(piece, layer, chance)
                 wishes.popleft()
             del self._wishes[layer]
@@ -242,11 +242,8 @@ class Lookahead:
         if not wishes:
             del self._wishes[wish.layer]
 
-    def value(self, wish: Wish, layers: int) -> float:
-        """Seconds that a prefetch is expected to save, `layers` before it is needed."""
-        return self._value(self._chunks[wish.piece], wish.chance, layers)
-
-    def _value(self, chunks: int, chance: float, layers: int) -> float:
+    def value(self, chunks: int, chance: float, layers: int) -> float:
+        """Seconds that a prefetch of so many chunks is expected to save, so many layers ahead."""
         chunk = self.pace.chunk.value
         if chunk is None:
             chunk = 1.0

@@ -21,11 +21,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from greenroom.core.predictor import Guess, Inputs, PassBegins, Seen, Shape
+from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
+from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.none import Nothing
 from greenroom.predictors.ranks import Floats
 
 Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32
@@ -85,29 +85,18 @@ def forward(
             scores[token, e] = total
 
 
-class Learned(Nothing):
+class Learned(FromInputs):
     """What is learned comes from a file; while it runs it learns nothing."""
 
     name = "learned"
 
     def __init__(self, shape: Shape, networks: list[Network], distance: int) -> None:
-        self.distance: int | None = distance
-        self._ahead, self._shape, self._networks = distance, shape, networks
-        self._inputs: Inputs | None = None
+        super().__init__(shape, distance)
+        self._networks = networks
 
-    def begin(self, at: PassBegins) -> None:
-        self._inputs = None
-
-    def observe(self, seen: Seen) -> None:
-        self._inputs = seen.inputs
-
-    def predict(self, layer: int) -> list[Guess]:
-        if self._inputs is None:
-            return []
-        beyond, target = divmod(layer + self._ahead, self._shape.layers)
-        rows = self._inputs[-1:] if beyond else self._inputs
-        scores = self._scores(self._networks[target], rows)
-        return [Guess(layer + self._ahead, top(scores, self._shape.width))]
+    def _rank(self, target: int, rows: Inputs) -> Ids:
+        ranked: Ids = top(self._scores(self._networks[target], rows), self._shape.width)
+        return ranked
 
     def _scores(self, network: Network, x: Inputs) -> Floats:
         up, up_bias, down, down_bias = network

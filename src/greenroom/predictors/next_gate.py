@@ -8,36 +8,23 @@ the next token with the states of the one before it: expect less there.
 
 from __future__ import annotations
 
-from greenroom.core.predictor import Gates, Guess, Inputs, PassBegins, Seen, Shape
+from greenroom.core.predictor import Gates, Ids, Inputs, Shape
 from greenroom.errors import UsageError
+from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.none import Nothing
 
 
-class NextGate(Nothing):
+class NextGate(FromInputs):
     """Asks `gates`, the model's routers. It learns nothing, and keeps one layer's inputs."""
 
     name = "next-gate"
 
     def __init__(self, shape: Shape, gates: Gates, distance: int) -> None:
-        self.distance = distance
-        self._shape, self._gates = shape, gates
-        self._inputs: Inputs | None = None
+        super().__init__(shape, distance)
+        self._gates = gates
 
-    def begin(self, at: PassBegins) -> None:
-        self._inputs = None
-
-    def observe(self, seen: Seen) -> None:
-        self._inputs = seen.inputs
-
-    def predict(self, layer: int) -> list[Guess]:
-        if self._inputs is None:
-            return []
-        assert self.distance is not None
-        beyond, target = divmod(layer + self.distance, self._shape.layers)
-        rows = self._inputs[-1:] if beyond else self._inputs
-        ranked = self._gates.rank(target, rows, self._shape.width)
-        return [Guess(layer + self.distance, ranked)]
+    def _rank(self, target: int, rows: Inputs) -> Ids:
+        return self._gates.rank(target, rows, self._shape.width)
 
 
 def make(setting: Setting) -> NextGate:
