@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.monkey_patching import patch_output_recorders
 
-from greenroom.core.layout import ITEMSIZE, Catalog
+from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import detach_experts, streamed_parameters
@@ -55,7 +55,7 @@ class Draft:
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
         """Read config and headers, construct the model on the meta device, index its experts.
 
-        `dtype` is "auto" (the config's, else that of the weights) or a name of `ITEMSIZE`. Raises
+        `dtype` is "auto" (the config's, else that of the weights) or a name of `FLOATS`. Raises
         NotAModel, NotMoE, UnsupportedModel or CheckpointError; all of them before anything is
         loaded. The experts implementation "greenroom" must be registered with transformers.
         """
@@ -256,13 +256,13 @@ def _class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedC
 
 def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
     """The dtype to build in, also written into the config, as `from_pretrained` does."""
-    if dtype != "auto" and dtype not in ITEMSIZE:
-        raise UnknownName("dtype", dtype, ["auto", *ITEMSIZE])
+    if dtype != "auto" and dtype not in FLOATS:
+        raise UnknownName("dtype", dtype, ["auto", *FLOATS])
     main: torch.dtype
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
-    if str(main)[6:] not in ITEMSIZE:
+    if str(main)[6:] not in FLOATS:
         raise UnsupportedModel(
-            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(ITEMSIZE)}"
+            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(FLOATS)}"
         )
     return main
 

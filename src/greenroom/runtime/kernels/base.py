@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import SlotLayout, TensorSpec
+from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.kernels.routing import Routing
 
 
@@ -72,12 +72,12 @@ class LayerExperts:
         self.has_gate = bool(module.has_gate)
         self.transposed = bool(module.is_transposed)
         self.interleaved = self.has_gate and not module.is_concatenated
-        self.up = layout["gate_up_proj" if self.has_gate else "up_proj"]
-        self.down = layout["down_proj"]
-        self.dtype: torch.dtype = getattr(torch, self.up.dtype)
-        rows, columns = self.down.shape
-        self.inner, self.hidden = (rows, columns) if self.transposed else (columns, rows)
-        self.width = self.up.shape[1 if self.transposed else 0]
+        self.up_weight = layout.weight("gate_up_proj" if self.has_gate else "up_proj")
+        self.down_weight = layout.weight("down_proj")
+        self.up, self.down = self.up_weight.parts[0], self.down_weight.parts[0]
+        self.dtype: torch.dtype = getattr(torch, self.up_weight.dtype)
+        self.hidden, self.inner = self._sizes(self.down_weight)
+        self.width = self._sizes(self.up_weight)[0]
         norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.norm: Callable[[Tensor], Tensor] | None = norm  # type: ignore[assignment]
         if recipe is None:
@@ -88,6 +88,12 @@ class LayerExperts:
         self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
         self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
         self.plan: object = None  # what a kernel keeps for this layer
+
+    def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""
+        rows, columns = weight.shape
+        plain = weight.encoding == PLAIN
+        return (columns, rows) if plain and self.transposed else (rows, columns)
 
     def _tensor(self, name: str) -> Tensor:
         return getattr(self.module, name).detach()
