@@ -242,7 +242,7 @@ class Driver:
     def _do(self, action: Action, now: float) -> None:
         match action:
             case StartChunk():
-                if action.chunk == 0 and action.link == 0:
+                if action.begins:
                     self.slots.clear(action.slot)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
