@@ -87,6 +87,9 @@ class LayerExperts:
         self.recipe = recipe
         self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
         self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
+        # What an expert gives, where the module's class says so by itself (hf/adapters/socket.py).
+        own = getattr(module, "own_arithmetic", False)
+        self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
         self.plan: object = None  # what a kernel keeps for this layer
 
     def _sizes(self, weight: WeightSpec) -> tuple[int, int]:

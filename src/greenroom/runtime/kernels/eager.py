@@ -48,8 +48,12 @@ class Eager:
             tokens = torch.from_numpy(step.routing.tokens[rows])
             ranks = torch.from_numpy(step.routing.ranks[rows])
             up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
-            out = forward(layer, expert, step.x[tokens], up, down)
-            step.outputs[expert] = tokens, out * cast(layer, step.weights[tokens, ranks, None])
+            weights = step.weights[tokens, ranks, None]
+            if layer.own is not None:
+                out = layer.own(step.x, tokens, weights, up, down, expert)
+            else:
+                out = forward(layer, expert, step.x[tokens], up, down) * cast(layer, weights)
+            step.outputs[expert] = tokens, out
 
     def combine(self, step: Step) -> Tensor:
         """The sum over each token's experts [T, H], by ascending id."""

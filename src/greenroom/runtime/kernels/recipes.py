@@ -53,7 +53,8 @@ _KNOWN: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
 def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
-    """The recipe that reproduces the class's own eager forward; the common one if it has none."""
+    """The recipe that reproduces the class's own eager forward; the common one if it has none, or
+    says by itself what an expert gives."""
     key = type(module), dtype
     if key not in _KNOWN:
         _KNOWN[key] = _find(module, dtype)
@@ -62,7 +63,7 @@ def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
 
 def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
     eager = getattr(type(module).forward, "__wrapped__", None)
-    if eager is None:
+    if eager is None or getattr(module, "own_arithmetic", False):
         return Recipe()
     hidden = _INNER
     if module.has_post_expert_norm:
