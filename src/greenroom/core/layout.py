@@ -102,8 +102,8 @@ class SlotLayout:
     ) -> SlotLayout:
         """Lay (name, shape, dtype) tensors one after another, each aligned."""
         specs, end = [], 0
-        for name, shape, dtype in tensors:
-            spec = TensorSpec(name, shape, dtype, end)
+        for name, shape, kind in tensors:
+            spec = TensorSpec(name, shape, kind, end)
             specs.append(spec)
             end = -(-(end + spec.nbytes) // ALIGNMENT) * ALIGNMENT
         return cls(tuple(specs), end, encodings or {}, dtype)

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
@@ -47,13 +48,24 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`."""
+    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`.
+
+    An encoded one is a matrix, or a stack of them, whose codes lie there and whose companions lie
+    elsewhere. Its `shape` is what it is expanded to: [..., outputs, inputs], or the other way round
+    where it is `transposed` on expanding; `codes` is the shape of its codes, in `dtype`. `unit`
+    outputs share one row of the companions.
+    """
 
     file: int
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    encoding: str = PLAIN
+    codes: tuple[int, ...] = ()
+    transposed: bool = False
+    unit: int = 1
+    companions: tuple[Stored, ...] = ()
 
 
 def read_header(path: Path, file: int) -> dict[str, Stored]:

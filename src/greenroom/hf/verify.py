@@ -24,8 +24,8 @@ from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
 from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
-from greenroom.hf.reference import whole_model
 from greenroom.hf.passes import Passes
+from greenroom.hf.reference import whole_model
 from greenroom.runtime.memory import available_bytes, give_back
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
