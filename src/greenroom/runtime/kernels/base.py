@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +92,15 @@ class LayerExperts:
         own = getattr(module, "own_arithmetic", False)
         self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
         self.plan: object = None  # what a kernel keeps for this layer
+
+    @cached_property
+    def unfused(self) -> str:
+        """Why the compiled kernels leave this layer to the eager one; "" where they do not."""
+        from greenroom.runtime.kernels.matrix import unfused
+
+        if getattr(self.module, "eager_only", False):
+            return f"{type(self.module).__name__} has an arithmetic of its own"
+        return unfused(self)
 
     def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
         """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""
