@@ -44,9 +44,9 @@ from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
-from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
 from greenroom.runtime.slots import HostSlots
@@ -78,6 +78,18 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     return min(slots, catalog.experts)
 
 
+def engine_for(parts: Parts) -> Engine | None:
+    """The GPU; None where slots are in host memory."""
+    return Cuda() if parts.cuda else None
+
+
+def lanes_of(parts: Parts) -> tuple[int, ...]:
+    """Transfers at a time of each link."""
+    if parts.cuda:
+        return parts.readers, IN_FLIGHT
+    return (parts.readers, 1) if parts.fake else (parts.readers,)
+
+
 def kernels_of(parts: Parts) -> str:
     """What computes the experts where they are; UsageError where it cannot."""
     if parts.kernels == "auto":
@@ -88,7 +100,9 @@ def kernels_of(parts: Parts) -> str:
         log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
         return "eager"
     if parts.cuda and parts.kernels == "numba":
-        raise UsageError("--kernels numba computes on a CPU: with --device cuda take triton or eager")
+        raise UsageError(
+            "--kernels numba computes on a CPU: with --device cuda take triton or eager"
+        )
     return parts.kernels
 
 
@@ -111,7 +125,7 @@ class Greenroom:
             store = FakeStore(store, bandwidth=parts.read_limit)
         if parts.fake:
             store = FakeStore(store, jitter=0.002, seed=parts.seed)
-        self.engine: Engine | None = Cuda() if parts.cuda else None
+        self.engine = engine_for(parts)
         slots = self._slots()
         chunks = [store.chunks(expert) for expert in range(catalog.experts)]
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
@@ -124,7 +138,7 @@ class Greenroom:
             parts.capacity,
             policy,
             scope=parts.scope,
-            lanes=self._lanes,
+            lanes=lanes_of(parts),
             ahead=self._ahead,
             seed=parts.seed,
             host=self._tier,
@@ -142,7 +156,7 @@ class Greenroom:
             slots,
             foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
-            links=LINKS[: len(self._lanes)],
+            links=LINKS[: len(lanes_of(parts))],
             between=between,
         )
         key = parts.fingerprint if parts.remember else ""
@@ -163,13 +177,6 @@ class Greenroom:
         except BaseException:
             self.detach()
             raise
-
-    @property
-    def _lanes(self) -> tuple[int, ...]:
-        parts = self.parts
-        if parts.cuda:
-            return parts.readers, IN_FLIGHT
-        return (parts.readers, 1) if parts.fake else (parts.readers,)
 
     def _slots(self) -> HostSlots | DeviceSlots:
         parts, catalog = self.parts, self.parts.catalog

@@ -1,11 +1,13 @@
 """The memory budget: what must be in memory besides the experts, before and after loading.
 
 `--memory M` is the whole process: Python and its libraries, dense parts, KV cache, workspace,
-staging; what is left becomes slots.
+staging; what is left becomes slots. With a GPU it is of the GPU's memory, and `--host-memory` is
+the process: Python, CUDA's own, staging seats; what is left there keeps experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +19,17 @@ from greenroom.core.layout import Catalog
 from greenroom.errors import BudgetError
 from greenroom.hf.build import Draft
 from greenroom.hf.parts import Parts
+from greenroom.runtime.cuda.host import sizes
 from greenroom.runtime.memory import available_bytes, rss_bytes
-from greenroom.runtime.store import CHUNK_BYTES
+from greenroom.runtime.store import CHUNK_BYTES, Chunk, cut
 
 PREFILL_BLOCK = 512  # tokens; longer prompts are read in blocks of it, whatever the memory
 AUTO_SHARE = 0.8  # of what is available: the rest is the user's
 COMPILERS = 160 << 20  # what compiling the kernels adds to the process; measured once it is done
 SLACK = 32 << 20  # what allocators keep and nobody can count
+LIBRARIES = 256 << 20  # what cuBLAS and Triton take of a GPU when they are first used
+
+Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +47,9 @@ class Needs:
         return self.process + self.dense + self.kv_cache + self.workspace + self.staging
 
     def __str__(self) -> str:
+        process = f"process {show_bytes(self.process)}, " if self.process else ""
         return (
-            f"process {show_bytes(self.process)}, dense parts {show_bytes(self.dense)},"
+            f"{process}dense parts {show_bytes(self.dense)},"
             f" KV cache {show_bytes(self.kv_cache)},"
             f" workspace {show_bytes(self.workspace + self.staging)}"
         )
@@ -67,16 +74,85 @@ def needs(draft: Draft, parts: Parts) -> Needs:
     )
 
 
-def capacity_for(budget: int, need: Needs, catalog: Catalog, at_least: int = 1) -> int:
-    """Slots that a budget leaves. BudgetError says how much would do."""
+def capacity_for(
+    budget: int, need: Needs, catalog: Catalog, at_least: int = 1, of: str = ""
+) -> int:
+    """Slots that a budget (`of` what, where it is not the process) leaves. BudgetError says how
+    much would do."""
     slots = (budget - need.total) // catalog.slot_bytes
     if slots < at_least:
         enough = need.total + at_least * catalog.slot_bytes
         raise BudgetError(
-            f"a budget of {show_bytes(budget)} is too small: {need} and {at_least}"
+            f"a budget of {show_bytes(budget)}{of} is too small: {need} and {at_least}"
             f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
         )
     return int(min(slots, catalog.experts))
+
+
+class DeviceBudget:
+    """`--memory` on a GPU: bytes, or a share of what was free when this was made.
+
+    `read` says what is free now. BudgetError where more is asked for than is free: others may hold
+    it, and a GPU cannot swap.
+    """
+
+    OF = " of the GPU's memory"
+
+    def __init__(self, memory: str | int | None, read: Reader) -> None:
+        self._read = read
+        self.free, total = read()
+        if memory in (None, "auto"):
+            self.nbytes = int(self.free * AUTO_SHARE)
+        else:
+            self.nbytes = Amount.parse(memory, "--memory").of(self.free)
+        if self.nbytes > self.free:
+            raise BudgetError(
+                f"--memory {memory}: of the GPU's {show_bytes(total)} {show_bytes(self.free)} are"
+                " free, other processes hold the rest; a GPU's memory is --memory, what experts may"
+                " take of the host's is --host-memory"
+            )
+
+    def before(self, draft: Draft, parts: Parts) -> Needs:
+        """What is needed beside the slots, before anything is loaded."""
+        workspace = workspace_bytes(draft.model, parts.catalog, parts.context)
+        return Needs(0, draft.dense_bytes, parts.kv_cache_bytes, workspace + SLACK, LIBRARIES)
+
+    def after(self, need: Needs, slots: int) -> Needs:
+        """The same once everything is loaded, with so many bytes of slots: dense parts and
+        libraries are what has gone since the start."""
+        used = max(0, self.free - self._read()[0] - slots)
+        return Needs(used, 0, need.kv_cache, need.workspace, 0)
+
+
+def host_slots(host_memory: str | int | None, catalog: Catalog, seats: int) -> tuple[int, int]:
+    """(budget in bytes, experts that it has room for in host memory beside the process).
+
+    Without an amount as much is taken as there is, within `AUTO_SHARE`; none is enough then.
+    BudgetError where a budget does not even hold the process and its staging seats.
+    """
+    available, process = available_bytes() + rss_bytes(), rss_bytes()
+    auto = host_memory in (None, "auto")
+    if auto:
+        budget = int(available * AUTO_SHARE)
+    else:
+        budget = Amount.parse(host_memory, "--host-memory").of(available)  # type: ignore[arg-type]
+    seat, slot = sizes(chunks_of(catalog))
+    least = process + SLACK + seats * seat
+    if budget < least and not auto:
+        raise BudgetError(
+            f"--host-memory {host_memory} is too small: the process takes {show_bytes(process)}"
+            f" and staging {show_bytes(seats * seat)};"
+            f" --host-memory {-(-least // (1 << 20))}MiB would do"
+        )
+    return budget, min(max(0, (budget - least) // slot), catalog.experts)
+
+
+def chunks_of(catalog: Catalog) -> Sequence[tuple[Chunk, ...]]:
+    """How every expert is cut, as the store will do it."""
+    return [
+        tuple(chunk for extent in catalog.extents(e) for chunk in cut(extent, CHUNK_BYTES))
+        for e in range(catalog.experts)
+    ]
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
