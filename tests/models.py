@@ -80,6 +80,11 @@ LINEAR_ATTENTION = {
 INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
 QWEN4 = {
     "head_dim": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
     "hc_count": 2,
     "hc_lowrank": 8,
     "ple_embed_dim": 8,
@@ -98,7 +103,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 8},
     "axk1": DEEPSEEK,
     "axk2": {**DEEPSEEK, **INDEXED, "gated_norm_rank": 8, "n_group": None, "topk_group": None},
-    "bailing_hybrid": {**EIGHT, "n_group": 2, "topk_group": 1, "layer_group_size": 2},
+    "bailing_hybrid": {
+        **EIGHT,
+        "n_group": 2,
+        "topk_group": 1,
+        "layer_group_size": 2,
+        "num_key_value_heads": 4,
+    },
     "beam": {
         **EIGHT,
         "head_dim": 8,
@@ -538,6 +549,11 @@ def _strided(
 def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     """The model as transformers loads it, computed eagerly; shared by tests: do not change it."""
     config = AutoConfig.from_pretrained(folder)
+    if part := PARTS.get(config.model_type):
+        config = getattr(config, part)
+        return AutoModelForImageTextToText.from_pretrained(
+            folder, config=config, dtype=dtype, key_mapping={rf"^{part.split('_')[0]}\.": ""}
+        )
     auto = next(
         auto
         for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)

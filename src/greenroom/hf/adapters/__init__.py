@@ -18,6 +18,7 @@ ADAPTERS = (
     "llama4",
     "longcat_flash",
     "nllb_moe",
+    "qwen3_omni_moe",
     "step3p7",
     "switch_transformers",
 )

@@ -39,7 +39,7 @@ def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     if not index.is_meta:
         for expert in index.unique().tolist():
             if expert >= self.experts.num_experts:
-                ranks, tokens = torch.where(index.T == expert)
+                ranks, tokens = torch.nonzero(expert == index.T, as_tuple=True)
                 total.index_add_(0, tokens, (x[tokens] * weights[tokens, ranks, None]).to(x.dtype))
     return total.view(*shape)
 

@@ -89,7 +89,7 @@ class _Loop(nn.Module):
         up = self.gate_up_proj if self.has_gate else self.up_proj
         for expert in top_k_index.unique().tolist():
             if expert < self.num_experts:
-                ranks, tokens = torch.where(top_k_index.T == expert)
+                ranks, tokens = torch.nonzero(expert == top_k_index.T, as_tuple=True)
                 weights = top_k_weights[tokens, ranks, None]
                 out = self.weighted_output(
                     hidden_states, tokens, weights, up[expert], self.down_proj[expert], expert

@@ -23,7 +23,6 @@ def adapt(block: nn.Module, model: PreTrainedModel) -> None:
         has_gate=False,
     )
     become(block, _forward)
-    block._is_hf_initialized = True  # its initialisation knows its own experts only
 
 
 def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
