@@ -25,6 +25,7 @@ class Engine(Protocol):
     """Copies and marks on one device."""
 
     device: torch.device
+    name: str  # for people
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory of the device, [nbytes] uint8; DeviceError where there is not so much."""
@@ -60,6 +61,7 @@ class Host:
     """The CPU in a GPU's place: everything is done when it is ordered."""
 
     device = torch.device("cpu")
+    name = "the host"
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -95,6 +97,7 @@ class Cuda:
             torch.cuda.init()
             with torch.cuda.device(self.device):
                 self._stream = torch.cuda.Stream()
+            self.name = torch.cuda.get_device_name(self.device)
 
     def empty(self, nbytes: int) -> Tensor:
         with device_errors(f"{show_bytes(nbytes)} for slots"):

@@ -37,7 +37,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 def _fields(codes: Tensor, width: int, bits: int, count: int) -> Tensor:
     """Fields of `bits` bits: runs of `width` bytes hold `count` groups -> [n, groups, width]."""
     runs = codes.reshape(len(codes), -1, 1, width)
-    shift = torch.arange(0, bits * count, bits, dtype=torch.uint8).view(-1, 1)
+    shift = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=codes.device).view(-1, 1)
     return ((runs >> shift) & (2**bits - 1)).flatten(1, 2)
 
 
@@ -60,7 +60,9 @@ def _q4_0(blocks: Tensor) -> Tensor:
 def _gguf_mxfp4(blocks: Tensor) -> Tensor:
     e = blocks[:, :1].int()
     half = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
-    twice = (torch.tensor(E2M1) * 2).int().float()  # ggml has no negative zero
+    twice = (
+        (torch.tensor(E2M1, device=blocks.device) * 2).int().float()
+    )  # ggml has no negative zero
     return half * twice[_fields(blocks[:, 1:], 16, 4, 2).flatten(1).int()]
 
 

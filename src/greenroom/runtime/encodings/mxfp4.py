@@ -24,7 +24,7 @@ E2M1 = (
 def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Expand; see the module."""
     codes, scale = parts
-    values = torch.tensor(E2M1)[nibbles(codes).int()]
+    values = torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()]
     power = scale.view(torch.float8_e8m0fnu).float()[..., None]
     return (values.unflatten(1, (-1, 32)) * power).reshape(shape).to(dtype)
 

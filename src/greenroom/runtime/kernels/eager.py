@@ -42,11 +42,11 @@ class Eager:
 
     def wave(self, step: Step, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts of the step from their slots."""
-        layer = step.layer
+        layer, device = step.layer, step.x.device
         for expert, slot in zip(experts, slots, strict=True):
             rows = step.routing.entries(expert)
-            tokens = torch.from_numpy(step.routing.tokens[rows])
-            ranks = torch.from_numpy(step.routing.ranks[rows])
+            tokens = torch.from_numpy(step.routing.tokens[rows]).to(device)
+            ranks = torch.from_numpy(step.routing.ranks[rows]).to(device)
             up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
             weights = step.weights[tokens, ranks, None]
             if layer.own is not None:
