@@ -28,6 +28,7 @@ from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
 from greenroom.hf.adapters import adapt, conversions
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import Streamed, detach_experts, streamed_parameters
+from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
 from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
@@ -62,10 +63,11 @@ class Draft:
         config.name_or_path = str(checkpoint.folder)  # a text part's own has none
         main = _dtype(dtype, checkpoint, config)
         model = _construct(kind, config, main)
-        adapt(model)
+        if said := adapt(model):
+            log.warning("%s", said)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = streamed_parameters(model, dtypes)
-        routes, unused = find_routes(model, checkpoint.tensors)
+        routes, unused = routes_of(model, checkpoint)
         catalog = make_catalog(model, checkpoint, routes, layers)
         streamed = {s.full_name for layer in layers for s in layer}
         names = list(model.state_dict())
@@ -104,7 +106,8 @@ class Draft:
         type(model)._finalize_model_loading(model, options, info)
         model.eval()
         model.set_use_kernels(False, None)
-        _load_generation_config(model, self.checkpoint.folder)
+        if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
+            _load_generation_config(model, self.checkpoint.folder)
         return model
 
     def _options(self, device: torch.device) -> LoadStateDictConfig:
@@ -113,7 +116,7 @@ class Draft:
             device_map=None if device.type == "cpu" else {"": device},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=conversions(self.model),
+            weight_mapping=[] if isinstance(self.checkpoint, Gguf) else conversions(self.model),
             use_safetensors=True,
         )
 
@@ -122,12 +125,14 @@ class Draft:
     ) -> Any:
         """Have transformers load what these routes lead to."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
-        tensors = {
-            name: _OnDisk(self.checkpoint, name, dtypes(target, constructed[target].dtype))
-            for target, route in routes.items()
-            for names in route.sources.values()
-            for name in names
-        }
+        tensors: dict[str, Any] = {}
+        for target, route in routes.items():
+            dtype = dtypes(target, constructed[target].dtype)
+            names = [name for own in route.sources.values() for name in own]
+            if isinstance(self.checkpoint, Gguf):  # its names mean nothing to transformers' loader
+                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype)
+            else:
+                tensors |= {name: _OnDisk(self.checkpoint, name, dtype) for name in names}
         info, _ = type(self.model)._load_pretrained_model(
             self.model, tensors, None, options, expected_keys=expected
         )
@@ -198,7 +203,33 @@ class _OnDisk:
         return self._checkpoint.read(self._name, self._dtype)
 
 
+@dataclass(frozen=True)
+class _Converted:
+    """Stands for a parameter that is made from tensors of a GGUF file, when it is asked for."""
+
+    checkpoint: Gguf
+    route: Route
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        # As transformers does: what is computed with is in float32, and cast at the end.
+        dtype = self.dtype if self.route.converter is None else torch.float32
+        names = [name for own in self.route.sources.values() for name in own]
+        tensors = {name: self.checkpoint.read(name, dtype) for name in names}
+        return converted(self.route, tensors, self.model).to(self.dtype)
+
+
+def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:
+    """Which tensors make which parameters; see find_routes."""
+    if isinstance(checkpoint, Gguf):
+        return checkpoint.routes(model)
+    return find_routes(model, checkpoint.tensors)
+
+
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    if isinstance(checkpoint, Gguf):
+        return checkpoint.hf_config()
     raw, path = checkpoint.config, checkpoint.folder / "config.json"
     kind = raw["model_type"]
     if kind not in CONFIG_MAPPING:
@@ -221,6 +252,8 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     """The dtype to build in, also written into the config, as `from_pretrained` does."""
     if dtype != "auto" and dtype not in FLOATS:
         raise UnknownName("dtype", dtype, ["auto", *FLOATS])
+    if dtype == "auto" and isinstance(checkpoint, Gguf):
+        dtype = checkpoint.dtype()
     main: torch.dtype
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
     if str(main)[6:] not in FLOATS:

@@ -39,11 +39,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Read the config and all headers.
+        """Read the config and all headers: of a folder, or of a GGUF file (hf/gguf.py).
 
         Raises NotAModel, UnsupportedModel or CheckpointError.
         """
         folder = Path(folder).absolute()
+        if folder.suffix == ".gguf" and not folder.is_dir():
+            from greenroom.hf.gguf import Gguf
+
+            return Gguf.open(folder)
         config = read_config(folder)
         names, wanted = _shards(folder)
         files = tuple(str(folder / name) for name in names)
@@ -55,6 +59,11 @@ class Checkpoint:
             if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
                 raise CheckpointError(f"{folder / name}: lacks {lost}, which {INDEX} says it has")
         return cls(folder, config, files, encoded(config, tensors, folder), tensors)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` methods are to be called with."""
+        return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in ordinary memory, cast to `dtype`, expanded where it is encoded."""
@@ -69,8 +78,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; NotAModel where there is none, or it is no model's."""
     path = folder / "config.json"
     if not path.is_file():
-        if next(folder.glob("*.gguf"), None):
-            raise UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -109,8 +116,8 @@ def _no_weights(folder: Path) -> Exception:
     """The error for a folder without model.safetensors and without an index."""
     if next(folder.glob("model-*.safetensors"), None):
         return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
-    if next(folder.glob("*.gguf"), None):
-        return UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
+    if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return NotAModel(f"{folder}: no safetensors; give the GGUF file itself: {gguf}")
     if pickle := next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None):
         return UnsupportedModel(
             f"{folder}: its weights are pickles ({pickle.name}): only safetensors are read"
@@ -119,7 +126,8 @@ def _no_weights(folder: Path) -> Exception:
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id.
+    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id; or a GGUF
+    file: given as such, or the only one in a folder without a config.
 
     A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
     Raises NotAModel or UnsupportedModel with one line that says what to do.
@@ -128,13 +136,22 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     if text == "demo":
         return demo_folder()
     path = Path(text).expanduser()
-    if path.suffix == ".gguf":
-        raise UnsupportedModel(f"{text}: GGUF files are not served yet, only safetensors")
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.exists():
+            raise NotAModel(f"{text}: there is no such file")
+        return path
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            from greenroom.hf.gguf_file import model_in
+
+            if (file := model_in(path)) is not None:
+                return file
         read_config(path)
         return path
     if path.is_file():
-        raise NotAModel(f"{text}: is a file; give the folder that holds config.json")
+        raise NotAModel(
+            f"{text}: is a file; give the folder that holds config.json, or a .gguf file"
+        )
     if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
         raise NotAModel(f"{text}: there is no such folder")
     from greenroom.hf.hub import download

@@ -91,7 +91,7 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
     entries.pop("__metadata__", None)
     data = 8 + length
     tensors = {name: _tensor(path, file, name, entry, data) for name, entry in entries.items()}
-    _check_ranges(path, tensors, size)
+    check_ranges(path, tensors, size)
     return tensors
 
 
@@ -114,7 +114,7 @@ def _tensor(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
     return Stored(file, torch_name, shape, data + begin, expected)
 
 
-def _check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
+def check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
     """No tensor may reach past the file's end or into another one."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

@@ -19,6 +19,7 @@ from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.header import Stored
 from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings.encoding import Decode
 
 PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
@@ -63,7 +64,7 @@ def _matrix(
     step = stored.unit
     if rows % stored.unit == 0:  # otherwise each row of scales is expanded by itself
         step *= max(1, PIECE // (4 * columns * stored.unit))
-    decode = ENCODINGS[stored.encoding].decode
+    decode = decoder(stored.encoding)
     for row in range(0, rows, step):
         count = min(step, rows - row)
         codes = _rows(files, name, stored, stored.codes, number, row, count)
@@ -73,6 +74,19 @@ def _matrix(
         ]
         matrix[row : row + count] = decode([codes, *companions], (count, columns), dtype)
     return matrix.T.contiguous() if stored.transposed else matrix
+
+
+def decoder(encoding: str) -> Decode:
+    """What expands an encoding: ours, or gguf's own for ggml types that no kernel reads."""
+    if encoding in ENCODINGS:
+        return ENCODINGS[encoding].decode
+    from gguf import GGMLQuantizationType, dequantize
+
+    def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = dequantize(parts[0].numpy(), GGMLQuantizationType[encoding])
+        return torch.from_numpy(values).view(shape).to(dtype)
+
+    return decode
 
 
 def _rows(

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.gguf import is_gguf_arch_supported
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.quantization_config import GgufConfig
 
+from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.experts import Streamed
+from greenroom.hf.gguf import Gguf, converted
+from greenroom.hf.gguf_file import ENCODED
 from greenroom.hf.header import DTYPES, Stored
 from greenroom.hf.quantised import settings_of
-from greenroom.hf.routes import find_routes
+from greenroom.hf.routes import TargetDtypes, find_routes
 
 
 def quantiser(checkpoint: Checkpoint) -> Any:
@@ -42,16 +49,33 @@ def quantiser(checkpoint: Checkpoint) -> Any:
     return made
 
 
+def loads_whole(checkpoint: Checkpoint) -> bool:
+    """Whether transformers can load it: of a GGUF in parts it reads only one."""
+    return not isinstance(checkpoint, Gguf) or len(checkpoint.files) == 1
+
+
 def whole_model(draft: Draft) -> PreTrainedModel:
     """The full model, as `from_pretrained` loads it, computed by eager; takes all of its memory."""
-    quantised = quantiser(draft.checkpoint)
+    checkpoint, options, dtype = draft.checkpoint, {}, draft.dtype
+    if (quantised := quantiser(checkpoint)) is not None:
+        options["quantization_config"] = quantised.quantization_config
+    adapter = adapter_of(draft.model)
+    if adapter is not None and adapter.part:
+        whole = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        options["config"] = getattr(whole, adapter.part)
+        options["key_mapping"] = dict(adapter.names)
+    if isinstance(checkpoint, Gguf):
+        options["config"] = checkpoint.hf_config()
+        options["quantization_config"] = GgufConfig(dequantize=True)
+        if is_gguf_arch_supported(checkpoint.architecture):
+            dtype = torch.float32  # or blocks would be expanded by operations in the model's dtype
     model: PreTrainedModel = type(draft.model).from_pretrained(
-        draft.checkpoint.folder,
-        dtype=draft.dtype,
-        experts_implementation="eager",
-        local_files_only=True,
-        **({} if quantised is None else {"quantization_config": quantised.quantization_config}),
+        **checkpoint.source, **options, dtype=dtype, experts_implementation="eager"
     )
+    if dtype != draft.dtype:
+        dtypes = TargetDtypes(model._get_dtype_plan(draft.dtype))
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes(name, draft.dtype))
     return model.eval()
 
 
@@ -66,6 +90,11 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
         empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
         module.register_parameter(one.name, nn.Parameter(empty, requires_grad=False))
     wanted = {one.full_name for one in streamed}
+    if isinstance(checkpoint, Gguf):
+        made = {one.name: _by_gguf(draft, checkpoint, one) for one in streamed}
+        for one in streamed:
+            module.register_parameter(one.name, None)
+        return made
     routes, _ = find_routes(model, checkpoint.tensors)
     sources = [
         name
@@ -93,6 +122,29 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
     for one in streamed:
         module.register_parameter(one.name, None)
     return loaded
+
+
+def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
+    """One parameter, expanded by gguf and joined as transformers joins it."""
+    routes, _ = checkpoint.routes(draft.model)
+    route = routes[streamed.full_name]
+    import gguf  # only here: what reads no GGUF must not need it
+
+    tensors = {}
+    for name in (name for own in route.sources.values() for name in own):
+        stored = checkpoint.stored[name]
+        data = np.fromfile(
+            checkpoint.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
+        )
+        if stored.encoding == PLAIN:
+            values = torch.from_numpy(data).view(getattr(torch, stored.dtype))
+        else:
+            kind = next((k for k, v in ENCODED.items() if v == stored.encoding), stored.encoding)
+            values = torch.from_numpy(
+                gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
+            )
+        tensors[name] = values.view(stored.shape).float()
+    return converted(route, tensors, draft.model).to(streamed.dtype)
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:

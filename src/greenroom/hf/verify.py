@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
+from greenroom.hf.adapters import adapter_of
 from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
 from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
 from greenroom.hf.passes import Passes
-from greenroom.hf.reference import whole_model
+from greenroom.hf.reference import loads_whole, whole_model
 from greenroom.runtime.memory import available_bytes, give_back
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
@@ -86,12 +87,13 @@ def verify(
     slots_for(cache, draft.catalog)  # a mistake shows before the work begins
     size = draft.dense_bytes + draft.expanded_bytes
     whole = size * ROOM < available_bytes() if layers is None else not layers
+    whole = whole and loads_whole(checkpoint)
     verdict = Verdict(whole)
     trial = _Trial(source, cache, dtype, prompt, tokens, say, verdict)
     if whole:
         trial.against_the_whole(draft)
     else:
-        say("the whole model does not fit beside the cache: comparing layer by layer")
+        say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
     trial.default_kernels(draft)
     return verdict
@@ -115,6 +117,7 @@ class _Trial:
 
     @contextmanager
     def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
+        options = {"device": "cpu", **options}  # where the reference is computed
         config = LoadConfig(cache=cache, dtype=self.dtype, no_guard=True, **options)
         model, tokenizer = load_with(self.source, config, remember=False)
         try:
@@ -130,9 +133,11 @@ class _Trial:
         with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
             ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
             ours = greedy(model, ids, self.tokens)
+            if adapter_of(model) is not None:  # transformers has no experts modules to compare with
+                self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
         model = whole_model(draft)
         self.reference = greedy(model, ids, self.tokens)
-        self.layers = list(reference_layers(model, draft.catalog.layers, [ids]))
+        self.layers = self.layers or list(reference_layers(model, draft.catalog.layers, [ids]))
         model.set_experts_implementation("grouped_mm")
         grouped = forced(model, ids, self.reference.tokens)
         del model
