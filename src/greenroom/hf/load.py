@@ -51,12 +51,12 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `memory` ("8GiB", "60%", "auto") is the
-    budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache alone; they exclude
-    each other, and neither means memory="auto". `device` is cpu, cuda, fake, or auto: cuda where
-    torch has it; there `memory` is of the GPU's, and `host_memory` is the process's. `options` are
-    the further fields of `greenroom.config.LoadConfig`: scope, context, readers, direct, dtype,
-    threads.
+    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `memory` ("8GiB", "60%",
+    "auto") is the budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache
+    alone; they exclude each other, and neither means memory="auto". `device` is cpu, cuda, fake, or
+    auto: cuda where torch has it; there `memory` is of the GPU's, and `host_memory` is the
+    process's. `options` are the further fields of `greenroom.config.LoadConfig`: scope, context,
+    readers, direct, dtype, threads.
 
     Returns (model, tokenizer): an ordinary transformers model, whose `generate` works and gives
     the tokens of the full model, with `model.greenroom` for `stats()`, `resize()` and `detach()`.
@@ -133,11 +133,13 @@ def _load(
         parts = replace(parts, budget_bytes=budget)
     chosen = choose(config.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
-    if room >= catalog.experts:  # nothing is ever fetched again
+    decoder_only = not draft.model.config.is_encoder_decoder
+    if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
     with device_errors("the dense parts"):
         model = draft.load("cpu" if engine is None else engine.device)
-    model.generation_config.prefill_chunk_size = PREFILL_BLOCK
+    if decoder_only:  # an encoder reads a prompt as a whole
+        model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     compile_for(chosen)
     ahead.wait()
     if parts.host_bytes is not None:
