@@ -19,7 +19,12 @@ from torch import Tensor
 
 from tests.models import make, save_tokenizer
 
-ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2"}
+ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -38,6 +43,7 @@ NAMES = {  # transformers' names inside a layer -> llama.cpp's
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -60,6 +66,12 @@ def write(
            Vectors and routers are F32, as llama.cpp has them
     """
     model = make(name, "bfloat16", **{**SIZES, **overrides})
+    return write_model(path, model, types or {"": "Q8_0"})
+
+
+def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
+    """A model of one of ARCHITECTURES as a GGUF file."""
+    name = model.config.model_type
     config, arch = model.config, ARCHITECTURES[name]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -69,7 +81,7 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // 4)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -77,11 +89,17 @@ def write(
     writer.add_expert_feed_forward_length(width)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if name == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config.rope_parameters["original_max_position_embeddings"]
+        )
     _tokenizer(writer, path.parent, config.vocab_size)
-    types = types or {"": "Q8_0"}
     for key, tensor in tensors(model).items():
         wanted = next((types[part] for part in types if part in key), "F32")
-        vector = tensor.ndim == 1 or "ffn_gate_inp" in key
+        vector = tensor.ndim == 1 or "ffn_gate_inp" in key or key.endswith(".bias")
         add(writer, key, tensor.float(), Type.F32 if vector else Type[wanted])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -99,12 +117,20 @@ def tensors(model: Any) -> dict[str, Tensor]:
             continue
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
-        if inner == "mlp.experts.gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            found |= {f"blk.{layer}.ffn_gate_exps.weight": gate}
-            found |= {f"blk.{layer}.ffn_up_exps.weight": up}
-        elif inner == "mlp.experts.down_proj":
-            found[f"blk.{layer}.ffn_down_exps.weight"] = tensor
+        oss = model.config.model_type == "gpt_oss"
+        if stem == "mlp.experts":
+            kind = "bias" if suffix.endswith("_bias") else "weight"
+            tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
+            if suffix.startswith("gate_up_proj"):
+                gate, up = (tensor[:, ::2], tensor[:, 1::2]) if oss else tensor.chunk(2, dim=1)
+                found[f"blk.{layer}.ffn_gate_exps.{kind}"] = gate
+                found[f"blk.{layer}.ffn_up_exps.{kind}"] = up
+            else:
+                found[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
+        elif inner == "self_attn.sinks":
+            found[f"blk.{layer}.attn_sinks.weight"] = tensor
+        elif oss and stem == "post_attention_layernorm":
+            found[f"blk.{layer}.post_attention_norm.weight"] = tensor
         elif inner == "mlp.e_score_correction_bias":
             found[f"blk.{layer}.exp_probs_b.bias"] = tensor
         elif stem in NAMES:

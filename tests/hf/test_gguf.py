@@ -19,10 +19,10 @@ from greenroom.hf.load import load
 from greenroom.hf.reference import load_experts, whole_model
 from greenroom.hf.verify import verify
 from greenroom.runtime.encodings import ENCODINGS
-from tests.gguf_models import write
+from tests.gguf_models import write, write_model
 from tests.hf.conftest import one_line
 from tests.hf.test_parity import assert_same, ids, streamed
-from tests.models import read_expert
+from tests.models import make, read_expert
 
 # name -> (architecture, types, what the experts of the first layer are stored in)
 FILES: dict[str, tuple[str, dict[str, str], set[str]]] = {
@@ -118,6 +118,32 @@ def test_dtype_is_a_choice(tmp_path: Path, name: str) -> None:
             expert = ENCODINGS[weight.encoding].decode([expert], weight.shape, torch.float16)
         full = whole.get_submodule(draft.catalog.layers[0]).get_parameter(key)
         assert torch.equal(expert, full[3])
+
+
+# gpt-oss, whose gate and up transformers does not find in a GGUF file
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "BF16", "Q8_0"])
+def test_gpt_oss(tmp_path: Path, kind: str) -> None:
+    """Against a model whose experts are expanded by gguf here."""
+    whole = make("gpt_oss", "bfloat16", hidden_size=64, intermediate_size=96)
+    path = write_model(tmp_path / "tiny.gguf", whole, {"_exps": kind, "": "BF16"})
+    for tensor in gguf.GGUFReader(path).tensors:
+        if "_exps.weight" in tensor.name:
+            values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            _, layer, name, _ = tensor.name.split(".")
+            experts = whole.model.layers[int(layer)].mlp.experts
+            part = {"ffn_gate_exps": experts.gate_up_proj[..., ::2]}
+            part |= {"ffn_up_exps": experts.gate_up_proj[..., 1::2]}
+            part |= {"ffn_down_exps": experts.down_proj}
+            part[name].data.copy_(values.transpose(1, 2))
+    draft = Draft.of(path)
+    config = draft.model.config
+    assert config.rope_parameters == whole.config.rope_parameters
+    assert (config.sliding_window, config.head_dim) == (16, 8)
+    with streamed(path, capacity=3, kernels="eager") as model:
+        assert_same(model, whole.eval(), ids(2, 9))
+    assert verify(str(path), "30%", tokens=2, prompt="The").identical
 
 
 # Files in parts

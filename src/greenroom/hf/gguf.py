@@ -22,11 +22,11 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
 )
-from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
 )
 
 from greenroom.core.layout import PLAIN
@@ -35,13 +35,15 @@ from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import expert_modules
 from greenroom.hf.gguf_file import GgufFile
 from greenroom.hf.header import Stored
-from greenroom.hf.routes import Route, find_routes
+from greenroom.hf.routes import Route
 
 # Architectures whose experts are compared with transformers' own in the tests.
-SERVED = ("minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe")
-WIDTHS = {  # metadata that transformers' mapping leaves out -> the config's name for it
+SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen3moe")
+LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's name for it
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
 }
 
 
@@ -77,17 +79,37 @@ class Gguf(Checkpoint):
         }
 
     def hf_config(self) -> PreTrainedConfig:
-        """transformers' config of the model."""
+        """transformers' config of the model, with what its mapping leaves out."""
         try:
-            config = AutoConfig.from_pretrained(**self.source)
+            values = load_gguf_checkpoint(str(self.folder))["config"]
+            values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
+            config = AutoConfig.for_model(**values)
         except Exception as error:  # each config class validates in its own way
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{self.folder}: its metadata is no config: {reason}") from error
-        for key, name in WIDTHS.items():
+        for key, name in LEFT_OUT.items():
             value = self.config.get(f"{self.architecture}.{key}")
             if value is not None and hasattr(config, name):
                 setattr(config, name, value)
         return config
+
+    def _scaling(self) -> dict[str, Any] | None:
+        """How rotary embeddings are stretched; transformers' mapping takes other bytes for it."""
+        prefix = f"{self.architecture}.rope.scaling."
+        kind = self.config.get(f"{prefix}type", "none")
+        if kind == "none":
+            return None
+        if kind != "yarn":
+            raise UnsupportedModel(f"{self.folder}: rotary embeddings are stretched by {kind}")
+        return {
+            "rope_type": "yarn",
+            "rope_theta": self.config.get(f"{self.architecture}.rope.freq_base", 1e4),
+            "factor": self.config[f"{prefix}factor"],
+            "original_max_position_embeddings": self.config[f"{prefix}original_context_length"],
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": self.architecture != "gpt-oss",
+        }
 
     def dtype(self) -> str:
         """What to compute in: the halves that the weights are stored in, else bfloat16."""
@@ -98,16 +120,13 @@ class Gguf(Checkpoint):
 
     def routes(self, model: PreTrainedModel) -> tuple[dict[str, Route], list[str]]:
         """As `find_routes`, for GGUF's names."""
-        if is_gguf_arch_supported(self.architecture):
-            mapping = get_gguf_conversion_mapping(self.architecture, model.config)
-            return find_routes(model, self.tensors, mapping)
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
         names = get_gguf_hf_weights_map(model, processor)
         known = model.state_dict()
         routes, unused = self._expert_routes(model, names), []
         taken = {name for r in routes.values() for own in r.sources.values() for name in own}
         for name in [name for name in self.tensors if name not in taken]:
-            target = names.get(name)
+            target = names.get(name, names.get(name.removesuffix(".weight"), ""))
             if target not in known:
                 unused.append(name)
                 continue
@@ -123,7 +142,7 @@ class Gguf(Checkpoint):
 
     def _expert_routes(self, model: PreTrainedModel, names: dict[str, str]) -> dict[str, Route]:
         """The routes to each layer's matrices; GGUF has [experts, outputs, inputs], gate and up
-        by themselves."""
+        apart."""
         blocks = {hf: name for name, hf in names.items()}
         routes = {}
         for name, module in expert_modules(model).items():
@@ -136,10 +155,19 @@ class Gguf(Checkpoint):
             parts = ("gate", "up") if module.has_gate else ("up",)
             first = f"{name}.gate_up_proj" if module.has_gate else f"{name}.up_proj"
             ups = [f"{stem}ffn_{part}_exps.weight" for part in parts]
-            if stem and all(up in self.tensors for up in ups):
-                routes[first] = _route(first, ups, join + turn)
-            if stem and f"{stem}ffn_down_exps.weight" in self.tensors:
-                routes[down] = _route(down, [f"{stem}ffn_down_exps.weight"], turn)
+            found = {
+                first: _route(first, ups, join + turn),
+                down: _route(down, [f"{stem}ffn_down_exps.weight"], turn),
+            }
+            if module.has_bias:
+                biases = [name.replace(".weight", ".bias") for name in ups]
+                found[f"{first}_bias"] = _route(f"{first}_bias", biases, join)
+                found[f"{down}_bias"] = _route(f"{down}_bias", [f"{stem}ffn_down_exps.bias"], [])
+            routes |= {
+                target: route
+                for target, route in found.items()
+                if all(name in self.tensors for own in route.sources.values() for name in own)
+            }
         return routes
 
 

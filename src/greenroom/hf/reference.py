@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.integrations.gguf import is_gguf_arch_supported
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import GgufConfig
@@ -27,7 +26,7 @@ from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.gguf_file import ENCODED
 from greenroom.hf.header import DTYPES, Stored
 from greenroom.hf.quantised import settings_of
-from greenroom.hf.routes import TargetDtypes, find_routes
+from greenroom.hf.routes import find_routes
 
 
 def quantiser(checkpoint: Checkpoint) -> Any:
@@ -50,13 +49,15 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 
 
 def loads_whole(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can load it: of a GGUF in parts it reads only one."""
-    return not isinstance(checkpoint, Gguf) or len(checkpoint.files) == 1
+    """Whether transformers can load it: of a GGUF in parts it reads only one, and of gpt-oss's it
+    finds no gate and no up projection."""
+    gguf = isinstance(checkpoint, Gguf)
+    return not gguf or (len(checkpoint.files) == 1 and checkpoint.architecture != "gpt-oss")
 
 
 def whole_model(draft: Draft) -> PreTrainedModel:
     """The full model, as `from_pretrained` loads it, computed by eager; takes all of its memory."""
-    checkpoint, options, dtype = draft.checkpoint, {}, draft.dtype
+    checkpoint, options = draft.checkpoint, {}
     if (quantised := quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
     adapter = adapter_of(draft.model)
@@ -67,15 +68,9 @@ def whole_model(draft: Draft) -> PreTrainedModel:
     if isinstance(checkpoint, Gguf):
         options["config"] = checkpoint.hf_config()
         options["quantization_config"] = GgufConfig(dequantize=True)
-        if is_gguf_arch_supported(checkpoint.architecture):
-            dtype = torch.float32  # or blocks would be expanded by operations in the model's dtype
     model: PreTrainedModel = type(draft.model).from_pretrained(
-        **checkpoint.source, **options, dtype=dtype, experts_implementation="eager"
+        **checkpoint.source, **options, dtype=draft.dtype, experts_implementation="eager"
     )
-    if dtype != draft.dtype:
-        dtypes = TargetDtypes(model._get_dtype_plan(draft.dtype))
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(dtypes(name, draft.dtype))
     return model.eval()
 
 

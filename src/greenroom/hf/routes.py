@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
     build_glob_alternation,
     dot_natural_key,
     rename_source_key,
@@ -35,15 +34,12 @@ class Route:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
-def find_routes(
-    model: PreTrainedModel, names: Iterable[str], mapping: list[WeightTransform] | None = None
-) -> tuple[dict[str, Route], list[str]]:
+def find_routes(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, Route], list[str]]:
     """(routes by their first parameter, tensors that the model has no parameter for).
 
-    The model may be on the meta device, but must still have all of its parameters. `mapping` is
-    that of the names, where they are not the model's own.
+    The model may be on the meta device, but must still have all of its parameters.
     """
-    mapping, adapter = conversions(model) if mapping is None else mapping, adapter_of(model)
+    mapping, adapter = conversions(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
