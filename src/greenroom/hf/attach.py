@@ -168,6 +168,7 @@ class Greenroom:
         self._tier_base = 0, 0
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
+        self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
         self.accelerated: Accelerated | None = None
         self._shared: Shared | None = None
@@ -231,10 +232,15 @@ class Greenroom:
             setattr(module, BINDING, binding)
             if layer == 0:
                 self._say_what_is_left(binding)
-        self._hooks = [
-            model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ends, always_call=True),
-        ]
+        passes: list[nn.Module] = [model]
+        if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
+            self._decoder = model.get_decoder()
+            passes = [model.get_encoder(), self._decoder]
+        for module in passes:
+            self._hooks += [
+                module.register_forward_pre_hook(self._begins, with_kwargs=True),
+                module.register_forward_hook(self._ends, always_call=True),
+            ]
 
     def _say_what_is_left(self, binding: Binding) -> None:
         """A GPU's kernel leaves some experts to the slower, eager one."""
@@ -245,13 +251,14 @@ class Greenroom:
                 log.warning("%s: the kernels eager compute them, on the GPU too", reason)
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A pass begins; one without keys and values before it is the first of a prompt."""
+        """A pass begins; one without keys and values before it is the first of a prompt. Of an
+        encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if given is None or given.is_meta:
             return
         cache = kwargs.get("past_key_values")
-        if cache is None or not cache.get_seq_length():
+        if model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
         batch, length = given.shape[:2]
         self.driver.begin_pass(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from greenroom.config import Amount, show_bytes
-from greenroom.core.layout import Catalog
+from greenroom.core.layout import PLAIN, Catalog
 from greenroom.errors import BudgetError
 from greenroom.hf.build import Draft
 from greenroom.hf.parts import Parts
@@ -178,10 +179,14 @@ def _cache_of(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Each layer's (bytes a token, bytes of states that do not grow with the tokens)."""
     tokens = 47  # no other dimension is likely to be that
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        cache: Any = model(input_ids=ids, use_cache=True).past_key_values
+        cache: Any = model(input_ids=ids, **answer, use_cache=True).past_key_values
     sizes = []
-    for layer in cache.layers:
+    layers = cache.layers if not answer else (
+        cache.self_attention_cache.layers + cache.cross_attention_cache.layers
+    )
+    for layer in layers:
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         nbytes = [(t.numel() * t.element_size(), tokens in t.shape) for t in tensors]
         growing = sum(n for n, grows in nbytes if grows) // tokens
@@ -204,9 +209,18 @@ def workspace_bytes(model: PreTrainedModel, catalog: Catalog, context: int) -> i
     tokens = min(context, PREFILL_BLOCK)
     rows = tokens * experts_per_token(model)
     hidden, heads = config.hidden_size, config.num_attention_heads
-    inner = max(max(spec.shape) for layout in catalog.layouts for spec in layout.tensors)
+    weights = [
+        layout.weight(spec.name)
+        for layout in catalog.layouts
+        for spec in layout.tensors
+        if "." not in spec.name  # a companion of an encoded matrix
+    ]
+    inner = max(max(weight.shape) for weight in weights)
     experts = rows * hidden * 8 + tokens * (hidden + inner) * 16
-    widened = max(spec.nbytes for layout in catalog.layouts for spec in layout.tensors) * 2
+    widened = max(
+        2 * weight.parts[0].nbytes if weight.encoding == PLAIN else 16 * prod(weight.shape)
+        for weight in weights
+    )
     dense = tokens * max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
     scores = heads * tokens * context * 8 if config._attn_implementation == "eager" else 0
     logits = 4 * config.vocab_size * 4

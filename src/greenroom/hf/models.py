@@ -105,7 +105,7 @@ def architectures() -> list[Architecture]:
             special.append("encoder-decoder")
         if _shares(name):
             special.append("shared experts")
-        if any(each in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES for each in types[name]):
+        if any(_sees(each) for each in types[name]):
             special.append("text part")
         if how == "adapter" and (said := named(name).special):
             special.append(said)
@@ -113,6 +113,12 @@ def architectures() -> list[Architecture]:
             Architecture(name, how, types[name], tuple(special), tested=name not in UNTESTED)
         )
     return rows
+
+
+def _sees(model_type: str) -> bool:
+    """Whether it leads to a class that takes pictures too."""
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return bool(kind) and not str(kind).endswith("ForCausalLM")
 
 
 def _sources() -> Iterator[tuple[str, str]]:

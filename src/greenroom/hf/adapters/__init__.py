@@ -41,12 +41,17 @@ def adapter_of(model: PreTrainedModel) -> Adapter | None:
     return named(folder) if folder in ADAPTERS else None
 
 
-def adapt(model: PreTrainedModel) -> None:
-    """Give a model on the meta device the form of the socket; nothing where it has it already."""
+def adapt(model: PreTrainedModel) -> str:
+    """Give a model on the meta device the form of the socket, where it does not have it already.
+
+    Returns what is to be said of it, if anything.
+    """
     adapter = adapter_of(model)
-    if adapter is not None:
-        for module in [m for m in model.modules() if type(m).__name__ == adapter.block]:
-            adapter.adapt(module, model)
+    if adapter is None:
+        return ""
+    for module in [m for m in model.modules() if type(m).__name__ == adapter.block]:
+        adapter.adapt(module, model)
+    return adapter.warning
 
 
 def conversions(model: PreTrainedModel) -> list[WeightTransform]:

@@ -21,4 +21,5 @@ ADAPTER = Adapter(
     conversions=_conversions,
     unused=_unused,
     part="thinker_config",
+    names=((r"^thinker\.", ""),),
 )

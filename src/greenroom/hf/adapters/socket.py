@@ -39,6 +39,7 @@ class Adapter:
     unused:      says of a tensor's name whether the changed model has no use for it
     warning:     said when such a model is loaded
     part:        where a config of several models has that of the one that is served
+    names:       how the names of that one's tensors differ there: (pattern, replacement)
     """
 
     block: str = ""
@@ -48,6 +49,7 @@ class Adapter:
     unused: Callable[[str, PreTrainedModel], bool] = lambda name, model: False
     warning: str = ""
     part: str = ""
+    names: tuple[tuple[str, str], ...] = ()
 
 
 def plug(module: nn.Module, model: PreTrainedModel, **flags: bool) -> None:
