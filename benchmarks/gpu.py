@@ -72,8 +72,8 @@ SHAPES = {
     "qwen3-30b-a3b": Shape("qwen3_moe", "Qwen3MoeForCausalLM", 2048, 768, 128, 8, (32, 4), 128),
 }
 TINY = {
-    "olmoe": Shape("olmoe", "OlmoeForCausalLM", 64, 32, 8, 2, (4, 4), 16, 256),
-    "qwen3-30b-a3b": Shape("qwen3_moe", "Qwen3MoeForCausalLM", 64, 48, 8, 2, (4, 2), 16, 256),
+    "olmoe": Shape("olmoe", "OlmoeForCausalLM", 64, 64, 8, 2, (4, 4), 16, 256),
+    "qwen3-30b-a3b": Shape("qwen3_moe", "Qwen3MoeForCausalLM", 64, 64, 8, 2, (4, 2), 16, 256),
 }
 
 
