@@ -136,13 +136,16 @@ def _load(
     decoder_only = not draft.model.config.is_encoder_decoder
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
-    with device_errors("the dense parts"):
-        model = draft.load("cpu" if engine is None else engine.device)
+    model: Any = draft.load()
+    if engine is not None:  # whatever a class keeps beside its parameters goes with them
+        with device_errors("the dense parts"):
+            model.to(engine.device)
     if decoder_only:  # an encoder reads a prompt as a whole
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     compile_for(chosen)
     ahead.wait()
     if parts.host_bytes is not None:
+        give_back()
         parts = _with_host(parts, config)  # the process is what it is now
     model.greenroom = greenroom = Greenroom(model, parts)
     try:

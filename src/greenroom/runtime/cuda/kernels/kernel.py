@@ -179,7 +179,9 @@ class Triton:
         tiles = step.words(experts, slots)
         with _on(step.plan.device):
             if step.tokens is None:  # one upload has all that the host knows of the step
-                parts = (step.routing.tokens, step.summed().ravel(), tiles.ravel())
+                # Each part begins at 16 bytes: Triton would compile for every other alignment.
+                tokens = np.resize(step.routing.tokens, -(-len(step.routing.tokens) // 2) * 2)
+                parts = (tokens, step.summed().ravel(), tiles.ravel())
                 cuts = [len(part) for part in parts]
                 step.tokens, step.order, words = upload(
                     np.concatenate(parts), step.plan.device
