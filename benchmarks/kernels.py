@@ -1,6 +1,9 @@
 """How near the expert kernels come to the memory's speed, and what a call costs in Python.
 
-    python benchmarks/kernels.py [--threads N] [--wall]
+    python benchmarks/kernels.py [--threads N] [--wall] [--encodings]
+
+--encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, in turns with bf16 and
+with the floor; medians.
 
 Weights are random and larger than the caches. Every row stands beside a floor measured right
 before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
@@ -19,9 +22,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from greenroom.runtime.kernels import Routing, kernel
+from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.runtime.kernels import LayerExperts, Recipe, Routing, kernel
 from greenroom.runtime.kernels.accelerate import accelerate
-from greenroom.runtime.measure_kernels import random_layer, step
+from greenroom.runtime.measure_kernels import Experts, random_layer, step
+from greenroom.runtime.slots import HostSlots
 
 EXPERTS, TOP_K = 48, 8
 SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
@@ -77,6 +82,84 @@ def expert_rows(clock: Clock) -> None:
             print(f"{speed / floor:7.2f}{flops / 1e9:9.0f}")
 
 
+STORED = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "mxfp4", "int8", "int4", "fp8")
+ENCODED_SHAPES = ((2048, 1024), (2048, 768))
+HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}
+
+
+def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
+    """A layer of experts of random codes in an encoding, 192 MiB of them, all resident."""
+    if encoding == "bf16":
+        return random_layer(hidden, inner, max(2 * TOP_K, (192 << 20) // (6 * hidden * inner)))
+    parts: dict[str, torch.Tensor] = {}
+    for name, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
+        parts |= encoded_matrix(encoding, name, *shape)
+    sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
+    encodings = dict.fromkeys(("gate_up_proj", "down_proj"), encoding)
+    layout = SlotLayout.pack(sizes, encodings, "bfloat16")
+    count = max(2 * TOP_K, (192 << 20) // layout.nbytes)
+    slots = HostSlots(count, layout.nbytes)
+    for slot in range(count):
+        for name, tensor in parts.items():
+            slots.tensor(slot, layout[name]).view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return LayerExperts(Experts(count), layout, slots, Recipe())
+
+
+def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Random codes [rows, ...] and equal scales, which are small."""
+    inputs, nbytes = BLOCKS[encoding]
+    codes = torch.randint(0, 255, (rows, columns // inputs * nbytes), dtype=torch.uint8)
+    blocks = codes.view(-1, nbytes)
+    for at in HALVES.get(encoding, ()):
+        blocks[:, at : at + 2] = torch.tensor([1e-3]).half().view(torch.uint8)
+    if encoding == "gguf_mxfp4":
+        blocks[:, 0] = 120
+    if encoding in (*HALVES, "gguf_mxfp4"):
+        return {name: codes}
+    if encoding == "mxfp4":
+        return {name: codes, f"{name}.scale": torch.full((rows, columns // 32), 120).byte()}
+    if encoding == "fp8":
+        scale = torch.full((rows // 128, columns // 128), 1e-3)
+        return {name: codes.clamp(max=126).view(torch.float8_e4m3fn), f"{name}.scale": scale}
+    group, kind = (64, torch.int8) if encoding == "int8" else (32, torch.uint8)
+    scale = torch.full((rows, columns // group), 1.25e-3).half()
+    return {name: codes.view(kind), f"{name}.scale": scale}
+
+
+def encoded_rows(wall: bool) -> None:
+    """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes."""
+    chosen = kernel("numba")
+    now = time.perf_counter if wall else time.thread_time
+    print(f"{'encoded experts':22}{'tokens':>7}{'us/expert':>11}{'x bf16':>8}{'GB/s':>7}", end="")
+    print(f"{'floor':>7}{'ratio':>7}")
+    for hidden, inner in ENCODED_SHAPES:
+        layers = {name: encoded_layer(name, hidden, inner) for name in ("bf16", *STORED)}
+        for tokens in (1, 64, 512):
+            x, weights = (
+                torch.randn(tokens, hidden).bfloat16(),
+                torch.ones(tokens, TOP_K).bfloat16(),
+            )
+            times: dict[str, list[float]] = {name: [] for name in layers}
+            floors: list[float] = []
+            for turn in range(24 if tokens == 1 else 3):
+                start = now()
+                _READ.sum()
+                floors.append(_READ.nbytes / (now() - start))
+                for name, experts in layers.items():
+                    first = TOP_K * turn % (experts.num_experts - TOP_K + 1)
+                    index = torch.arange(first, first + TOP_K).expand(tokens, -1).contiguous()
+                    start = now()
+                    step(chosen, experts, x, index, weights)
+                    times[name].append((now() - start) / TOP_K)
+            floor, plain = float(np.median(floors)), float(np.median(times["bf16"]))
+            for name, experts in layers.items():
+                each = float(np.median(times[name]))
+                speed = experts.layout.nbytes / each
+                print(f"{f'{name} {hidden}x{inner}':22}{tokens:7}{each * 1e6:11.1f}", end="")
+                print(f"{plain / each:8.2f}{speed / 1e9:7.1f}{floor / 1e9:7.1f}", end="")
+                print(f"{speed / floor:7.2f}")
+
+
 def dense_rows(clock: Clock) -> None:
     """nn.Linear for one token: torch and ours, streaming through many matrices."""
     print(f"\n{'linear, one token':22}{'torch GB/s':>12}{'ours GB/s':>12}{'floor':>8}")
@@ -119,6 +202,7 @@ def call_rows(clock: Clock) -> None:
 def options() -> SimpleNamespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--encodings", action="store_true", help="encoded experts instead")
     parser.add_argument("--wall", action="store_true", help="wall time; always with two threads")
     return SimpleNamespace(**vars(parser.parse_args()))
 
@@ -129,6 +213,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(chosen.threads)
     clock = Clock(chosen.wall or chosen.threads > 1)
+    if chosen.encodings:
+        return encoded_rows(chosen.wall or chosen.threads > 1)
     expert_rows(clock)
     dense_rows(clock)
     call_rows(clock)

@@ -307,6 +307,8 @@ PARTS: dict[str, str] = {"qwen3_omni_moe": "thinker_config"}
 
 # Models that come with a vision tower: what the config of their text part needs beside COMMON.
 MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma4": ARCHITECTURES["gemma4_text"],
+    "minimax_m3_vl": ARCHITECTURES["minimax_m3_vl_text"],
     "aria": {"moe_num_experts": 8},
     "deepseek_ocr2": {**DEEPSEEK, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "ernie4_5_vl_moe": {

@@ -43,7 +43,7 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
-from greenroom.runtime.kernels import LayerExperts, kernel
+from greenroom.runtime.kernels import LayerExperts, described, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import ON_GPUS
@@ -323,7 +323,7 @@ class Greenroom:
         meter = minus(driver.meter.copy(), self._base[1])
         return Stats(
             policy=driver.scheduler.cache.policy.name,
-            kernels=self.kernel.name,
+            kernels=described(self.kernel, [getattr(m, BINDING).experts for m in self._modules]),
             capacity=self.capacity,
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,

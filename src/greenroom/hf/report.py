@@ -20,7 +20,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
-    flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
+    flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     for option in (
         "scope",
@@ -39,6 +39,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
     warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
+    left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
@@ -46,7 +47,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in"
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
-        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}) ·"
+        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}){left} ·"
         f" same again: {' '.join(flags)}"
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import BLOCKS, ITEMSIZE, PLAIN, SlotLayout, TensorSpec
+from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels import LayerExperts
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
@@ -77,8 +77,16 @@ class Coded:
     """Experts of a module, encoded and as their decoder expands them, in slots of equal numbers."""
 
     def __init__(
-        self, module: nn.Module, up: Style | None, down: Style | None, seed: int = 0
+        self,
+        module: nn.Module,
+        up: Style | None,
+        down: Style | None,
+        seed: int = 0,
+        scale_bits: int = 0,
+        flip: bool = True,
     ) -> None:
+        """`scale_bits`: significant bits of float16 scales; `flip`: plain matrices beside encoded
+        ones lie row by output too."""
         random = np.random.default_rng(seed)
         first = "gate_up_proj" if module.has_gate else "up_proj"
         shapes = {n: tuple(getattr(module, n).shape[1:]) for n in (first, "down_proj")}
@@ -94,10 +102,12 @@ class Coded:
                 shape = shapes[key][::-1] if module.is_transposed else shapes[key]
                 if style is None:
                     w = getattr(module, key)[expert].data
-                    parts = {key: w.T.contiguous() if module.is_transposed else w}
-                    plain = parts[key]
+                    plain = w.T.contiguous() if module.is_transposed else w
+                    parts = {key: plain if flip else w}
                 else:
                     parts = tensors_of(style, key, shape, random)
+                    if scale_bits:
+                        _shorten(parts[f"{key}.scale"], scale_bits)
                     values = list(parts.values())
                     plain = ENCODINGS[style.name].decode(values, shape, self.dtype)
                 experts[-1] |= parts
@@ -126,9 +136,8 @@ class Coded:
         return LayerExperts(module, layout, slots)
 
 
-def widths(style: Style | None) -> int:
-    """Inputs must be a multiple of this."""
-    return 32 if style is None else max(32, BLOCKS[style.name][0], min(64, style.share[1]))
-
-
-__all__ = ["GGML", "ITEMSIZE", "PLAIN", "STYLES", "Coded", "Style", "TensorSpec", "tensors_of"]
+def _shorten(scale: Tensor, bits: int) -> None:
+    """Keep the first significant bits of float16 numbers, the last of them set somewhere."""
+    words = scale.view(torch.int16)
+    words &= -1 << 11 - bits
+    words[0, 0] |= 1 << 11 - bits

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from greenroom.core.layout import BLOCKS
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.kernels import described, kernel
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused
-from tests.runtime.kernels.codes import STYLES, Coded, Style
+from greenroom.runtime.kernels.fused import Fused, plan_of
+from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs
 
 TOKENS = (1, 3, 33)
+INT4 = next(style for style in STYLES if style.name == "int4")
+MXFP4 = next(style for style in STYLES if style.name == "mxfp4")
+BY_NAME = {str(style): style for style in STYLES}
 
 
-def check(coded: Coded, dtype: torch.dtype, hidden: int, tokens: int) -> None:
-    fused = Fused(float32=True)
+def sizes(style: Style) -> tuple[int, int]:
+    """(hidden, intermediate) with rows and inputs that end in the middle of a tile."""
+    if BLOCKS[style.name][0] == 256:
+        return 256, 512
+    return {(1, 32): (96, 160), (1, 64): (192, 64)}.get(style.share, (256, 384))
+
+
+def check(coded: Coded, tokens: int) -> None:
+    """Same bits as the expanded weights."""
+    fused, hidden = Fused(float32=True), coded.layer.hidden
     assert not coded.layer.unfused
-    case = inputs(dtype, tokens, hidden=hidden, seed=tokens)
+    case = inputs(coded.dtype, tokens, hidden=hidden, seed=tokens)
     want = compute(fused, coded.plain, coded.places, *case)
     got = compute(fused, coded.layer, coded.places, *case)
     assert want.isfinite().all()
@@ -24,10 +41,114 @@ def check(coded: Coded, dtype: torch.dtype, hidden: int, tokens: int) -> None:
     assert torch.equal(got, want)
 
 
+def test_every_encoding_is_tried():
+    assert {style.name for style in STYLES} == set(ENCODINGS)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_bits_of_the_expanded_weights(style: Style, dtype: torch.dtype) -> None:
-    hidden, inner = (256, 512) if style.name.endswith("_k") else (192, 128)
+    hidden, inner = sizes(style)
     coded = Coded(experts("qwen3_moe", dtype, hidden, inner), style, style)
     for tokens in TOKENS:
-        check(coded, dtype, hidden, tokens)
+        check(coded, tokens)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "muse_spark", "gemma4", "hy_v4"])
+def test_every_arithmetic(family: str) -> None:
+    """Interleaved rows with biases, no gate, a norm, an activation that is called: all the same."""
+    coded = Coded(experts(family, torch.bfloat16, 96, 160), MXFP4, INT4)
+    for tokens in TOKENS:
+        check(coded, tokens)
+
+
+@pytest.mark.parametrize(("up", "down"), [("q4_k", "q6_k"), ("mxfp4-uint8", None), (None, "q8_0")])
+def test_two_encodings_in_one_expert(up: str | None, down: str | None) -> None:
+    module = experts("qwen3_moe", torch.bfloat16, 256, 256)
+    check(Coded(module, BY_NAME.get(up or ""), BY_NAME.get(down or "")), 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    style = BY_NAME[data.draw(st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0"]))]
+    hidden, inner = (32 * data.draw(st.integers(1, 9)) for _ in range(2))
+    module = experts("qwen3_moe", torch.bfloat16, hidden, inner)
+    check(Coded(module, style, style, data.draw(st.integers(0, 99))), data.draw(st.integers(1, 12)))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "int4-float16", "fp8-float32"])
+def test_threads_waves_and_batches_do_not_change_a_bit(name: str) -> None:
+    hidden, inner = sizes(BY_NAME[name])
+    coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), *[BY_NAME[name]] * 2)
+    case = inputs(torch.bfloat16, 33, hidden=hidden)
+    want = compute(Fused(), coded.layer, coded.places, *case)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(compute(Fused(), coded.layer, coded.places, *case), want)
+    finally:
+        torch.set_num_threads(threads)
+    waves = [[5, 0], [3], [1, 2, 4]]
+    assert torch.equal(compute(Fused(), coded.layer, coded.places, *case, waves=waves), want)
+    alone = [
+        compute(Fused(), coded.layer, coded.places, *(part[t:][:1] for part in case))
+        for t in range(33)
+    ]
+    assert torch.equal(torch.cat(alone), want)
+
+
+@pytest.mark.parametrize("bits", [5, 6], ids="{} bits".format)
+def test_int4_scales_that_need_no_rounding(bits: int) -> None:
+    """Scales of five significant bits take the way without rounding, six do not: same bits."""
+    module = experts("qwen3_moe", torch.bfloat16, 128, 128)
+    coded = Coded(module, INT4, INT4, scale_bits=bits)
+    check(coded, 1)
+
+
+def test_eager_is_near() -> None:
+    """The decoder's weights in transformers' operations: what `kernels="eager"` computes."""
+    for style in (BY_NAME["q4_k"], BY_NAME["int8-float16"]):
+        hidden, inner = sizes(style)
+        coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), style, style)
+        case = inputs(torch.bfloat16, 5, hidden=hidden)
+        want = compute(Eager(), coded.layer, coded.places, *case).double()
+        got = compute(Fused(), coded.layer, coded.places, *case).double()
+        assert (got - want).norm() <= 0.01 * want.norm()
+
+
+def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
+    """A plain transposed matrix beside an encoded one, and groups that are no multiple of 32."""
+    module = experts("gpt_oss", torch.bfloat16, 96, 160)
+    mixed = Coded(module, MXFP4, None, flip=False)
+    assert "transposed" in mixed.layer.unfused
+    odd = Coded(
+        experts("qwen3_moe", torch.bfloat16, 96, 96),
+        *[Style("ct_int4", "float16", (1, 48))] * 2,
+    )
+    assert odd.layer.unfused == "ct_int4 with scales for 1 x 48 weights"
+    for coded in (mixed, odd):
+        case = inputs(torch.bfloat16, 3, hidden=96)
+        want = compute(Eager(), coded.layer, coded.places, *case)
+        assert torch.equal(compute(Fused(), coded.layer, coded.places, *case), want)
+        assert coded.layer.plan is None
+    good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
+    layers = [good.layer, odd.layer]
+    said = described(kernel("numba"), layers)
+    assert said == "numba; eager for ct_int4 with scales for 1 x 48 weights"
+    assert described(kernel("numba"), layers[:1]) == "numba"
+    assert described(kernel("eager"), layers) == "eager"
+
+
+def test_one_product_is_compiled_for_both_matrices() -> None:
+    coded = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
+    up, down = plan_of(coded.layer).matrices
+    assert up.words[0] == down.words[0]
+    assert up.words[1] != down.words[1]
+
+
+def test_tensors_have_scales_of_their_own() -> None:
+    """The toys are not all alike: a kernel that read another row's scale would be found out."""
+    parts = tensors_of(INT4, "w", (8, 64), np.random.default_rng(0))
+    assert len(parts["w.scale"].unique()) == 16

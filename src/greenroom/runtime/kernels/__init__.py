@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from greenroom.runtime.kernels.base import Slots as Slots
     from greenroom.runtime.kernels.routing import Routing as Routing
     from greenroom.runtime.kernels.table import KERNELS as KERNELS
+    from greenroom.runtime.kernels.table import described as described
     from greenroom.runtime.kernels.table import kernel as kernel
 
 _WHERE = {
     "KERNELS": "table",
+    "described": "table",
     "kernel": "table",
     "Kernel": "base",
     "LayerExperts": "base",

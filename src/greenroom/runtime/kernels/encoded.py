@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -30,7 +30,7 @@ from greenroom.runtime.kernels.emit import (
     vector_of,
 )
 from greenroom.runtime.kernels.expand import EXPANDERS, GROUP, NAMES, VECTORS, Row
-from greenroom.runtime.kernels.ir import address_of, dot_1x1, word
+from greenroom.runtime.kernels.ir import address_of, bits_of, dot_1x1, get, word
 
 F = np.float32(0)
 UNIT = 2 * GROUP  # inputs of a turn of the loop
@@ -92,30 +92,33 @@ def expand(typingctx, encoding, kind, codes, ready, K, out):
         codes, ready, K, out = args
         row, back = _of(codes, ready, K)(b), _inverse(expander.order)
 
-        def group(at, half):
-            for i, weights in enumerate(expander.group(b, kind, row, at, half)):
-                place = b.add(b.shl(at, I64(2)), I64(4 * (GROUP * half + LANES * i)))
-                store(b, _permuted(b, weights, back), b.add(out, place))
+        def unit(at, halves):
+            for half in range(halves):
+                for i, weights in enumerate(expander.group(b, kind, row, at, half)):
+                    place = b.add(b.shl(at, I64(2)), I64(4 * (GROUP * half + LANES * i)))
+                    store(b, _permuted(b, weights, back), b.add(out, place))
 
-        _groups(b, I64(0), K, group)
+        _units(b, K, unit)
 
     signature = types.void(encoding, kind, *[types.int64] * 4)
     return signature, outlined(f"expand.{name}", emit)
 
 
-def _groups(b, start, stop, group):
-    """group(at, half) for every 32 inputs from `start`, a multiple of 64."""
-    left = b.and_(b.sub(stop, start), I64(UNIT - 1))
-    with cgutils.for_range_slice(b, start, b.sub(stop, left), I64(UNIT), I64) as (at, _):
-        group(at, 0)
-        group(at, 1)
+def _units(b, K, unit):
+    """unit(at, halves): for every 64 inputs, and for the 32 that may be left."""
+    left = b.and_(K, I64(UNIT - 1))
+    with cgutils.for_range_slice(b, I64(0), b.sub(K, left), I64(UNIT), I64) as (at, _):
+        unit(at, 2)
     with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-        group(b.sub(stop, left), 0)
+        unit(b.sub(K, left), 1)
 
 
 @intrinsic(prefer_literal=True)
 def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
-    """out[:COLUMNS] (+)= the products of COLUMNS rows of weights with x, as `dot_1x4` sums them."""
+    """out[:COLUMNS] (+)= the products of COLUMNS rows of weights with x, as `dot_1x4` sums them.
+
+    `block` is K, or 64.
+    """
     name, expander = _named(encoding)
     kind = types.unliteral(kind)
     inputs, nbytes = BLOCKS.get(name.split(".")[0], (1, SIZE[kind]))
@@ -136,11 +139,14 @@ def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
             rows.append(_of(mine, b.add(ready, b.mul(step, I64(n))), K)(b))
         next_rows = [b.add(row.codes, b.mul(ld, I64(AHEAD))) for row in rows]
 
+        def unit(at, halves):
+            behind = b.lshr(b.mul(at, I64(256 // inputs * nbytes)), I64(8))
+            for there in next_rows:
+                prefetch(b, b.add(there, behind))
+            for half in range(halves):
+                group(at, half)
+
         def group(at, half):
-            if half == 0:
-                behind = b.lshr(b.mul(at, I64(256 // inputs * nbytes)), I64(8))
-                for there in next_rows:
-                    prefetch(b, b.add(there, behind))
             first = b.add(x, b.add(b.shl(at, I64(2)), I64(4 * GROUP * half)))
             xs = []
             for i in range(VECTORS):
@@ -150,25 +156,45 @@ def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
                 for xv, weights in zip(xs, expander.group(b, kind, row, at, half), strict=True):
                     b.store(fma(b, xv, weights, b.load(cell)), cell)
 
-        with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
+        back = _inverse(expander.order)
+
+        def summed(products):
+            """Add what `products()` multiplies to the sums, as a block of its own."""
             for cell in cells:
                 b.store(zero, cell)
-            stop = b.add(start, block)
-            stop = b.select(b.icmp_signed("<", stop, K), stop, K)
-            _groups(b, start, stop, group)
-            back = _inverse(expander.order)
+            products()
             total = lane_sums(b, [_permuted(b, b.load(cell), back) for cell in cells])
             b.store(b.fadd(b.load(sums), total), sums)
+
+        # Blocks of one unit have code without a loop of their own: it overlaps from block to block.
+        with b.if_else(b.icmp_signed("==", block, I64(UNIT))) as (short_blocks, one_block):
+            with short_blocks:
+                _units(b, K, lambda at, halves: summed(lambda: unit(at, halves)))
+            with one_block:
+                summed(lambda: _units(b, K, unit))
         b.store(b.load(sums), place, align=4)
 
     signature = types.void(encoding, kind, *[types.int64] * 8)
     return signature, outlined(f"tile.{name}", emit)
 
 
-def product(kind, stamp, encoding):
-    """Rows first..first + rows of a matrix times x [K], or these rows expanded: [rows, K] float32.
+@njit(error_model="numpy")
+def any_bits(scales, step, count, mask):
+    """The bits of a mask that are set in any of COLUMNS rows of float32 scales."""
+    found = np.int32(0)
+    for i in range(COLUMNS):
+        for g in range(count):
+            found |= bits_of(get(F, scales + i * step, g))
+    return found & mask
 
-    `encoding` is a number of `NAMES`. A body that a wave calls; its one argument is described above.
+
+def product(kind, stamp, encoding, mask):
+    """Rows first..first + rows of a matrix times x [K], or the rows expanded: float32 [rows, K].
+
+    `encoding` is a number of `NAMES`. Where no scale has a bit of `mask` (0: not looked at), its
+    products with codes are numbers of the model's type already, and are not rounded.
+
+    A body that a wave calls; its one argument is described above.
     """
 
     def enter(pointer):
@@ -187,7 +213,11 @@ def product(kind, stamp, encoding):
             for i in range(COLUMNS):
                 scale = scales + (first + n + i) // together * apart
                 prepare(encoding, codes + (n + i) * ld, scale, scratch + i * step, K, share)
-            tile(encoding, kind, codes + n * ld, ld, scratch, K, block, carry, x, out + 4 * n)
+            w, y = codes + n * ld, out + 4 * n
+            if mask != 0 and any_bits(scratch, step, K // GROUP, np.int32(mask)) == 0:
+                tile(encoding, F, w, ld, scratch, K, block, carry, x, y)
+            else:
+                tile(encoding, kind, w, ld, scratch, K, block, carry, x, y)
         for n in range(whole, rows):
             scale = scales + (first + n) // together * apart
             prepare(encoding, codes + n * ld, scale, scratch, K, share)

@@ -98,8 +98,7 @@ def at_byte(b: Builder, base: Value, *terms: Value | int) -> Value:
 
 
 def scalar(b: Builder, address: Value, element: Any) -> Value:
-    align = 1 if element in (I8, F16) else 2
-    return b.load(b.inttoptr(address, element.as_pointer()), align=align)
+    return b.load(b.inttoptr(address, element.as_pointer()), align=1)
 
 
 def put_scalar(b: Builder, value: Value, address: Value) -> None:
@@ -155,8 +154,9 @@ def nothing(b: Builder, row: Row) -> None:
     """There are no scales."""
 
 
-def each(b: Builder, count: Value, step: int = 1) -> Any:
-    return cgutils.for_range_slice(b, I64(0), count, I64(step), I64)
+def each(b: Builder, count: Value, step: Value | int = 1) -> Any:
+    step = I64(step) if isinstance(step, int) else step
+    return cgutils.for_range_slice(b, I64(0), count, step, I64)
 
 
 def contiguous(shift: int, widened: Callable[[Builder, Value, Value], Value]) -> Any:
@@ -189,37 +189,70 @@ def powers(b: Builder, base: Value, at: Value, mask: Value) -> Value:
     return b.bitcast(bits, vector_of(F32))
 
 
-def shared(kind: Any) -> Any:
-    """Scales of a kind, each for `row.share` groups: repeated, so that every group has its own."""
+def shared(kind: Any, factor: float = 1.0) -> Any:
+    """Scales of a kind, each for `row.share` groups: repeated, so that every group has its own.
+
+    They are multiplied by `factor`, a power of two.
+    """
 
     def prepare(b: Builder, row: Row) -> None:
         groups = b.lshr(row.inputs, I64(5))
-        with each(b, groups) as (at, _):
-            address = at_byte(b, row.scale, b.mul(b.udiv(at, row.share), I64(SIZE[kind])))
-            element = {F16_KIND: I16, BF16_KIND: I16, F32_KIND: F32}[kind]
+        column = cgutils.alloca_once_value(b, row.scale)
+        element = {F16_KIND: I16, BF16_KIND: I16, F32_KIND: F32}[kind]
+        with each(b, groups, row.share) as (start, _):
+            address = b.load(column)
+            b.store(b.add(address, I64(SIZE[kind])), column)
             raw = b.load(b.inttoptr(address, element.as_pointer()), align=SIZE[kind])
-            put_scalar(b, widen(b, kind, raw), at_byte(b, row.ready, b.shl(at, I64(2))))
+            value = b.fmul(widen(b, kind, raw), ir.Constant(F32, factor))
+            stop = b.add(start, row.share)
+            stop = b.select(b.icmp_signed("<", stop, groups), stop, groups)
+            with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (at, _):
+                put_scalar(b, value, at_byte(b, row.ready, b.shl(at, I64(2))))
 
     return prepare
 
 
 def inside(width: int, read: Callable[[Builder, Value], Value]) -> Any:
-    """Scales that begin blocks of 32 inputs and `width` bytes."""
+    """Scales that begin blocks of 32 inputs and `width` bytes; `read` takes them as int32."""
 
     def prepare(b: Builder, row: Row) -> None:
-        with each(b, b.lshr(row.inputs, I64(5))) as (at, _):
-            value = read(b, at_byte(b, row.codes, b.mul(at, I64(width))))
-            put_scalar(b, value, at_byte(b, row.ready, b.shl(at, I64(2))))
+        groups = b.lshr(row.inputs, I64(5))
+        with each(b, groups, LANES) as (at, _):
+            mask = lanes_below(b, b.sub(groups, at))
+            raw = words_at(b, at_byte(b, row.codes, b.mul(at, I64(width))), width, mask)
+            store(b, read(b, raw), at_byte(b, row.ready, b.shl(at, I64(2))), mask)
 
     return prepare
 
 
-def half_power(b: Builder, address: Value) -> Value:
-    """e8m0 of GGUF: 2^(e - 128)."""
-    e = b.zext(scalar(b, address, I8), I32)
-    small = b.shl(I32(0x200000), e)
-    bits = b.select(b.icmp_unsigned("<", e, I32(2)), small, b.shl(b.sub(e, I32(1)), I32(23)))
-    return b.bitcast(bits, F32)
+def words_at(b: Builder, address: Value, width: int, mask: Value) -> Value:
+    """LANES words of 32 bits, `width` bytes apart."""
+    kind = vector_of(I32)
+    offsets = [width * i for i in range(LANES)]
+    if TABLE:
+        none, byte = ir.Constant(kind, None), I8.as_pointer()
+        args = [none, b.inttoptr(address, byte), constant(offsets, I32), mask, I32(1)]
+        return llvm_call(b, "llvm.x86.avx512.mask.gather.dpi.512", kind, args)
+    place = cgutils.alloca_once_value(b, ir.Constant(kind, None))
+    for i, offset in enumerate(offsets):
+        with b.if_then(b.extract_element(mask, I32(i))):
+            word = scalar(b, at_byte(b, address, offset), I32)
+            b.store(b.insert_element(b.load(place), word, I32(i)), place)
+    return b.load(place)
+
+
+def first_half(b: Builder, word: Value) -> Value:
+    """float16 numbers in the low halves."""
+    return widen(b, F16_KIND, b.trunc(word, vector_of(I16)))
+
+
+def half_power(b: Builder, word: Value) -> Value:
+    """e8m0 numbers of GGUF in the lowest bytes: 2^(e - 128)."""
+    e = b.and_(word, splat(255, word.type))
+    small = b.shl(splat(0x200000, e.type), b.and_(e, splat(1, e.type)))
+    large = b.shl(b.sub(e, splat(1, e.type)), splat(23, e.type))
+    bits = b.select(b.icmp_unsigned("<", e, splat(2, e.type)), small, large)
+    return b.bitcast(bits, vector_of(F32))
 
 
 def super_blocks(b: Builder, row: Row, width: int, emit: Callable[[Value, Value], None]) -> None:
@@ -324,6 +357,9 @@ def affine(b: Builder, kind: Any, codes: list[Value], scale: Value, offset: Valu
 
 def symmetric(b: Builder, kind: Any, codes: list[Value], scale: Value) -> list[Value]:
     """Rounded scale * (code - 8)."""
+    if TABLE:
+        table = b.fmul(scale, constant([float(i - 8) for i in range(16)]))
+        return [look_up(b, to_model(b, kind, table), code) for code in codes]
     return affine(b, kind, codes, scale, b.fmul(scale, splat(-8.0, scale.type)))
 
 
@@ -404,40 +440,49 @@ def q4_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
 
 def q5_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     block, part = in_super_block(b, row, at, 176)
-    codes = nibbles_of(b, at_byte(b, block, 48, b.shl(part, I64(5))), half)
+    four = bits_at(b, at_byte(b, block, 48, b.shl(part, I64(5))), I64(4 * half), 15)
+    fifth = bits_at(b, at_byte(b, block, 16), b.add(b.shl(part, I64(1)), I64(half)), 1)
+    codes = sliced(b, b.or_(four, shifted(b, fifth, 4)))
     scale, low = ready_at(b, row, at, 5, half), ready_at(b, row, at, 5, half, True)
-    turn = broadcast(b, b.trunc(b.shl(part, I64(1)), I32))
-    values = []
-    for i, code in enumerate(codes):
-        fifth = b.lshr(bytes_at(b, at_byte(b, block, 16 + LANES * i)), turn)
-        shift = splat(4 - half, code.type)
-        bit = b.and_(b.shl(fifth, shift), splat(16, code.type))
-        whole = b.or_(b.and_(code, splat(15, code.type)), bit)
-        value = fma(b, scale, b.uitofp(whole, scale.type), low)
-        values.append(to_model(b, kind, value))
-    return values
+    wide = (b.uitofp(b.zext(code, vector_of(I32)), scale.type) for code in codes)
+    return [to_model(b, kind, fma(b, scale, code, low)) for code in wide]
 
 
 def q6_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     block, part = in_super_block(b, row, at, 210)
-    side, turn = b.lshr(part, I64(1)), b.trunc(b.shl(b.and_(part, I64(1)), I64(2)), I32)
-    low = at_byte(b, block, b.shl(side, I64(6)), 32 * half)
-    high = at_byte(b, block, 128, b.shl(side, I64(5)))
-    turn = broadcast(b, turn)
+    side, turn = b.lshr(part, I64(1)), b.shl(b.and_(part, I64(1)), I64(2))
+    four = bits_at(b, at_byte(b, block, b.shl(side, I64(6)), 32 * half), turn, 15)
+    two = at_byte(b, block, 128, b.shl(side, I64(5)))
+    two = bits_at(b, two, b.add(turn, I64(2 * half)), 3)
+    whole = b.or_(four, shifted(b, two, 4))
+    codes = sliced(b, b.sub(whole, splat(32, whole.type)))
+    first = at_byte(b, row.ready, b.shl(b.lshr(at, I64(4)), I64(2)), 8 * half)
     values = []
-    for i in range(VECTORS):
-        four = b.and_(b.lshr(bytes_at(b, at_byte(b, low, LANES * i)), turn), splat(15, turn.type))
-        two = b.lshr(
-            b.lshr(bytes_at(b, at_byte(b, high, LANES * i)), turn), splat(2 * half, turn.type)
-        )
-        two = b.shl(b.and_(two, splat(3, turn.type)), splat(4, turn.type))
-        code = b.sub(b.or_(four, two), splat(32, turn.type))
-        scale = at_byte(
-            b, row.ready, b.shl(b.lshr(at, I64(4)), I64(2)), 8 * half + 4 * (LANES * i // 16)
-        )
-        value = b.fmul(b.sitofp(code, vector_of(F32)), float_at(b, scale))
+    for i, code in enumerate(codes):
+        scale = float_at(b, at_byte(b, first, 4 * (LANES * i // 16)))
+        value = b.fmul(b.sitofp(b.sext(code, vector_of(I32)), scale.type), scale)
         values.append(to_model(b, kind, value))
     return values
+
+
+def bits_at(b: Builder, address: Value, shift: Value, mask: int) -> Value:
+    """(byte >> shift) & mask of 32 bytes; vectors shift words of 16 bits, so bits come across."""
+    kind = vector_of(I16, GROUP // 2)
+    words = b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+    words = b.lshr(words, broadcast(b, b.trunc(shift, I16), GROUP // 2))
+    return b.and_(b.bitcast(words, vector_of(I8, GROUP)), splat(mask, vector_of(I8, GROUP)))
+
+
+def shifted(b: Builder, small: Value, left: int) -> Value:
+    """Bytes shifted to the left, that are small enough to stay bytes."""
+    words = b.bitcast(small, vector_of(I16, GROUP // 2))
+    return b.bitcast(b.shl(words, splat(left, words.type)), small.type)
+
+
+def sliced(b: Builder, codes: Value) -> list[Value]:
+    """32 bytes -> `VECTORS` vectors of LANES bytes."""
+    picks = (range(LANES * i, LANES * (i + 1)) for i in range(VECTORS))
+    return [b.shuffle_vector(codes, codes, constant(list(pick), I32)) for pick in picks]
 
 
 def fp8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
@@ -450,7 +495,6 @@ def fp8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
         wide = b.sext(raw, vector_of(I16))
         moved = b.and_(b.shl(wide, splat(7, wide.type)), splat(-0x4001, wide.type))
         number = b.fpext(b.bitcast(moved, vector_of(F16)), vector_of(F32))
-        number = b.fmul(number, splat(256.0, number.type))
         nan = b.icmp_unsigned("==", b.and_(raw, splat(0x7F, raw.type)), splat(0x7F, raw.type))
         number = b.select(nan, splat(float("nan"), number.type), number)
         values.append(to_model(b, kind, b.fmul(number, scale)))
@@ -478,9 +522,9 @@ EXPANDERS: dict[str, Expander] = {
     "int8": Expander(contiguous(6, halves), int8),
     "int4": Expander(contiguous(5, halves), int4, PAIRED),
     "mxfp4": Expander(contiguous(5, powers), mxfp4, PAIRED),
-    "fp8": Expander(shared(F32_KIND), fp8),
-    "q8_0": Expander(inside(34, half_at), q8_0),
-    "q4_0": Expander(inside(18, half_at), q4_0),
+    "fp8": Expander(shared(F32_KIND, 256.0), fp8),
+    "q8_0": Expander(inside(34, first_half), q8_0),
+    "q4_0": Expander(inside(18, first_half), q4_0),
     "gguf_mxfp4": Expander(inside(17, half_power), gguf_mxfp4),
     "q4_k": Expander(scales_and_minima(144), q4_k),
     "q5_k": Expander(scales_and_minima(176), q5_k),

@@ -1,14 +1,14 @@
 """The default kernel on a CPU: one compiled call a wave, at the speed of memory.
 
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
-are rounded where eager rounds them. Encoded ones are expanded in registers too, to the values that
-their decoder gives, so the result has the bits of the expanded weights'. An element of the result depends only on its token, its
-experts and their weights: not on the wave, the slot, the batch, or the number of threads. The
-down projection is summed in blocks of 64 of the intermediate dimension, so an expert can be cut
-at such a boundary into pieces that are computed one after the other, without changing a bit.
+are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values
+that their decoder gives. An element of the result depends only on its token, its experts and their
+weights: not on the wave, the slot, the batch, or the number of threads. The down projection is
+summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
+into pieces that are computed one after the other, without changing a bit.
 
-What has no compiled product (`LayerExperts.unfused` says why) is left to the eager kernel, layer by layer. A
-float32 model is left to it by default: there the order of summation is the whole distance to eager, and
+A layer that has no compiled product (`LayerExperts.unfused` says why) is left to the eager kernel.
+So is a float32 model by default: there the order of summation is the whole distance to eager, and
 transformers' `grouped_mm`, which calls the same matrix product as eager, is nearer to it than any
 other order can be.
 """

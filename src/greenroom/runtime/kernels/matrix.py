@@ -14,6 +14,9 @@ from greenroom.runtime.kernels.expand import GROUP, NAMES
 from greenroom.runtime.kernels.openmp import body
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
+# Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits of
+# a float32 are 0 in such a scale.
+_EXACT = {"int4": (1 << 19) - 1}
 
 if TYPE_CHECKING:
     from greenroom.runtime.kernels.base import LayerExperts
@@ -42,7 +45,8 @@ class Matrix:
                 *(share, together),
             ],
         )
-        self._product = body(encoded.product, dtype, NAMES.index(_name(weight)))
+        exact = _EXACT.get(weight.encoding, 0) if dtype is torch.bfloat16 else 0
+        self._product = body(encoded.product, dtype, NAMES.index(_name(weight)), exact)
         self.words = self._product.address, self._layout.buffer_info()[0]
 
 
@@ -54,7 +58,7 @@ def _name(weight: WeightSpec) -> str:
 
 
 def unfused(layer: LayerExperts) -> str:
-    """Why a layer's matrices are expanded one by one, for eager's operations; "" if they are not."""
+    """Why a layer's matrices are expanded one by one for eager's operations, or ""."""
     weights = layer.up_weight, layer.down_weight
     if all(weight.encoding == PLAIN for weight in weights):
         return ""

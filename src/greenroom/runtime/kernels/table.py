@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from greenroom.errors import UnknownName, UsageError
-from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.kernels.fused import Fused
 
 KERNELS: dict[str, type[Eager] | type[Fused]] = {"eager": Eager, "numba": Fused}
 ON_GPUS = "triton"  # what computes there; made by a library that only they need
+
+
+def described(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
+    """A kernel's name, and what the compiled one leaves to eager of these layers."""
+    left = {layer.unfused for layer in layers} - {""} if chosen.name == Fused.name else set()
+    return f"{chosen.name}; eager for {', '.join(sorted(left))}" if left else chosen.name
 
 
 def kernel(name: str) -> Kernel:
