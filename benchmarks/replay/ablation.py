@@ -161,9 +161,7 @@ def compare_all(
 def rows(where: str, runs: dict[str, list[dict[str, Any]]], passes: int) -> Iterator[tuple]:
     base, before = runs[VARIANTS[0].name], None
     for name, found in runs.items():
-        pairs = [
-            (sum(a["seconds"]), sum(b["seconds"])) for a, b in zip(base, found, strict=True)
-        ]
+        pairs = [(sum(a["seconds"]), sum(b["seconds"])) for a, b in zip(base, found, strict=True)]
         steps = [
             (sum(a["seconds"]), sum(b["seconds"]))
             for a, b in zip(before or found, found, strict=True)
