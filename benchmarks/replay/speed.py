@@ -245,7 +245,7 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
     off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == REACTIVE else 0
     show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
     return [
-        f"{tpot(runs) * 1e3:.0f}", f"{p50:.0f}", f"{p95:.0f}", f"{per_token(runs, 'stall_s') * 1e3:.0f}",
+        *(f"{ms:.0f}" for ms in (tpot(runs) * 1e3, p50, p95, per_token(runs, "stall_s") * 1e3)),
         f"{per_token(runs, 'bytes') / 1e6:.0f}",
         f"{per_token(runs, 'misses') / per_token(runs, 'requests'):.1%}"
         + (" (NOT AS REPLAYED)" if off else ""),
