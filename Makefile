@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check format lint types imports test soak bench papers clean
+.PHONY: help setup demo check check-gpu format lint types imports test soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, without and with"
 	@echo "             prefetching, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
+	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
@@ -38,6 +39,10 @@ demo: $(READY)
 	@$(BIN)/greenroom verify demo --cache 25%
 
 check: $(READY) lint types imports test
+
+# With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
+check-gpu:
+	GREENROOM_TEST_GPU=1 PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu
 
 format: $(READY)
 	$(BIN)/ruff format .

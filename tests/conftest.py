@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
+if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def threads() -> list[str]:

@@ -20,11 +20,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -46,6 +50,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+TOKENS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 EIGHT = {"num_experts": 8, "moe_intermediate_size": 24}
 LOCAL = {"num_local_experts": 8}
 DEEPSEEK = {
@@ -62,7 +67,9 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 LINEAR_ATTENTION = {
+    "layer_types": HYBRID,
     "shared_expert_intermediate_size": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -70,18 +77,76 @@ LINEAR_ATTENTION = {
     "linear_value_head_dim": 8,
 }
 
+INDEXED = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
+QWEN4 = {
+    "head_dim": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_embed_dim": 8,
+    "ngram_vocab_size_base": 40,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2,
+}
+STANDARD = (  # keys of COMMON for which some have names of their own
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "num_experts_per_tok",
+)  # fmt: skip
+
 # What each architecture needs beside COMMON; None takes a key of COMMON away.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {**EIGHT, "head_dim": 8, "num_dense_layers": 1, "layer_types": None},
     "aria_text": {"moe_num_experts": 8},
     "axk1": DEEPSEEK,
-    "bailing_hybrid": {**EIGHT, "n_group": 2, "topk_group": 1},
+    "axk2": {**DEEPSEEK, **INDEXED, "gated_norm_rank": 8, "n_group": None, "topk_group": None},
+    "bailing_hybrid": {
+        **EIGHT,
+        "n_group": 2,
+        "topk_group": 1,
+        "layer_group_size": 2,
+        "num_key_value_heads": 4,
+    },
+    "beam": {
+        **EIGHT,
+        "head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "cohere2_moe": {**EIGHT, "head_dim": 8},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {
+            "ffn_hidden_size": 24,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+            "hidden_size": 32,
+        },
+        **dict.fromkeys(STANDARD),
+    },
     "deepseek_v2": {**DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": DEEPSEEK,
     "deepseek_v4": DEEPSEEK,
     "dots1": {**DEEPSEEK, "head_dim": 8},
+    "dots3_note_text": {
+        **DEEPSEEK,
+        **INDEXED,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "shared_experts_intermediate_size": 16,
+        "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention"],
+        "per_layer_config": {},
+    },
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": 24, "moe_k": 2},
     "exaone_moe": {**EIGHT, "head_dim": 8},
     "flex_olmo": {"num_experts": 8},
@@ -101,22 +166,51 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**LOCAL, "head_dim": 8, "layer_types": None, "sliding_window": 16},
     "granitemoe": LOCAL,
     "granitemoe_swa": LOCAL,
-    "granitemoehybrid": {**LOCAL, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {**LOCAL, "layer_types": HYBRID, "mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoeshared": {**LOCAL, "shared_intermediate_size": 16},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
     "hy_v3": {**EIGHT, "head_dim": 8},
     "hy_v4": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
     "inkling_text": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
+    "inkling2_text": {"n_routed_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
     "jamba": {"num_experts": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {**DEEPSEEK, **LOCAL},
+    "jetmoe": {**LOCAL, "kv_channels": 8, "num_key_value_heads": 2, "num_attention_heads": None},
+    "kimi_linear": {**DEEPSEEK, **LOCAL, "layer_types": HYBRID},
     "kolibri1": EIGHT,
     "laguna": {**EIGHT, "head_dim": 8},
     "lfm2_moe": {**EIGHT, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    "llama4_text": {
+        **LOCAL,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "num_hidden_layers": 4,
+    },
+    "longcat_flash": {
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "n_routed_experts": 8,
+        "zero_expert_num": 3,
+        "moe_topk": 3,
+        "expert_ffn_hidden_size": 24,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": None,
+        "num_hidden_layers": 4,
+        "intermediate_size": None,
+    },
     "mellum": {**EIGHT, "head_dim": 8},
     "mimo_v2_flash": {**DEEPSEEK, "head_dim": 8, "num_attention_heads": 8},
     "minimax": {**LOCAL, "head_dim": 8},
     "minimax_m2": {**LOCAL, "head_dim": 8},
     "minimax_m3_vl_text": {**LOCAL, "head_dim": 8},
+    "mistral4": DEEPSEEK,
     "mixtral": LOCAL,
     "nemotron_h": {"n_routed_experts": 8, "moe_intermediate_size": 24},
     "olmoe": {"num_experts": 8},
@@ -124,6 +218,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EIGHT, "shared_expert_intermediate_size": 16},
     "qwen3_5_moe_text": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8},
     "qwen3_moe": {**EIGHT, "head_dim": 8, "mlp_only_layers": [1]},
+    "qwen4_exp_text": {**EIGHT, **LINEAR_ATTENTION, **QWEN4},
     "qwen3_next": {**EIGHT, **LINEAR_ATTENTION, "head_dim": 8},
     "solar_open": {**DEEPSEEK, "head_dim": 8},
     "zaya": {**EIGHT, "head_dim": 8, "num_experts_per_tok": 1},
@@ -139,8 +234,128 @@ VISION: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
+PICTURE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+PICTURE |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+SAM = {**PICTURE, "image_size": 64, "patch_size": 16, "output_channels": 8, "window_size": 2}
+SAM |= {"downsample_channels": [8, 16], "global_attn_indexes": [0], "mlp_dim": 16}
+OCR = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+OCR |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+
+# What the config of a whole multimodal model needs beside that of its text part.
+WHOLE: dict[str, dict[str, Any]] = {
+    "aria": {
+        "vision_config": {**PICTURE, "model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {"4": 4},
+    },
+    "deepseek_ocr2": {"vision_config": {"sam_config": SAM, "encoder_config": OCR}},
+    "ernie4_5_vl_moe": {
+        "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    },
+    "gemma4": {
+        "vision_config": {**OCR, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
+    "glm5_next": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "projection_intermediate_size": 16,
+        }
+    },
+    "llama4": {
+        "vision_config": {
+            **PICTURE,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+    },
+    "minimax_m3_vl": {"vision_config": PICTURE, "projector_hidden_size": 16},
+    "mistral_large4": {"vision_config": {**PICTURE, "model_type": "pixtral", "head_dim": 8}},
+    "muse_spark": {
+        "vision_config": {**OCR, "pos_emb_height": 4, "pos_emb_width": 4},
+        "audio_config": {
+            "patch_sizes": [16],
+            "hidden_sizes": [8],
+            "depths": [1],
+            "out_hidden_size": 32,
+            "num_hidden_layers": 1,
+        },
+        "out_hidden_size": 32,
+        "projector_hidden_size": 16,
+    },
+    "qwen3_omni_moe": {
+        "audio_config": {
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "output_dim": 32,
+            "downsample_hidden_size": 8,
+        },
+    },
+    "step3p7": {"vision_config": PICTURE},
+    "unlimited_ocr": {
+        "vision_config": {"sam_config": SAM, "encoder_config": {**PICTURE, "num_channels": 3}}
+    },
+}
+# Where the config of several models has that of the one that is served.
+PARTS: dict[str, str] = {"qwen3_omni_moe": "thinker_config"}
+
 # Models that come with a vision tower: what the config of their text part needs beside COMMON.
 MULTIMODAL: dict[str, dict[str, Any]] = {
+    "aria": {"moe_num_experts": 8},
+    "deepseek_ocr2": {**DEEPSEEK, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "ernie4_5_vl_moe": {
+        "moe_num_experts": 8,
+        "moe_intermediate_size": [24, 16],
+        "moe_k": 2,
+        "num_experts_per_tok": None,
+        "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
+    },
+    "glm5_next": {
+        **DEEPSEEK,
+        **INDEXED,
+        "qk_rope_head_dim": 0,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "index_kpool": 4,
+        "layer_types": HYBRID,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "llama4": {
+        **LOCAL,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+    },
+    "mistral_large4": {
+        **DEEPSEEK,
+        **INDEXED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "muse_spark": {**LOCAL, "head_dim": 8, "moe_intermediate_size": 24, "moe_hidden_size": 16},
+    "qwen3_omni_moe": {**EIGHT, "head_dim": 8, "rope_parameters": ROPE},
+    "step3p7": {
+        **LOCAL,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "sliding_window": 16,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "swiglu_limits": [0, 0.5, 0],
+        "share_expert_dim": 16,
+    },
+    "unlimited_ocr": {
+        **DEEPSEEK,
+        "head_dim": 8,
+        "n_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "glm4v_moe": {
         **DEEPSEEK,
         "head_dim": 8,
@@ -151,17 +366,70 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 }
 
 
+# Encoder-decoder models; their configs share little with COMMON.
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "nllb-moe": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "num_experts": 8,
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2,
+        "decoder_start_token_id": 1,
+        "max_position_embeddings": 256,
+    },
+    "switch_transformers": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_decoder_layers": 4,
+        "num_sparse_decoder_layers": 2,
+        "num_heads": 4,
+        "num_experts": 12,
+        "expert_capacity": 4,
+        "decoder_start_token_id": 0,
+    },
+}
+
+
+TYPES = sorted([*ARCHITECTURES, *MULTIMODAL, *SEQ2SEQ])  # all model types that can be made
+
+
+def folder_of(model_type: str) -> str:
+    """The folder of transformers with its code: what the table of architectures calls it."""
+    return str(model_type_to_module_name(model_type))
+
+
 def make(name: str, dtype: str = "float32", **overrides: Any) -> PreTrainedModel:
     """A tiny random model; `overrides` go into its config."""
+    if name in SEQ2SEQ:
+        values = {**{k: COMMON[k] for k in TOKENS}, **SEQ2SEQ[name], **overrides}
+        config = AutoConfig.for_model(name, **values)
+        return _random(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, config, dtype)
     values = {**COMMON, **ARCHITECTURES.get(name, MULTIMODAL.get(name, {})), **overrides}
     given = {key: value for key, value in values.items() if value is not None}
     if name in MULTIMODAL:
-        given = {"text_config": given, "vision_config": VISION}
+        given = {"text_config": given, "vision_config": VISION, **WHOLE.get(name, {})}
+    if name in PARTS:
+        given = {PARTS[name]: given, "enable_audio_output": False}
     config = AutoConfig.for_model(name, **given)
+    whole = name in MULTIMODAL or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
+    if name in PARTS:
+        mapping = MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return _random(mapping, config, dtype)
+
+
+def _random(mapping: Any, config: Any, dtype: str) -> PreTrainedModel:
+    """The class that a mapping has for a config, with random weights."""
     config._experts_implementation = "eager"
     torch.manual_seed(CLOCK)
-    text = name not in MULTIMODAL
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model = mapping[type(config)](config)
     randomise(model)
     return model.to(getattr(torch, dtype))
@@ -281,6 +549,14 @@ def _strided(
 def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     """The model as transformers loads it, computed eagerly; shared by tests: do not change it."""
     config = AutoConfig.from_pretrained(folder)
-    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+    if part := PARTS.get(config.model_type):
+        config = getattr(config, part)
+        return AutoModelForImageTextToText.from_pretrained(
+            folder, config=config, dtype=dtype, key_mapping={rf"^{part.split('_')[0]}\.": ""}
+        )
+    auto = next(
+        auto
+        for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
+        if type(config) in auto._model_mapping
+    )
     return auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager")

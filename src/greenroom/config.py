@@ -16,8 +16,8 @@ UNITS = {
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
 
-DEVICES = ("auto", "cpu", "fake")
-KERNELS = ("auto", "eager", "numba")
+DEVICES = ("auto", "cpu", "cuda", "fake")
+KERNELS = ("auto", "eager", "numba", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,14 @@ class LoadConfig:
 
     memory: str | int | None = _option(
         None,
-        "budget of the whole process: 8GiB, 60%% of what is available, or auto (the default)",
+        "budget of the whole process, on a GPU of its memory: 8GiB, 60%% of what is available, or"
+        " auto (the default)",
         "SIZE",
     )
+    host_memory: str | int | None = _option(
+        None, "with a GPU, budget of the process in host memory, where experts wait too: 16GiB,"
+        " 60%% of what is available, or auto (the default)", "SIZE",
+    )  # fmt: skip
     cache: str | int | None = _option(
         None, "size of the expert cache alone: 25%% of the experts, or 2GiB", "SIZE"
     )
@@ -109,6 +114,12 @@ class LoadConfig:
             raise UsageError("--memory and --cache exclude each other: give one of them")
         if self.memory not in (None, "auto"):
             Amount.parse(self.memory, "--memory")
+        if self.host_memory not in (None, "auto"):
+            Amount.parse(self.host_memory, "--host-memory")
+        if self.host_memory is not None and self.device == "cpu":
+            raise UsageError(
+                "--host-memory is for --device cuda: on a CPU, --memory is all there is"
+            )
         if self.cache is not None:
             Amount.parse(self.cache, "--cache")
         limit = self.read_limit

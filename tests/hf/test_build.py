@@ -145,14 +145,14 @@ def change_config(folder: Path, **values: Any) -> Path:
         ({"model_type": "bert"}, CheckpointError, ""),
         ({"model_type": "clip_text_model"}, UnsupportedModel, "no class that generates text"),
         (
-            {"quantization_config": {"quant_method": "mxfp4"}},
+            {"quantization_config": {"quant_method": "gptq"}},
             UnsupportedModel,
-            "quantised (mxfp4)",
+            "quantised (gptq)",
         ),
         (
-            {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
             UnsupportedModel,
-            "quantised (fp8)",
+            "quantised (awq)",
         ),
         ({"hidden_size": "many"}, CheckpointError, "not a valid qwen3_moe config"),
         ({"hidden_act": "nonesuch"}, UnsupportedModel, "Qwen3MoeForCausalLM"),

@@ -214,3 +214,44 @@ def test_a_parameter_may_be_none() -> None:
 
 def test_version() -> None:
     assert transformers.__version__.startswith("5.23."), "read all of this file again"
+
+
+def test_gguf() -> None:
+    from transformers import modeling_gguf_pytorch_utils as legacy
+    from transformers.integrations.gguf import reader
+
+    expected: list[tuple[Callable[..., Any], list[str], str]] = [
+        (reader._mapped, ["gguf_path"], "a GGUF file's header is read through it"),
+        (reader._read_string, ["blob", "pos"], "keys of a GGUF file's metadata"),
+        (
+            reader._read_value,
+            ["blob", "pos", "value_type", "keep_strings"],
+            "values of a GGUF file's metadata; arrays of strings are only counted",
+        ),
+        (
+            reader._read_tensor_table,
+            ["blob", "tensor_count", "pos"],
+            "name, shape, type and offset of each tensor of a GGUF file",
+        ),
+        (
+            legacy.get_gguf_hf_weights_map,
+            ["hf_model", "processor", "model_type", "num_layers", "qual_name"],
+            "which of a GGUF file's tensors is which parameter",
+        ),
+        (
+            legacy.load_gguf_checkpoint,
+            ["gguf_checkpoint_path", "return_tensors", "model_to_load", "torch_dtype"],
+            "the config that a GGUF file's metadata makes",
+        ),
+    ]
+    for function, names, why in expected:
+        name = function.__qualname__
+        assert parameters(function) == names, f"{name} takes other arguments now; {why}"
+
+
+def test_quantisers_expand_when_told_to() -> None:
+    """`verify` has transformers expand a quantised checkpoint: `dequantize` in its config."""
+    from transformers.utils import quantization_config as configs
+
+    for name in ("FineGrainedFP8Config", "Mxfp4Config", "CompressedTensorsConfig", "GgufConfig"):
+        assert "dequantize" in parameters(getattr(configs, name)), name

@@ -149,7 +149,7 @@ WRONG: list[tuple[Any, type[ModelError], str]] = [
     (lost_index, CheckpointError, f"{INDEX}: missing"),
     (no_weights, NotAModel, SINGLE),
     (pickles, UnsupportedModel, "pytorch_model.bin): only safetensors are read"),
-    (gguf_beside_config, UnsupportedModel, "GGUF"),
+    (gguf_beside_config, NotAModel, "give the GGUF file itself"),
     (index_of_pickles, UnsupportedModel, "only safetensors are read"),
     (no_config, NotAModel, "no config.json"),
     (broken_config, NotAModel, "config.json: not readable"),
@@ -202,12 +202,9 @@ def test_resolve_refuses_files_and_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("")
     with pytest.raises(NotAModel, match="is a file"):
         resolve(str(tmp_path / "x.txt"))
-    with pytest.raises(UnsupportedModel, match="GGUF"):
+    with pytest.raises(NotAModel, match="there is no such file"):
         resolve(str(tmp_path / "x.gguf"))
     with pytest.raises(NotAModel, match=r"no config\.json"):
-        resolve(str(tmp_path))
-    (tmp_path / "y.gguf").write_text("")
-    with pytest.raises(UnsupportedModel, match="GGUF"):
         resolve(str(tmp_path))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
+    from greenroom.core.cost import Costs
     from greenroom.sim.sweep import Cell, Row, Study
     from greenroom.trace import Trace
 
@@ -53,6 +54,9 @@ def add_to(commands: Any) -> None:
                        " profile's first link begins there)")  # fmt: skip
     times.add_argument("--processor", metavar="NAME", help="what computes them (default: the"
                        " profile's first)")  # fmt: skip
+    times.add_argument("--host-capacity", metavar="N", help="slots in host memory that keep experts"
+                       " between the disk and a device, or 25%% of all experts (default: none)",
+                       )  # fmt: skip
     times.add_argument("--prefetch", metavar="NAME[:D][,...]", help="fetch experts before they are"
                        " asked for, by a predictor: markov, next-gate:2, oracle, ...; off"
                        " (default) among several is the run without, to compare with")  # fmt: skip
@@ -109,7 +113,8 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("expert_bytes", "dense_bytes", "store", "processor", "prefetch", "ahead"):
+        for name in ("expert_bytes", "dense_bytes", "store", "processor", "host_capacity",
+                     "prefetch", "ahead"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
@@ -149,7 +154,24 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
         )
     dense = nbytes(args, trace, "dense_bytes") or 0
     costs = machine.costs(expert, dense, processor=args.processor, store=args.store)
-    return {"costs": costs, "expert_bytes": expert}
+    return {"costs": costs, "expert_bytes": expert, "host": host_slots(args, trace, costs)}
+
+
+def host_slots(args: argparse.Namespace, trace: Trace, costs: Costs) -> int:
+    """Slots of the tier between two links; UsageError where there are not two."""
+    from greenroom.sim.sweep import capacities
+
+    if args.host_capacity is None:
+        return 0
+    if len(costs.links) != 2:
+        raise UsageError(
+            "--host-capacity is of memory between two links, disk to host to device: this way to"
+            f" the processor has {len(costs.links)}"
+        )
+    slots = capacities(args.host_capacity, int(trace.offsets[-1]))
+    if len(slots) != 1:
+        raise UsageError(f"--host-capacity is one number, got {args.host_capacity}")
+    return slots[0]
 
 
 def nbytes(args: argparse.Namespace, trace: Trace, name: str) -> int | None:
@@ -192,7 +214,8 @@ def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
     for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
-                 "expert_bytes", "dense_bytes", "store", "processor", "prefetch", "ahead", "ray",
+                 "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "prefetch",
+                 "ahead", "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:

@@ -84,7 +84,9 @@ Event = Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
 class StartChunk:
     """Move chunk number `chunk` of a piece on its way to this slot, on a lane of a link.
 
-    In a chain of links it goes by staging seat `seat`; with one link there is none (-1).
+    In a chain of links it goes by staging seat `seat` (-1 with one link), or by slot `host` of the
+    tier between two links, where the piece has one. `begins`: nothing of the piece, on this way to
+    its slot, has moved before.
     """
 
     lane: int
@@ -94,6 +96,8 @@ class StartChunk:
     link: int = 0
     seat: int = -1
     demand: bool = True
+    host: int = -1
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,46 @@
 A *catalog* answers two questions for every expert of a model: which contiguous byte ranges of
 which files hold it (its *extents*), and how these bytes are laid out in a slot (its *layout*).
 It knows no tensors: dtypes are names, as safetensors headers spell torch's ("bfloat16").
+
+A matrix may lie in its slot in an *encoding*: the bytes that the checkpoint has, which kernels
+expand. It is then the tensor of its codes and its *companions*, tensors of the same slot that are
+called `<matrix>.scale`. What the bytes mean is said in runtime/encodings, one file a family.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOATS = ("float32", "bfloat16", "float16")  # what a model computes in
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "uint8": 1,
+    "int8": 1,
+    "int32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e8m0fnu": 1,
+}
+PLAIN = "plain"  # a tensor of floats as it is
+# encoding -> (inputs in a block, bytes of its codes); companions are not counted
+BLOCKS = {
+    "q8_0": (32, 34),
+    "q4_0": (32, 18),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "gguf_mxfp4": (32, 17),
+    "mxfp4": (32, 16),
+    "fp8": (1, 1),
+    "int8": (1, 1),
+    "int4": (2, 1),
+    "ct_int4": (8, 4),
+}
 ALIGNMENT = 64  # bytes; tensors inside a slot start on a cache line
 
 
@@ -35,24 +64,63 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One matrix of an expert: how it is encoded, and the tensors of the slot that hold it.
+
+    shape: plain: the tensor's own, which is [inputs, outputs] where the module's flag says
+           `is_transposed`. Encoded: always [outputs, inputs], whatever the flag says
+    dtype: what the kernels expand it to, the model's own; that of a plain tensor is its own
+    parts: the codes, then the companions
+    """
+
+    name: str
+    encoding: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The tensors of one expert of a layer, and the bytes that a slot needs for them."""
+    """The tensors of one expert of a layer, and the bytes that a slot needs for them.
+
+    encodings: of the matrices that are not plain
+    dtype:     what these are expanded to
+    """
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int
+    encodings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    dtype: str = ""
 
     @classmethod
-    def pack(cls, tensors: list[tuple[str, tuple[int, ...], str]]) -> SlotLayout:
+    def pack(
+        cls,
+        tensors: Sequence[tuple[str, tuple[int, ...], str]],
+        encodings: Mapping[str, str] | None = None,
+        dtype: str = "",
+    ) -> SlotLayout:
         """Lay (name, shape, dtype) tensors one after another, each aligned."""
         specs, end = [], 0
-        for name, shape, dtype in tensors:
-            spec = TensorSpec(name, shape, dtype, end)
+        for name, shape, kind in tensors:
+            spec = TensorSpec(name, shape, kind, end)
             specs.append(spec)
             end = -(-(end + spec.nbytes) // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(specs), end)
+        return cls(tuple(specs), end, encodings or {}, dtype)
 
     def __getitem__(self, name: str) -> TensorSpec:
         return next(spec for spec in self.tensors if spec.name == name)
+
+    def weight(self, name: str) -> WeightSpec:
+        """A matrix by its parameter's name."""
+        codes, encoding = self[name], self.encodings.get(name, PLAIN)
+        if encoding == PLAIN:
+            return WeightSpec(name, PLAIN, codes.shape, codes.dtype, (codes,))
+        rows, width = codes.shape
+        inputs, nbytes = BLOCKS[encoding]
+        columns = width * ITEMSIZE[codes.dtype] // nbytes * inputs
+        companions = [spec for spec in self.tensors if spec.name.startswith(f"{name}.")]
+        return WeightSpec(name, encoding, (rows, columns), self.dtype, (codes, *companions))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ were moved. What a lane has begun it ends, so a new demand waits for at most one
 
 In a chain a chunk sits in a *seat* of staging memory, from the start of its first transfer to the
 end of its last. Seats are few; prefetches leave one for every lane, so that a demand never
-waits for a seat that a prefetch keeps.
+waits for a seat that a prefetch keeps. Where a tier between two links keeps pieces (`tiers`), a
+piece goes by its slot there instead, and one that is kept comes over the last link alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
+
+from greenroom.core.tiers import HostTier
 
 
 class Urgency(IntEnum):
@@ -30,6 +33,8 @@ class Entry:
 
     `staged[h]` are the (chunk, seat) that wait for link h; `moving` chunks are on some lane now.
     `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
+    `host` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there, and
+    `kept` says that all of it was there from the start.
     """
 
     piece: int
@@ -43,6 +48,9 @@ class Entry:
     dropped: bool = False
     failed: bool = False
     upgraded: bool = False
+    host: int = -1
+    read: int = 0
+    kept: bool = False
 
     @property
     def arrived(self) -> bool:
@@ -55,7 +63,8 @@ class Entry:
 
 
 class Transfer(NamedTuple):
-    """A chunk on a lane; `seat` is where it is staged, -1 where there is one link only."""
+    """A chunk on a lane; `seat` is where it is staged, -1 where there is one link only, or where
+    the piece has a slot in the middle tier."""
 
     entry: Entry
     chunk: int
@@ -63,13 +72,25 @@ class Transfer(NamedTuple):
     lane: int
     seat: int
 
+    @property
+    def begins(self) -> bool:
+        """Whether nothing of the piece has moved before."""
+        return self.chunk == 0 and self.link == int(self.entry.kept)
+
 
 class TransferQueue:
     """Entries by piece; those with chunks to start wait in one line a link and urgency."""
 
-    def __init__(self, lanes: Sequence[int] = (2,), seats: int | None = None) -> None:
-        """`lanes[h]` transfers at a time on link h; `seats` for chunks in a chain of links."""
-        self.lanes = tuple(lanes)
+    def __init__(
+        self, lanes: Sequence[int] = (2,), seats: int | None = None, host: HostTier | None = None
+    ) -> None:
+        """`lanes[h]` transfers at a time on link h; `seats` for chunks in a chain of links; `host`
+        is the tier between two links."""
+        self.lanes, self.host = tuple(lanes), host
+        if host is not None and len(self.lanes) != 2:
+            raise ValueError(f"a middle tier is between two links, not {len(self.lanes)}")
+        # The link whose pace says what a transfer takes: the first, unless nothing needs it.
+        self.paced = 1 if host is not None and host.holds_all else 0
         self.entries: dict[int, Entry] = {}
         self.demands = 0  # entries that are demands
         self._lines: list[dict[Urgency, OrderedDict[int, Entry]]] = [
@@ -90,8 +111,8 @@ class TransferQueue:
 
     @property
     def moving(self) -> int:
-        """Chunks on lanes of the first link now."""
-        return self.lanes[0] - len(self._idle[0])
+        """Chunks on lanes of the link that sets the pace now."""
+        return self.lanes[self.paced] - len(self._idle[self.paced])
 
     def add(self, piece: int, slot: int, chunks: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""
@@ -99,7 +120,12 @@ class TransferQueue:
         if entry is None:
             staged: list[deque[tuple[int, int]]] = [deque() for _ in self.lanes]
             entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, staged)
-            self._lines[0][urgency][piece] = entry
+            if self.host is not None:
+                entry.host, entry.kept = self.host.ask(piece)
+            if entry.kept:
+                entry.started = entry.read = chunks
+                staged[1].extend((chunk, -1) for chunk in range(chunks))
+            self._lines[1 if entry.kept else 0][urgency][piece] = entry
             self.demands += urgency is Urgency.DEMAND
         elif urgency < entry.urgency:
             for lines in self._lines:
@@ -116,7 +142,12 @@ class TransferQueue:
                 yield transfer
 
     def open_for(self, urgency: Urgency) -> bool:
-        """Whether the first link could carry one more chunk of this urgency at once."""
+        """Whether one more piece of this urgency could begin at once.
+
+        With a middle tier it may need the last link alone, so nothing may wait for that.
+        """
+        if self.host is not None and any(self._lines[-1].values()):
+            return False
         return bool(self._idle[0]) and self._seated(urgency)
 
     def _seated(self, urgency: Urgency) -> bool:
@@ -130,15 +161,16 @@ class TransferQueue:
             return None
         for urgency, line in self._lines[link].items():
             if line:
-                if link == 0 and not self._seated(urgency):
-                    return None
                 entry = next(iter(line.values()))
+                if link == 0 and entry.host < 0 and not self._seated(urgency):
+                    return None
                 return self._carry(link, line, entry)
         return None
 
     def _carry(self, link: int, line: OrderedDict[int, Entry], entry: Entry) -> Transfer | None:
         if link == 0:
-            chunk, seat = entry.started, -1 if self._seats is None else self._seats.pop()
+            seatless = self._seats is None or entry.host >= 0
+            chunk, seat = entry.started, -1 if seatless else self._seats.pop()  # type: ignore[union-attr]
             entry.started += 1
             more = entry.started < entry.chunks
         else:
@@ -159,6 +191,7 @@ class TransferQueue:
         entry, chunk, _, _, seat = self._carried.pop((link, lane))
         self._idle[link].append(lane)
         entry.moving -= 1
+        entry.read += link == 0 and ok
         last = link + 1 == len(self.lanes)
         if not ok and not entry.dropped:
             entry.failed = True
@@ -169,8 +202,8 @@ class TransferQueue:
         else:
             entry.staged[link + 1].append((chunk, seat))
             self._lines[link + 1][entry.urgency].setdefault(entry.piece, entry)
-        if entry.gone and self.entries.pop(entry.piece, None) is not None:
-            self.demands -= entry.urgency is Urgency.DEMAND
+        if entry.gone and entry.piece in self.entries:
+            self._leave(entry)
         return entry
 
     def drop(self, piece: int) -> bool:
@@ -186,12 +219,19 @@ class TransferQueue:
                 self._vacate(entry.staged[link].popleft()[1])
         if entry.moving:
             return False
-        del self.entries[piece]
-        self.demands -= entry.urgency is Urgency.DEMAND
+        self._leave(entry)
         return True
 
+    def _leave(self, entry: Entry) -> None:
+        """Nothing of a piece moves any more: it has arrived, or was given up."""
+        del self.entries[entry.piece]
+        self.demands -= entry.urgency is Urgency.DEMAND
+        if entry.host >= 0:
+            assert self.host is not None
+            self.host.leave(entry.piece, entry.read == entry.chunks)
+
     def _vacate(self, seat: int) -> None:
-        if self._seats is not None:
+        if self._seats is not None and seat >= 0:
             self._seats.append(seat)
 
 

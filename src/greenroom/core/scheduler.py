@@ -38,6 +38,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.queue import Entry, TransferQueue, Urgency
 from greenroom.core.reshape import reshape
+from greenroom.core.tiers import HostTier
 from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
@@ -110,7 +111,9 @@ class Scheduler:
         seats: int | None = None,
         ahead: int = 0,
         seed: int = 0,
+        host: HostTier | None = None,
     ) -> None:
+        """`host` keeps pieces between the two links of a chain."""
         if ahead and pin != "step":
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
         self.pieces, self.pin = pieces, pin
@@ -118,7 +121,7 @@ class Scheduler:
         self.cache = Cache(pieces, capacity, policy, scope, seed)
         self.place = np.arange(capacity, dtype=np.int64)  # the tier's slot of each of the cache's
         self.buffer = Buffer(self._loans())
-        self.queue = TransferQueue((lanes,) if isinstance(lanes, int) else lanes, seats)
+        self.queue = TransferQueue((lanes,) if isinstance(lanes, int) else lanes, seats, host)
         self.lookahead = Lookahead(pieces)
         self.counts = Counts()
         self.step: Step | None = None
@@ -170,6 +173,8 @@ class Scheduler:
         if self.step is not None:
             raise RuntimeError("a step is under way")
         self._no_longer_whole()
+        if self.queue.host is not None:
+            self.queue.host.routed(event)
         size, layer = event.experts.size, event.layer
         ahead = self.buffer.size > 0 or bool(self.buffer.held)
         expected = self._judge(event) if ahead else None
@@ -253,7 +258,7 @@ class Scheduler:
 
     def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
         entry = self.queue.land(event.link, event.lane, ok=isinstance(event, Landed))
-        if event.link == 0:
+        if event.link == self.queue.paced:
             self._note_link(landed=True)
         if entry.gone:
             self._gone(entry)
@@ -493,9 +498,14 @@ class Scheduler:
                 self._start(actions)
 
     def _start(self, actions: list[Action]) -> None:
-        for entry, chunk, link, lane, seat in self.queue.start():
-            demand = entry.urgency is Urgency.DEMAND
-            actions.append(StartChunk(lane, entry.piece, entry.slot, chunk, link, seat, demand))
+        for transfer in self.queue.start():
+            entry, chunk, link, lane, seat = transfer
+            actions.append(
+                StartChunk(
+                    lane, entry.piece, entry.slot, chunk, link, seat,
+                    entry.urgency is Urgency.DEMAND, entry.host, transfer.begins,
+                )
+            )  # fmt: skip
         self._note_link()
 
     def _prefetch(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.predictor import PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
-from greenroom.errors import BudgetError, ClosedError
+from greenroom.core.tiers import HostTier
+from greenroom.errors import BudgetError, ClosedError, UsageError
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.kv import reserve
@@ -34,12 +37,16 @@ from greenroom.hf.shared import attach as shared
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
+from greenroom.runtime.cuda.engine import Cuda, Engine, Host
+from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward
 from greenroom.runtime.kernels import LayerExperts, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
 from greenroom.runtime.slots import HostSlots
@@ -48,6 +55,10 @@ from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
+IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
+LINKS = ("disk -> host", "host -> device")
+
+log = logging.getLogger(__name__)
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
@@ -65,6 +76,34 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
             f" ({1 / catalog.experts:.2%} of the {catalog.experts} experts)"
         )
     return min(slots, catalog.experts)
+
+
+def engine_for(parts: Parts) -> Engine | None:
+    """The GPU; None where slots are in host memory."""
+    return Cuda() if parts.cuda else None
+
+
+def lanes_of(parts: Parts) -> tuple[int, ...]:
+    """Transfers at a time of each link."""
+    if parts.cuda:
+        return parts.readers, IN_FLIGHT
+    return (parts.readers, 1) if parts.fake else (parts.readers,)
+
+
+def kernels_of(parts: Parts) -> str:
+    """What computes the experts where they are; UsageError where it cannot."""
+    if parts.kernels == "auto":
+        if not parts.cuda:
+            return "numba"
+        if find_spec("triton") is not None:
+            return ON_GPUS
+        log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
+        return "eager"
+    if parts.cuda and parts.kernels == "numba":
+        raise UsageError(
+            "--kernels numba computes on a CPU: with --device cuda take triton or eager"
+        )
+    return parts.kernels
 
 
 class Greenroom:
@@ -86,20 +125,28 @@ class Greenroom:
             store = FakeStore(store, bandwidth=parts.read_limit)
         if parts.fake:
             store = FakeStore(store, jitter=0.002, seed=parts.seed)
-        slots_kind = FakeSlots if parts.fake else HostSlots
-        slots = slots_kind(parts.capacity, catalog.slot_bytes, reserve=catalog.experts)
-        chunks = [len(store.chunks(expert)) for expert in range(catalog.experts)]
+        self.engine = engine_for(parts)
+        slots = self._slots()
+        chunks = [store.chunks(expert) for expert in range(catalog.experts)]
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        pieces = Pieces.whole(catalog.offsets, [x.nbytes for x in catalog.layouts], chunks)
+        pieces = Pieces.whole(
+            catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
+        )
+        self._tier = self._host_tier(pieces)
         scheduler = Scheduler(
             pieces,
             parts.capacity,
             policy,
             scope=parts.scope,
-            lanes=(parts.readers, 1) if parts.fake else (parts.readers,),
+            lanes=lanes_of(parts),
             ahead=self._ahead,
             seed=parts.seed,
+            host=self._tier,
         )
+        between = None
+        if parts.cuda or self._tier is not None:
+            seats = scheduler.queue.seats
+            between = HostMemory(self.engine or Host(), chunks, seats, parts.host_capacity)
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
@@ -109,7 +156,8 @@ class Greenroom:
             slots,
             foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
-            links=("disk -> host", "host -> device") if parts.fake else ("disk -> host",),
+            links=LINKS[: len(lanes_of(parts))],
+            between=between,
         )
         key = parts.fingerprint if parts.remember else ""
         self._recall = Recall(key, self.driver, name, self.predictor)
@@ -117,8 +165,10 @@ class Greenroom:
         self.warmed = 0  # experts that were read because of earlier runs
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
+        self._tier_base = 0, 0
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
+        self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
         self.accelerated: Accelerated | None = None
         self._shared: Shared | None = None
@@ -128,6 +178,22 @@ class Greenroom:
         except BaseException:
             self.detach()
             raise
+
+    def _slots(self) -> HostSlots | DeviceSlots:
+        parts, catalog = self.parts, self.parts.catalog
+        if self.engine is not None:
+            return DeviceSlots(self.engine, parts.capacity, catalog.slot_bytes, catalog.experts)
+        kind = FakeSlots if parts.fake else HostSlots
+        return kind(parts.capacity, catalog.slot_bytes, reserve=catalog.experts)
+
+    def _host_tier(self, pieces: Pieces) -> HostTier | None:
+        """What keeps experts in host memory, where there is room for any."""
+        parts = self.parts
+        if not parts.host_capacity:
+            return None
+        return HostTier(
+            pieces, parts.host_capacity, named_policy(parts.host_policy), seed=parts.seed
+        )
 
     def _predictor(self, model: PreTrainedModel) -> Beside | None:
         """What predicts; nothing where all experts have a slot."""
@@ -144,12 +210,12 @@ class Greenroom:
             seed=parts.seed,
         )
 
-    def _bind(self, model: PreTrainedModel, slots: HostSlots) -> None:
+    def _bind(self, model: PreTrainedModel, slots: HostSlots | DeviceSlots) -> None:
         """Give every experts module what it needs to be served."""
         parts, policy = self.parts, self.driver.scheduler.cache.policy
-        self.kernel = kernel("numba" if parts.kernels == "auto" else parts.kernels)
+        self.kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
-        if self.kernel.name != "eager":
+        if self.kernel.name == "numba":
             self.accelerated = accelerate(model, reserve)
         self._shared = shared(model, self._modules)
         for layer, module in enumerate(self._modules):
@@ -161,21 +227,38 @@ class Greenroom:
                 policy.weighs,
                 inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
+                computed=slots.computed if isinstance(slots, DeviceSlots) else None,
             )
             setattr(module, BINDING, binding)
-        self._hooks = [
-            model.register_forward_pre_hook(self._begins, with_kwargs=True),
-            model.register_forward_hook(self._ends, always_call=True),
-        ]
+            if layer == 0:
+                self._say_what_is_left(binding)
+        passes: list[nn.Module] = [model]
+        if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
+            self._decoder = model.get_decoder()
+            passes = [model.get_encoder(), self._decoder]
+        for module in passes:
+            self._hooks += [
+                module.register_forward_pre_hook(self._begins, with_kwargs=True),
+                module.register_forward_hook(self._ends, always_call=True),
+            ]
+
+    def _say_what_is_left(self, binding: Binding) -> None:
+        """A GPU's kernel leaves some experts to the slower, eager one."""
+        if self.kernel.name == ON_GPUS:
+            from greenroom.runtime.cuda.kernels import unread
+
+            if (reason := unread(binding.experts)) is not None:
+                log.warning("%s: the kernels eager compute them, on the GPU too", reason)
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A pass begins; one without keys and values before it is the first of a prompt."""
+        """A pass begins; one without keys and values before it is the first of a prompt. Of an
+        encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if given is None or given.is_meta:
             return
         cache = kwargs.get("past_key_values")
-        if cache is None or not cache.get_seq_length():
+        if model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
         batch, length = given.shape[:2]
         self.driver.begin_pass(
@@ -191,6 +274,8 @@ class Greenroom:
 
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.driver.end_pass()
+        if self.engine is not None:  # a router's choice is known here when its experts run
+            return
         if not self._preempting and self._shared is not None and self._shared.early:
             self._preempting = True
             for layer, router in self._shared.early.items():
@@ -199,8 +284,10 @@ class Greenroom:
     def _chosen(self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         """A router has chosen, and something else runs before its experts: they come meanwhile
         (early preemption; ProMoE, 5.2)."""
-        if isinstance(out, tuple) and len(out) > 2 and not out[2].is_meta:
-            self.driver.decided(layer, out[2].unique().cpu().numpy())
+        chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
+        if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
+            ids = chosen.unique().cpu().numpy()
+            self.driver.decided(layer, ids[ids < self._modules[layer].num_experts])
 
     @property
     def capacity(self) -> int:
@@ -212,9 +299,12 @@ class Greenroom:
         binding: Binding = getattr(self._modules[0], BINDING)
         experts, slots = [0], [0]
         for tokens in (1, COMPILED_TOKENS):
-            x = torch.zeros(tokens, binding.experts.hidden, dtype=binding.experts.dtype)
+            device = None if self.engine is None else self.engine.device
+            dtype = binding.experts.dtype
+            x = torch.zeros(tokens, binding.experts.hidden, dtype=dtype, device=device)
+            weights = torch.ones(tokens, 1, dtype=dtype, device=device)
             routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
-            step = self.kernel.begin(binding.experts, x, routing, torch.ones(tokens, 1))
+            step = self.kernel.begin(binding.experts, x, routing, weights)
             self.kernel.wave(step, experts, slots)
             self.kernel.combine(step)
 
@@ -248,11 +338,18 @@ class Greenroom:
             prefetch=prefetch_stats(driver, self.predictor, counts),
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
-        )
+            host=None if self._tier is None else {
+                "capacity": self._tier.capacity,
+                "requests": self._tier.requests - self._tier_base[0],
+                "hits": self._tier.hits - self._tier_base[1],
+            },
+        )  # fmt: skip
 
     def reset_stats(self) -> None:
         """Count from here on; what is resident stays."""
         driver = self.driver
+        if self._tier is not None:
+            self._tier_base = self._tier.requests, self._tier.hits
         self._base = replace(driver.scheduler.counts), driver.meter.copy()
         driver.scheduler.lookahead.accuracy.reset()
 

@@ -13,27 +13,24 @@ import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
-from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
 from transformers.monkey_patching import patch_output_recorders
 
-from greenroom.core.layout import ITEMSIZE, Catalog
+from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
+from greenroom.hf.adapters import adapt, conversions
 from greenroom.hf.checkpoint import Checkpoint
-from greenroom.hf.experts import detach_experts, streamed_parameters
+from greenroom.hf.experts import Streamed, detach_experts, streamed_parameters
+from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
+from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
 
 IMPLEMENTATION = "greenroom"  # the experts implementation that models are built with
@@ -48,6 +45,7 @@ class Draft:
     catalog: Catalog
     model: PreTrainedModel
     dtype: torch.dtype
+    layers: list[list[Streamed]]  # the experts' parameters that were taken out
     _routes: dict[str, Route]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
 
@@ -55,25 +53,27 @@ class Draft:
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
         """Read config and headers, construct the model on the meta device, index its experts.
 
-        `dtype` is "auto" (the config's, else that of the weights) or a name of `ITEMSIZE`. Raises
+        `dtype` is "auto" (the config's, else that of the weights) or a name of `FLOATS`. Raises
         NotAModel, NotMoE, UnsupportedModel or CheckpointError; all of them before anything is
         loaded. The experts implementation "greenroom" must be registered with transformers.
         """
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
         config = _config(checkpoint)
-        kind, config = _class(config)
+        kind, config = class_of(config)
         config.name_or_path = str(checkpoint.folder)  # a text part's own has none
         main = _dtype(dtype, checkpoint, config)
         model = _construct(kind, config, main)
+        if said := adapt(model):
+            log.warning("%s", said)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
         layers = streamed_parameters(model, dtypes)
-        routes, unused = find_routes(model, checkpoint.tensors)
+        routes, unused = routes_of(model, checkpoint)
         catalog = make_catalog(model, checkpoint, routes, layers)
         streamed = {s.full_name for layer in layers for s in layer}
         names = list(model.state_dict())
         detach_experts(model, layers)
         dense = {k: r for k, r in routes.items() if not streamed.intersection(r.targets)}
-        draft = cls(checkpoint, catalog, model, main, dense, names)
+        draft = cls(checkpoint, catalog, model, main, layers, dense, names)
         draft._check_dense()
         _report_unused(model, unused)
         return draft
@@ -90,6 +90,11 @@ class Draft:
                 total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
         return total
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of all experts as transformers would have them, in the model's dtype."""
+        return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
+
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
         """Load the dense parts to `device`, tensor by tensor; call it once.
 
@@ -101,31 +106,9 @@ class Draft:
         type(model)._finalize_model_loading(model, options, info)
         model.eval()
         model.set_use_kernels(False, None)
-        _load_generation_config(model, self.checkpoint.folder)
+        if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
+            _load_generation_config(model, self.checkpoint.folder)
         return model
-
-    def load_experts(self, layer: int) -> dict[str, torch.Tensor]:
-        """One layer's whole expert parameters [experts, ...] by name, read and converted by
-        transformers' own loading code and not by the catalog: the reference for what is streamed.
-
-        Takes the layer's whole size in memory; the draft is not to be loaded after this.
-        """
-        name, layout = self.catalog.layers[layer], self.catalog.layouts[layer]
-        experts = self.catalog.offsets[layer + 1] - self.catalog.offsets[layer]
-        module = self.model.get_submodule(name)
-        for spec in layout.tensors:
-            empty = torch.empty(
-                experts, *spec.shape, dtype=getattr(torch, spec.dtype), device="meta"
-            )
-            module.register_parameter(spec.name, nn.Parameter(empty, requires_grad=False))
-        wanted = [f"{name}.{spec.name}" for spec in layout.tensors]
-        routes, _ = find_routes(self.model, self.checkpoint.tensors)
-        ours = {key: r for key, r in routes.items() if set(wanted).intersection(r.targets)}
-        self._load(ours, wanted, self._options(torch.device("cpu")))
-        loaded = {spec.name: getattr(module, spec.name).data for spec in layout.tensors}
-        for spec in layout.tensors:
-            module.register_parameter(spec.name, None)
-        return loaded
 
     def _options(self, device: torch.device) -> LoadStateDictConfig:
         return LoadStateDictConfig(
@@ -133,7 +116,7 @@ class Draft:
             device_map=None if device.type == "cpu" else {"": device},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=get_model_conversion_mapping(self.model),
+            weight_mapping=[] if isinstance(self.checkpoint, Gguf) else conversions(self.model),
             use_safetensors=True,
         )
 
@@ -142,12 +125,14 @@ class Draft:
     ) -> Any:
         """Have transformers load what these routes lead to."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
-        tensors = {
-            name: _OnDisk(self.checkpoint, name, dtypes(target, constructed[target].dtype))
-            for target, route in routes.items()
-            for names in route.sources.values()
-            for name in names
-        }
+        tensors: dict[str, Any] = {}
+        for target, route in routes.items():
+            dtype = dtypes(target, constructed[target].dtype)
+            names = [name for own in route.sources.values() for name in own]
+            if isinstance(self.checkpoint, Gguf):  # its names mean nothing to transformers' loader
+                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype)
+            else:
+                tensors |= {name: _OnDisk(self.checkpoint, name, dtype) for name in names}
         info, _ = type(self.model)._load_pretrained_model(
             self.model, tensors, None, options, expected_keys=expected
         )
@@ -218,51 +203,62 @@ class _OnDisk:
         return self._checkpoint.read(self._name, self._dtype)
 
 
+@dataclass(frozen=True)
+class _Converted:
+    """Stands for a parameter that is made from tensors of a GGUF file, when it is asked for."""
+
+    checkpoint: Gguf
+    route: Route
+    model: PreTrainedModel
+    dtype: torch.dtype
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        # As transformers does: what is computed with is in float32, and cast at the end.
+        dtype = self.dtype if self.route.converter is None else torch.float32
+        names = [name for own in self.route.sources.values() for name in own]
+        tensors = {name: self.checkpoint.read(name, dtype) for name in names}
+        return converted(self.route, tensors, self.model).to(self.dtype)
+
+
+def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:
+    """Which tensors make which parameters; see find_routes."""
+    if isinstance(checkpoint, Gguf):
+        return checkpoint.routes(model)
+    return find_routes(model, checkpoint.tensors)
+
+
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    if isinstance(checkpoint, Gguf):
+        return checkpoint.hf_config()
     raw, path = checkpoint.config, checkpoint.folder / "config.json"
     kind = raw["model_type"]
     if kind not in CONFIG_MAPPING:
         if "auto_map" in raw:
             raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
         raise UnsupportedModel(f"{path}: this transformers does not know the model type {kind}")
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        if quantised := part.get("quantization_config"):
-            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else ""
-            raise UnsupportedModel(
-                f"{path}: the checkpoint is quantised ({method}), which is not served yet"
-            )
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # each config class validates in its own way
         raise CheckpointError(f"{path}: not a valid {kind} config: {_one_line(error)}") from error
-
-
-def _class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class that generates text, and its config: the text part's, where the class is for text.
-
-    A model that only comes together with its vision tower is built with it.
-    """
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        if type(config) in mapping:
-            kind = _get_model_class(config, mapping)
-            if kind.config_class == config.sub_configs.get("text_config"):
-                config = config.get_text_config()
-            return kind, config
-    name = (config.architectures or [config.model_type])[0]
-    raise UnsupportedModel(f"{name}: transformers has no class that generates text with it")
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):  # the model has plain modules: it is expanded
+            del part.quantization_config
+    return config
 
 
 def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
     """The dtype to build in, also written into the config, as `from_pretrained` does."""
-    if dtype != "auto" and dtype not in ITEMSIZE:
-        raise UnknownName("dtype", dtype, ["auto", *ITEMSIZE])
+    if dtype != "auto" and dtype not in FLOATS:
+        raise UnknownName("dtype", dtype, ["auto", *FLOATS])
+    if dtype == "auto" and isinstance(checkpoint, Gguf):
+        dtype = checkpoint.dtype()
     main: torch.dtype
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
-    if str(main)[6:] not in ITEMSIZE:
+    if str(main)[6:] not in FLOATS:
         raise UnsupportedModel(
-            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(ITEMSIZE)}"
+            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(FLOATS)}"
         )
     return main
 

@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import FileIO
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.header import Stored, read_header
+from greenroom.hf.quantised import encoded
+from greenroom.hf.read import read_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -27,21 +26,28 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 class Checkpoint:
     """A folder with a config and safetensors files; only headers have been read.
 
-    `files` are absolute paths; `tensors[name].file` is a position in them.
+    files:   absolute paths; `Stored.file` is a position in them
+    tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
+    stored:  by the names in the files
     """
 
     folder: Path
     config: dict[str, Any]
     files: tuple[str, ...]
     tensors: Mapping[str, Stored]
+    stored: Mapping[str, Stored]
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Read the config and all headers.
+        """Read the config and all headers: of a folder, or of a GGUF file (hf/gguf.py).
 
         Raises NotAModel, UnsupportedModel or CheckpointError.
         """
         folder = Path(folder).absolute()
+        if folder.suffix == ".gguf" and not folder.is_dir():
+            from greenroom.hf.gguf import Gguf
+
+            return Gguf.open(folder)
         config = read_config(folder)
         names, wanted = _shards(folder)
         files = tuple(str(folder / name) for name in names)
@@ -52,57 +58,26 @@ class Checkpoint:
             tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
             if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
                 raise CheckpointError(f"{folder / name}: lacks {lost}, which {INDEX} says it has")
-        return cls(folder, config, files, tensors)
+        return cls(folder, config, files, encoded(config, tensors, folder), tensors)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` methods are to be called with."""
+        return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor in ordinary memory: read, not mapped, and its page cache is dropped.
+        """One tensor in ordinary memory, cast to `dtype`, expanded where it is encoded."""
+        return read_tensor(self.files, name, self.tensors[name], dtype)
 
-        `dtype` casts on the way, piece by piece, so that memory never holds the tensor twice.
-        """
-        stored = self.tensors[name]
-        path = self.files[stored.file]
-        kind = getattr(torch, stored.dtype, None)
-        if kind is None:
-            raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
-        tensor = torch.empty(prod(stored.shape), dtype=dtype or kind)
-        cast = tensor.dtype != kind
-        step = PIECE // kind.itemsize if cast else max(1, len(tensor))
-        buffer = torch.empty(min(step, len(tensor)), dtype=kind) if cast else tensor
-        try:
-            with open(path, "rb", buffering=0) as stream:
-                stream.seek(stored.offset)
-                for at in range(0, len(tensor), step):
-                    into = tensor[at : at + step]
-                    piece = buffer[: len(into)] if cast else into
-                    if not _fill(stream, piece):
-                        raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
-                    if cast:
-                        into.copy_(piece)
-                if hasattr(os, "posix_fadvise"):  # the dense parts are in memory once, not twice
-                    os.posix_fadvise(
-                        stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
-                    )
-        except OSError as error:
-            raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
-        return tensor.reshape(stored.shape)
-
-
-def _fill(stream: FileIO, tensor: torch.Tensor) -> bool:
-    """Read into a flat tensor; False where the file ends before it is full."""
-    view, done = tensor.view(torch.uint8).numpy().data, 0
-    while done < len(view):
-        if not (n := stream.readinto(view[done:])):
-            return False
-        done += n
-    return True
+    def read_stored(self, name: str) -> torch.Tensor:
+        """One tensor as it lies in its file, under its name there."""
+        return read_tensor(self.files, name, self.stored[name])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; NotAModel where there is none, or it is no model's."""
     path = folder / "config.json"
     if not path.is_file():
-        if next(folder.glob("*.gguf"), None):
-            raise UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -141,8 +116,8 @@ def _no_weights(folder: Path) -> Exception:
     """The error for a folder without model.safetensors and without an index."""
     if next(folder.glob("model-*.safetensors"), None):
         return CheckpointError(f"{folder / INDEX}: missing, though there are shards beside it")
-    if next(folder.glob("*.gguf"), None):
-        return UnsupportedModel(f"{folder}: GGUF files are not served yet, only safetensors")
+    if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return NotAModel(f"{folder}: no safetensors; give the GGUF file itself: {gguf}")
     if pickle := next((p for pattern in PICKLES for p in sorted(folder.glob(pattern))), None):
         return UnsupportedModel(
             f"{folder}: its weights are pickles ({pickle.name}): only safetensors are read"
@@ -151,7 +126,8 @@ def _no_weights(folder: Path) -> Exception:
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id.
+    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id; or a GGUF
+    file: given as such, or the only one in a folder without a config.
 
     A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
     Raises NotAModel or UnsupportedModel with one line that says what to do.
@@ -160,13 +136,22 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     if text == "demo":
         return demo_folder()
     path = Path(text).expanduser()
-    if path.suffix == ".gguf":
-        raise UnsupportedModel(f"{text}: GGUF files are not served yet, only safetensors")
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.exists():
+            raise NotAModel(f"{text}: there is no such file")
+        return path
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            from greenroom.hf.gguf_file import model_in
+
+            if (file := model_in(path)) is not None:
+                return file
         read_config(path)
         return path
     if path.is_file():
-        raise NotAModel(f"{text}: is a file; give the folder that holds config.json")
+        raise NotAModel(
+            f"{text}: is a file; give the folder that holds config.json, or a .gguf file"
+        )
     if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
         raise NotAModel(f"{text}: there is no such folder")
     from greenroom.hf.hub import download

@@ -80,4 +80,9 @@ def detach_experts(model: PreTrainedModel, layers: list[list[Streamed]]) -> None
         module = model.get_submodule(layer[0].module)
         for streamed in layer:
             module.register_parameter(streamed.name, None)
-        module._is_hf_initialized = True  # or weight initialisation would touch what is not there
+        # Or weight initialisation would touch what is not there, by the experts or by their block,
+        # which has nothing left to initialise where all of its own comes from the checkpoint.
+        module._is_hf_initialized = True
+        block = model.get_submodule(layer[0].module.rpartition(".")[0])
+        if not block._non_persistent_buffers_set:
+            block._is_hf_initialized = True

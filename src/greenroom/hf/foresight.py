@@ -47,6 +47,8 @@ def beside(
 
     UsageError or PredictorError, in one line, where one cannot run beside this model.
     """
+    if chosen or inputs:
+        _check_passes(model)
     needs = _needs(chosen, file)
     looks = "inputs" in needs or inputs
     routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
@@ -70,10 +72,13 @@ def check(
     """Whatever can be wrong with `--prefetch` and `--predictor`, as far as it can be told before
     the weights are there: UsageError or PredictorError, in one line."""
     choice = predictor(prefetch)
+    if choice.kind is AUTO and file is None and model.config.is_encoder_decoder:
+        return  # it switches itself off
     if choice.kind is AUTO:
         choice = predictor("learned" if file is not None else "off")
     if choice.kind.name == "none":  # the file may be for predictors that are only recorded
         return
+    _check_passes(model)
     needs = _needs([choice], file)
     shape = Shape(tuple(np.diff(catalog.offsets).tolist()), 0)
     if choice.distance is not None:
@@ -86,6 +91,15 @@ def check(
         for router in find_routers(model, catalog.layers):
             if "gates" in needs:
                 router.arguments()
+
+
+def _check_passes(model: PreTrainedModel) -> None:
+    """UsageError where a pass does not go through every layer, which predictors count on."""
+    if model.config.is_encoder_decoder:
+        raise UsageError(
+            f"{type(model).__name__} is an encoder-decoder: its passes go through a part of the"
+            " layers, and predictors know whole ones only; --prefetch off is for it"
+        )
 
 
 def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:

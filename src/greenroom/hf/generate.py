@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 
 from greenroom.config import SamplingConfig
 from greenroom.errors import UsageError
+from greenroom.runtime.cuda.engine import device_errors
 
 OnText = Callable[[str], None]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
@@ -92,7 +93,8 @@ def answer(
     if sampling.seed is not None:
         set_seed(sampling.seed)
     clock = _Clock(tokenizer, on_text)
-    with torch.inference_mode():
+    ids = ids.to(model.device)
+    with torch.inference_mode(), device_errors():
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
@@ -47,13 +48,24 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`."""
+    """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`.
+
+    An encoded one is a matrix, or a stack of them, whose codes lie there and whose companions lie
+    elsewhere. Its `shape` is what it is expanded to: [..., outputs, inputs], or the other way round
+    where it is `transposed` on expanding; `codes` is the shape of its codes, in `dtype`. `unit`
+    outputs share one row of the companions.
+    """
 
     file: int
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    encoding: str = PLAIN
+    codes: tuple[int, ...] = ()
+    transposed: bool = False
+    unit: int = 1
+    companions: tuple[Stored, ...] = ()
 
 
 def read_header(path: Path, file: int) -> dict[str, Stored]:
@@ -79,7 +91,7 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
     entries.pop("__metadata__", None)
     data = 8 + length
     tensors = {name: _tensor(path, file, name, entry, data) for name, entry in entries.items()}
-    _check_ranges(path, tensors, size)
+    check_ranges(path, tensors, size)
     return tensors
 
 
@@ -102,7 +114,7 @@ def _tensor(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
     return Stored(file, torch_name, shape, data + begin, expected)
 
 
-def _check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
+def check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
     """No tensor may reach past the file's end or into another one."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

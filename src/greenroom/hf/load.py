@@ -11,13 +11,16 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import Amount, LoadConfig
 from greenroom.core.cache import compile_for, split_capacity
-from greenroom.errors import CheckpointError, UnknownName
-from greenroom.hf.attach import Greenroom, Parts, slots_for
+from greenroom.core.queue import staging_seats
+from greenroom.errors import CheckpointError, DeviceError, UsageError
+from greenroom.hf.attach import Greenroom, Parts, engine_for, kernels_of, lanes_of, slots_for
 from greenroom.hf.budget import (
     PREFILL_BLOCK,
+    DeviceBudget,
     budget_bytes,
     capacity_for,
     experts_per_token,
+    host_slots,
     kv_cache_bytes,
     needs,
 )
@@ -29,7 +32,9 @@ from greenroom.hf.kv import SPARE
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
-from greenroom.runtime.kernels import KERNELS, ahead
+from greenroom.runtime.cuda.engine import device_errors
+from greenroom.runtime.kernels import ahead
+from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import give_back, rss_bytes, uncollected
 
 log = logging.getLogger(__name__)
@@ -46,10 +51,12 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    `model` is a Hugging Face folder, a hub id, or `demo`. `memory` ("8GiB", "60%", "auto") is the
-    budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache alone; they exclude
-    each other, and neither means memory="auto". `options` are the further fields of
-    `greenroom.config.LoadConfig`: scope, context, readers, direct, dtype, threads.
+    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `memory` ("8GiB", "60%",
+    "auto") is the budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache
+    alone; they exclude each other, and neither means memory="auto". `device` is cpu, cuda, fake, or
+    auto: cuda where torch has it; there `memory` is of the GPU's, and `host_memory` is the
+    process's. `options` are the further fields of `greenroom.config.LoadConfig`: scope, context,
+    readers, direct, dtype, threads.
 
     Returns (model, tokenizer): an ordinary transformers model, whose `generate` works and gives
     the tokens of the full model, with `model.greenroom` for `stats()`, `resize()` and `detach()`.
@@ -76,8 +83,7 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     named_policy(config.policy).check_online()
     predictor(config.prefetch)  # or UnknownName, UsageError
-    if config.kernels != "auto" and config.kernels not in KERNELS:
-        raise UnknownName("kernel", config.kernels, ["auto", *KERNELS])
+    cuda = on_a_gpu(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(resolve(source))
@@ -98,6 +104,7 @@ def _load(
         remember=remember,
         kernels=config.kernels,
         fake=config.device == "fake",
+        cuda=cuda,
         readers=config.readers,
         direct=config.direct,
         read_limit=None
@@ -106,38 +113,81 @@ def _load(
         context=context,
         kv_cache_bytes=kv_cache_bytes(draft.model, context + SPARE),
     )
+    kernels_of(parts)  # or UsageError
     tokenizer = _tokenizer(checkpoint)
+    engine, gpu = engine_for(parts), None
+    if engine is not None:
+        gpu = DeviceBudget(None if config.cache is not None else config.memory, engine.memory)
+    if engine is not None or config.host_memory is not None:
+        parts = _with_host(parts, config)  # or BudgetError, before anything is loaded
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
         split_capacity(parts.capacity, len(catalog.layers), config.scope)  # or BudgetError
         room = parts.capacity
     else:
-        budget = budget_bytes(config.memory)
-        need = needs(draft, parts)
+        budget = gpu.nbytes if gpu else budget_bytes(config.memory)
+        need = gpu.before(draft, parts) if gpu else needs(draft, parts)
+        of = gpu.OF if gpu else ""
         least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
-        room = capacity_for(budget, need, catalog, least)  # before anything is loaded
+        room = capacity_for(budget, need, catalog, least, of)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
     chosen = choose(config.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
-    if room >= catalog.experts:  # nothing is ever fetched again
+    decoder_only = not draft.model.config.is_encoder_decoder
+    if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
-    model = draft.load()
-    model.generation_config.prefill_chunk_size = PREFILL_BLOCK
+    with device_errors("the dense parts"):
+        model = draft.load("cpu" if engine is None else engine.device)
+    if decoder_only:  # an encoder reads a prompt as a whole
+        model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     compile_for(chosen)
     ahead.wait()
+    if parts.host_bytes is not None:
+        parts = _with_host(parts, config)  # the process is what it is now
     model.greenroom = greenroom = Greenroom(model, parts)
     try:
         greenroom.compile()
         give_back()
         if parts.budget_bytes is not None:
             # All that is there for good is there now: what is left of the budget becomes slots.
-            need = replace(need, process=rss_bytes(), dense=0)
-            greenroom.driver.resize(capacity_for(parts.budget_bytes, need, catalog, least))
+            if gpu is not None:
+                need = gpu.after(need, parts.capacity * catalog.slot_bytes)
+            else:
+                need = replace(need, process=rss_bytes(), dense=0)
+            greenroom.driver.resize(capacity_for(parts.budget_bytes, need, catalog, least, of))
         greenroom.warm_up()
     except BaseException:
         greenroom.detach()
         raise
     return model, tokenizer
+
+
+def on_a_gpu(config: LoadConfig) -> bool:
+    """Whether the experts are computed on a GPU: where it is asked for, or there is one.
+
+    DeviceError where there is none, UsageError for options that go with one only.
+    """
+    there = torch.cuda.is_available()
+    if config.device == "cuda" and not there:
+        built = torch.version.cuda or torch.version.hip
+        reason = "no GPU answers" if built else "this torch was built without CUDA"
+        raise DeviceError(f"--device cuda: {reason}; --device cpu computes here")
+    chosen = config.device == "cuda" or (config.device == "auto" and there)
+    if config.host_memory is not None and not (chosen or config.device == "fake"):
+        raise UsageError("--host-memory is for a GPU: on a CPU, --memory is all there is")
+    if config.kernels == ON_GPUS and not (chosen or config.device == "fake"):
+        raise UsageError(
+            "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
+        )
+    return chosen
+
+
+def _with_host(parts: Parts, config: LoadConfig) -> Parts:
+    """The host tier that the budget has room for."""
+    seats = staging_seats(lanes_of(parts))
+    budget, slots = host_slots(config.host_memory, parts.catalog, seats)
+    kept = choose(config.policy, slots, parts.catalog.experts).name
+    return replace(parts, host_bytes=budget, host_capacity=slots, host_policy=kept)
 
 
 def context_of(model: PreTrainedModel, context: int) -> int:
@@ -148,9 +198,7 @@ def context_of(model: PreTrainedModel, context: int) -> int:
 
 def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: {reason}") from error

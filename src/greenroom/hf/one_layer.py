@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from greenroom.hf.build import IMPLEMENTATION, Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.passes import Passes
+from greenroom.hf.reference import load_experts
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and weights [T, K]
 
@@ -47,7 +49,7 @@ def compare_layers(
     checkpoint = Checkpoint.open(resolve(source))
     for layer, name in enumerate(names):
         module = model.get_submodule(name)
-        with _filled(module, Draft.of(checkpoint, dtype).load_experts(layer)):
+        with _filled(module, load_experts(Draft.of(checkpoint, dtype), layer)):
             expected = _forward(model, module, "eager", inputs[name])
             grouped = _forward(model, module, "grouped_mm", inputs[name])
         yield LayerCheck(
@@ -87,10 +89,9 @@ def _record(
 
     hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
     try:
-        cache = None
+        request = Passes(model)
         for ids in passes:
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            request(ids)
     finally:
         for hook in hooks:
             hook.remove()
@@ -116,11 +117,12 @@ def _forward(
     inputs: list[Inputs],
     afterwards: str = IMPLEMENTATION,
 ) -> list[Tensor]:
-    model.set_experts_implementation(implementation)
+    config = module.config  # set here: transformers passes by the classes that it did not decorate
+    config._experts_implementation = implementation
     try:
         return [module(*each) for each in inputs]
     finally:
-        model.set_experts_implementation(afterwards)
+        config._experts_implementation = afterwards
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

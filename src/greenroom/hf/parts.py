@@ -10,7 +10,11 @@ from greenroom.core.layout import Catalog
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What an attached model runs on; `fake` uses the device that poisons stale slots, behind a
-    second link."""
+    second link.
+
+    On a GPU (`cuda`) the slots are in its memory, and `host_capacity` experts are kept in host
+    memory between them and the disk, by `host_policy`; so they are behind the fake device.
+    """
 
     catalog: Catalog
     capacity: int
@@ -23,10 +27,14 @@ class Parts:
     remember: bool = False  # begin with what earlier runs learned, and leave it to the next
     kernels: str = "auto"
     fake: bool = False
+    cuda: bool = False
+    host_capacity: int = 0
+    host_policy: str = "auto"
     readers: int = 2
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second
     seed: int = 0
-    budget_bytes: int | None = None
+    budget_bytes: int | None = None  # of the memory that the slots are in
+    host_bytes: int | None = None  # budget of host memory, where that is another one
     context: int = 0  # tokens that the KV cache has room for
     kv_cache_bytes: int = 0  # what they take

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from greenroom.config import RecordConfig, SamplingConfig
+from greenroom.core.layout import Catalog
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.fingerprint import fingerprint
@@ -36,19 +37,22 @@ def record(
 ) -> int:
     """Answer every prompt, and leave the trace at `path`. Returns the tokens recorded now.
 
+    Of an encoder-decoder model the decoder is recorded: its passes go through all of its layers.
     While it runs, the trace grows in a journal beside `path`; what was recorded by an earlier run
     with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
     is called after every request, and at the start with those of the earlier run.
     """
     context = model.greenroom.parts.context
     lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else None
     if (longest := max(lengths)) + 1 > context:
         raise UsageError(
             f"prompt {lengths.index(longest) + 1} has {longest} tokens, --context has room for"
             f" {context}: raise it"
         )
     catalog = model.greenroom.parts.catalog
-    digest = fingerprint(Checkpoint.open(Path(catalog.files[0]).parent))
+    first = Path(catalog.files[0])
+    digest = fingerprint(Checkpoint.open(first if first.suffix == ".gguf" else first.parent))
     chosen = choices(recording.predict) if recording.predict else []
     running = beside(
         model,
@@ -58,8 +62,9 @@ def record(
         fingerprint=digest,
         inputs=recording.gate_inputs > 0,
     )
+    skipped = 0 if decoder is None else _encoders(model, catalog)
     header = Header(
-        running.shape.experts_per_layer,
+        running.shape.experts_per_layer[skipped:],
         recording.weights,
         recording.token_ids,
         recording.gate_inputs,
@@ -72,15 +77,16 @@ def record(
     )
     journal = Journal(journal_of(path), header)
     try:
-        modules = [model.get_submodule(module) for module in catalog.layers]
+        modules = [model.get_submodule(module) for module in catalog.layers[skipped:]]
         probe = running.listen()
         forecasts = Forecasts(running.predictors, running.shape) if running.predictors else None
-        embedding = model.get_input_embeddings()
+        embedding = (decoder or model).get_input_embeddings()
         on_request(journal.requests, 0)
         with Recorder(modules, embedding, journal, 0, probe, forecasts) as recorder:
             for number in range(journal.requests, len(prompts)):
                 prompt = prompts[number]
-                with recorder.request(number, prompt.label, lengths[number]):
+                prefill = lengths[number] if decoder is None else 1  # what begins the answer
+                with recorder.request(number, prompt.label, prefill):
                     answer(
                         model,
                         tokenizer,
@@ -94,6 +100,12 @@ def record(
             return recorder.tokens
     finally:
         journal.close()
+
+
+def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
+    """How many of the MoE layers are the encoder's; they come first."""
+    inside = {id(module) for module in model.get_encoder().modules()}
+    return sum(id(model.get_submodule(name)) in inside for name in catalog.layers)
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:

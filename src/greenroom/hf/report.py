@@ -15,14 +15,23 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     """One line for people, ending in the flags that give the same placement again."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.parts.catalog
-    parts = greenroom.parts
+    parts, tier = greenroom.parts, stats.host
     dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
     flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {stats.kernels}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
-    for option in ("scope", "device", "readers", "direct", "read_limit", "dtype", "threads"):
+    for option in (
+        "scope",
+        "device",
+        "host_memory",
+        "readers",
+        "direct",
+        "read_limit",
+        "dtype",
+        "threads",
+    ):
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
             flags.append(f"--{option.replace('_', '-')} {value}")
@@ -30,14 +39,21 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
     warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
+    kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}) and"
-        f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in memory,"
-        f" {f'{rest} experts' if rest else 'a copy of them'} on disk"
+        f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in"
+        f" {_where(greenroom)}, {kept}"
+        f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}) ·"
         f" same again: {' '.join(flags)}"
     )
+
+
+def _where(greenroom: Greenroom) -> str:
+    """The memory that slots are in; a GPU's is named."""
+    return "memory" if greenroom.engine is None else f"{greenroom.engine.name}'s memory"
 
 
 def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:

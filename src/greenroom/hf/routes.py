@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -18,6 +17,8 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from greenroom.hf.adapters import adapter_of, conversions
 
 
 @dataclass
@@ -38,7 +39,7 @@ def find_routes(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str,
 
     The model may be on the meta device, but must still have all of its parameters.
     """
-    mapping = get_model_conversion_mapping(model)
+    mapping, adapter = conversions(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
@@ -47,6 +48,8 @@ def find_routes(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str,
     routes: dict[str, Route] = {}
     unused: list[str] = []
     for name in sorted(names, key=dot_natural_key):
+        if adapter is not None and adapter.unused(name, model):
+            continue
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
             target, pattern = rename_source_key(name, [], [], prefix, known)

@@ -19,11 +19,14 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
+from greenroom.hf.adapters import adapter_of
 from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
 from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
+from greenroom.hf.passes import Passes
+from greenroom.hf.reference import loads_whole, whole_model
 from greenroom.runtime.memory import available_bytes, give_back
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
@@ -82,14 +85,15 @@ def verify(
     checkpoint = Checkpoint.open(resolve(source))
     draft = Draft.of(checkpoint, dtype)
     slots_for(cache, draft.catalog)  # a mistake shows before the work begins
-    size = draft.dense_bytes + draft.catalog.expert_bytes
+    size = draft.dense_bytes + draft.expanded_bytes
     whole = size * ROOM < available_bytes() if layers is None else not layers
+    whole = whole and loads_whole(checkpoint)
     verdict = Verdict(whole)
     trial = _Trial(source, cache, dtype, prompt, tokens, say, verdict)
     if whole:
-        trial.against_the_whole(draft, checkpoint)
+        trial.against_the_whole(draft)
     else:
-        say("the whole model does not fit beside the cache: comparing layer by layer")
+        say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
     trial.default_kernels(draft)
     return verdict
@@ -113,6 +117,7 @@ class _Trial:
 
     @contextmanager
     def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
+        options = {"device": "cpu", **options}  # where the reference is computed
         config = LoadConfig(cache=cache, dtype=self.dtype, no_guard=True, **options)
         model, tokenizer = load_with(self.source, config, remember=False)
         try:
@@ -123,19 +128,16 @@ class _Trial:
             gc.collect()
             give_back()
 
-    def against_the_whole(self, draft: Draft, checkpoint: Checkpoint) -> None:
+    def against_the_whole(self, draft: Draft) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
         with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
             ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
             ours = greedy(model, ids, self.tokens)
-        model = type(draft.model).from_pretrained(
-            checkpoint.folder,
-            dtype=draft.dtype,
-            experts_implementation="eager",
-            local_files_only=True,
-        )
+            if adapter_of(model) is not None:  # transformers has no experts modules to compare with
+                self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
+        model = whole_model(draft)
         self.reference = greedy(model, ids, self.tokens)
-        self.layers = list(reference_layers(model.eval(), draft.catalog.layers, [ids]))
+        self.layers = self.layers or list(reference_layers(model, draft.catalog.layers, [ids]))
         model.set_experts_implementation("grouped_mm")
         grouped = forced(model, ids, self.reference.tokens)
         del model
@@ -218,30 +220,20 @@ class Run:
 def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
     """The likeliest token, `tokens` times, each in a pass of its own."""
     chosen: list[int] = []
-    logits, cache = _pass(model, ids, None)
-    rows = [logits]
+    passes = Passes(model)
+    rows = [passes(ids)]
     while True:
         chosen.append(int(rows[-1][-1].argmax()))
         if len(chosen) == tokens:
             return Run(chosen, torch.cat(rows))
-        logits, cache = _pass(model, torch.tensor([chosen[-1:]]), cache)
-        rows.append(logits)
+        rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
 @torch.inference_mode()
 def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """The logits along a given continuation, in the same passes as `greedy`."""
-    logits, cache = _pass(model, ids, None)
-    rows = [logits]
-    for token in tokens[:-1]:
-        logits, cache = _pass(model, torch.tensor([[token]]), cache)
-        rows.append(logits)
-    return torch.cat(rows)
-
-
-def _pass(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    return out.logits[0], out.past_key_values
+    passes = Passes(model)
+    return torch.cat([passes(ids), *(passes(torch.tensor([[token]])) for token in tokens[:-1])])
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

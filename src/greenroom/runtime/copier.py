@@ -1,10 +1,10 @@
 """The copier: one thread for each lane of each link, carrying chunks towards their slots.
 
 With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
-into the slot. With two (disk to host to device) the first link's lanes read into the staging seat
-that the scheduler names, and the second's copy from there. Reading and copying happen outside the
-interpreter's lock. Whatever goes wrong with a chunk is reported like its arrival, so that a lane
-never dies and nobody waits for it in vain.
+into the slot. With two (disk to host to device) the first link's lanes read into the staging seat,
+or the slot of the tier between, that the scheduler names, and the second's copy from there. Reading
+and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is reported like
+its arrival, so that a lane never dies and nobody waits for it in vain.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
-from greenroom.errors import StoreError
+from greenroom.errors import DeviceError, StoreError
 from greenroom.runtime.store import Chunk, Staging
 
 
@@ -38,22 +38,62 @@ class Slots(Protocol):
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None: ...
 
 
-Deliver = Callable[[StartChunk, int, StoreError | None], None]
+class Between(Protocol):
+    """Memory between two links: staging seats, and what is kept."""
+
+    def bring(
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
+    ) -> None: ...
+
+    def data(self, action: StartChunk) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+class Seats:
+    """Staging seats alone, each as large as what it was last asked for."""
+
+    def __init__(self, count: int) -> None:
+        self._staging = [Staging() for _ in range(count)]
+        self._staged: list[np.ndarray] = [np.empty(0, np.uint8)] * count
+
+    def bring(
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
+    ) -> None:
+        """Have a chunk read into its seat."""
+        self._staged[action.seat] = read(chunk, self._staging[action.seat])
+
+    def data(self, action: StartChunk) -> np.ndarray:
+        """The bytes of a chunk that was brought here."""
+        return self._staged[action.seat]
+
+    def close(self) -> None:
+        """The buffers go with their last use."""
+
+
+Failure = StoreError | DeviceError
+Deliver = Callable[[StartChunk, int, Failure | None], None]
 
 
 class Copier:
     """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
 
-    `lanes[h]` threads for link h, and `seats` staging buffers between two links.
+    `lanes[h]` threads for link h; between two links lies `between`, by default `seats` staging
+    buffers.
     """
 
     def __init__(
-        self, store: Store, slots: Slots, lanes: Sequence[int], seats: int, deliver: Deliver
+        self,
+        store: Store,
+        slots: Slots,
+        lanes: Sequence[int],
+        seats: int,
+        deliver: Deliver,
+        between: Between | None = None,
     ) -> None:
         self._store, self._slots, self._deliver = store, slots, deliver
         self._last = len(lanes) - 1
-        self._seats = [Staging() for _ in range(seats)] if self._last else []
-        self._staged: list[np.ndarray] = [np.empty(0, np.uint8)] * len(self._seats)
+        self._between = between or Seats(seats if self._last else 0)
         self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
             (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
         }
@@ -74,10 +114,11 @@ class Copier:
 
     def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging | None) -> None:
         while (action := jobs.get()) is not None:
-            nbytes, failure = 0, None
+            nbytes = 0
+            failure: Failure | None = None
             try:
                 nbytes = self._carry(action, staging)
-            except StoreError as error:
+            except (StoreError, DeviceError) as error:
                 failure = error
             except BaseException as error:
                 failure = StoreError(f"expert {action.piece} could not be read: {error!r}")
@@ -90,10 +131,10 @@ class Copier:
         if staging is not None:
             data = self._store.read(chunk, staging)
         elif action.link == 0:
-            self._staged[action.seat] = self._store.read(chunk, self._seats[action.seat])
+            self._between.bring(action, chunk, self._store.read)
             return chunk.length
         else:
-            data = self._staged[action.seat]
+            data = self._between.data(action)
         self._slots.write(action.slot, chunk.extent.copies, data, chunk.start)
         return chunk.length
 

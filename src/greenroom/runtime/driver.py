@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,16 +29,33 @@ from greenroom.core.events import (
 )
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
+from greenroom.core.layout import Copy
 from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ClosedError, StoreError
-from greenroom.runtime.copier import Copier, Store
+from greenroom.runtime.copier import Between, Copier, Failure, Store
 from greenroom.runtime.meter import Meter
-from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.timeline import COMPUTE, Timeline, lane
 from greenroom.runtime.turns import Turns
 
 ComputeWave = Callable[[np.ndarray, np.ndarray], None]
+
+
+class Slots(Protocol):
+    """What the driver needs of the tier that experts are computed from."""
+
+    capacity: int
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+    def trim(self, capacity: int) -> None: ...
+
+    def close(self) -> None: ...
+
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +74,25 @@ class Driver:
         self,
         scheduler: Scheduler,
         store: Store,
-        slots: HostSlots,
+        slots: Slots,
         *,
         foresight: Foresight | None = None,
         guard: Guard | None = None,
         links: tuple[str, ...] = ("disk -> host",),
+        between: Between | None = None,
     ) -> None:
+        """`between` is the memory between two links; staging seats where none is given."""
         self.scheduler, self.slots = scheduler, slots
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
         self.asked = np.zeros(len(scheduler.pieces), np.int64)  # requests of each piece
         self.timeline: Timeline | None = None
         self.links = links
-        self._store = store
+        self._store, self._between = store, between
         self._changed = threading.Condition()
         self._one_step = Turns()
         self._orders: deque[Compute | Finish] = deque()
-        self._error: StoreError | None = None  # of the step under way
+        self._error: Failure | None = None  # of the step under way
         self._meanwhile: Callable[[], None] | None = None
         self._pass, self._layer = -1, scheduler.pieces.layers
         self._request = 0
@@ -85,7 +104,7 @@ class Driver:
         self._closed = False
         self._broken: BaseException | None = None
         queue = scheduler.queue
-        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered)
+        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
 
     # ---- passes
 
@@ -142,7 +161,8 @@ class Driver:
         chose each and the sums of their gate weights, for policies that look at them; `seen` gives
         what predictors are told, with the router's inputs or without. `meanwhile` is called when
         there is nothing to compute but a wait, once at most. StoreError where an expert cannot be
-        read; the cache stays usable, and so it does after an exception in `compute`.
+        read, DeviceError where the device does not take it; the cache stays usable, and so it does
+        after an exception in `compute`.
         """
         if experts.size == 0:
             return
@@ -249,7 +269,7 @@ class Driver:
     def _do(self, action: Action, now: float) -> None:
         match action:
             case StartChunk():
-                if action.chunk == 0 and action.link == 0:
+                if action.begins:
                     self.slots.clear(action.slot)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
@@ -289,7 +309,7 @@ class Driver:
             return "prefill"
         return "late" if step.late & step.missing.keys() else "miss"
 
-    def _delivered(self, action: StartChunk, nbytes: int, error: StoreError | None) -> None:
+    def _delivered(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         """A chunk has arrived, or could not. In a thread of the copier: what fails here must reach
         those who wait."""
         with self._changed:
@@ -299,7 +319,7 @@ class Driver:
                 except BaseException as broken:
                     self._break(broken)
 
-    def _arrived(self, action: StartChunk, nbytes: int, error: StoreError | None) -> None:
+    def _arrived(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
         now = time.perf_counter()
         self.meter.links[action.link].ends(now, nbytes)
         if self.timeline is not None:
@@ -330,6 +350,8 @@ class Driver:
                 self._copier.close()
                 self._store.close()
                 self.slots.close()
+                if self._between is not None:
+                    self._between.close()
 
     # ---- what a timeline shows
 

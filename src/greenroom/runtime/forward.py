@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
+from greenroom.runtime.cuda.engine import device_errors
+from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.kernels.routing import Routing
 
@@ -19,7 +22,11 @@ BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What one experts module needs to be served."""
+    """What one experts module needs to be served.
+
+    `computed` is told of the slots of each wave that has been ordered, where the device computes it
+    later.
+    """
 
     driver: Driver
     kernel: Any  # one of runtime.kernels.KERNELS
@@ -28,6 +35,7 @@ class Binding:
     weighs: bool = False  # does the policy look at gate weights?
     inputs: Callable[[], Inputs | None] | None = None  # of the router
     meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
+    computed: Callable[[Sequence[int]], None] | None = None
 
     def seen(self, experts: Ids, inputs: bool) -> Seen:
         """What predictors are told: the experts chosen, [T, K], and what the router was given."""
@@ -52,16 +60,31 @@ def experts_forward(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         raise ClosedError("this model is not attached: its experts were never loaded or detached")
-    chosen = top_k_index.numpy()
-    routing = Routing.of(chosen, int(module.num_experts))  # type: ignore[arg-type]
-    kernel = binding.kernel
+    with device_errors() if hidden_states.is_cuda else contextlib.nullcontext():
+        return _step(binding, int(module.num_experts), hidden_states, top_k_index, top_k_weights)  # type: ignore[arg-type]
+
+
+def _step(
+    binding: Binding,
+    num_experts: int,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    chosen, weights = to_host(top_k_index, top_k_weights if binding.weighs else None)
+    routing, kernel = Routing.of(chosen, num_experts), binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
-    counted = routing.counted(top_k_weights.float().numpy()) if binding.weighs else (None, None)
+
+    def wave(experts: Any, slots: Any) -> None:
+        kernel.wave(step, experts.tolist(), slots.tolist())
+        if binding.computed is not None:
+            binding.computed(slots.tolist())
+
     binding.driver.step(
         binding.layer,
         routing.experts,
-        lambda experts, slots: kernel.wave(step, experts.tolist(), slots.tolist()),
-        *counted,
+        wave,
+        *((None, None) if weights is None else routing.counted(weights)),
         seen=lambda inputs: binding.seen(chosen, inputs),
         meanwhile=binding.meanwhile,
     )

@@ -18,7 +18,7 @@ from greenroom.errors import DeviceError
 
 _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 _MADV_HUGEPAGE = 14
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
 class HostSlots:
@@ -95,7 +95,7 @@ def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
     target = _strided(slot[copy.target :], copy.target_dtype, copy.shape, copy.target_strides)
     if copy.source_dtype == copy.target_dtype:
         target[...] = source
-    else:  # numpy knows no bfloat16
+    else:  # numpy knows neither bfloat16 nor the types of 8 bits
         torch.from_numpy(target).view(_TORCH[copy.target_dtype]).copy_(
             torch.from_numpy(source).view(_TORCH[copy.source_dtype])
         )
@@ -105,6 +105,6 @@ def _strided(
     data: np.ndarray, dtype: str, shape: tuple[int, int], strides: tuple[int, int]
 ) -> np.ndarray:
     """Bytes as a two-dimensional block of integers as wide as the dtype."""
-    width = {2: np.int16, 4: np.int32}[ITEMSIZE[dtype]]
+    width = {1: np.int8, 2: np.int16, 4: np.int32}[ITEMSIZE[dtype]]
     whole = data[: data.size // ITEMSIZE[dtype] * ITEMSIZE[dtype]].view(width)
     return np.lib.stride_tricks.as_strided(whole, shape, strides)

@@ -23,7 +23,8 @@ class Stats(Mapping[str, Any]):
     `budget_bytes` is None where the cache was sized alone.
 
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
-    seconds by cause, `links` what each link carried.
+    seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
+    memory behind a device: its slots, what it was asked for, and how much of that it had.
     """
 
     policy: str
@@ -42,6 +43,7 @@ class Stats(Mapping[str, Any]):
     prefetch: dict[str, Any]
     stalls: dict[str, float]
     links: list[dict[str, Any]]
+    host: dict[str, int] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:

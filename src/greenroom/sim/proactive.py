@@ -20,8 +20,9 @@ from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
 from greenroom.core.scheduler import Counts, Scheduler
 from greenroom.core.stream import Stream
+from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
-from greenroom.predictors import AUTO, Choice, Setting, predictor
+from greenroom.predictors import AUTO, OFF, Choice, Setting, predictor
 from greenroom.sim.simulate import Clock, TraceStep
 from greenroom.sim.timed import Times, by_request
 from greenroom.trace import Trace
@@ -67,8 +68,10 @@ def proactive(
     seed: int = 0,
     reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    host: int = 0,
 ) -> Proactive:
-    """Time a trace with a predictor (`NAME[:distance]`); `stream` is it in `runtime` order.
+    """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
+    order. `host` slots between the two links of `costs` keep experts, under the same policy.
 
     Up to `ahead` slots are on loan to prefetches (default: as a run has it). With `reset` every
     request begins with an empty cache; what was learned stays. UsageError where the predictor needs
@@ -80,13 +83,18 @@ def proactive(
     pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1])
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
+    if prefetch == OFF:
+        ahead = 0
 
     def empty() -> Scheduler:
+        tier = HostTier(pieces, host, policy, seed=seed) if host else None
         return Scheduler(
-            pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed
-        )
+            pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed,
+            host=tier,
+        )  # fmt: skip
 
-    clock = Clock(empty(), costs, foresight_of(trace, prefetch, seed))
+    foresight = None if prefetch == OFF else foresight_of(trace, prefetch, seed)
+    clock = Clock(empty(), costs, foresight)
     spent, request = np.zeros(trace.passes), 0
     for at, steps in passes(trace, stream):
         if reset and at.request != request:

@@ -25,6 +25,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.tiers import HostTier
 
 
 class TraceStep(NamedTuple):
@@ -79,10 +80,14 @@ def simulate(
     scope: str = "shared",
     pin: str = "step",
     seed: int = 0,
+    host: HostTier | None = None,
 ) -> Result:
-    """Run the steps one after another. Requests are in `runtime` order: ascending id in a step."""
+    """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
+
+    `host` keeps pieces between the two links of `costs`.
+    """
     scheduler = Scheduler(
-        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed
+        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host
     )
     clock = Clock(scheduler, costs)
     ends: list[float] = []
@@ -186,8 +191,8 @@ class Clock:
         self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
         if action.link == 0:
             self.bytes_moved += nbytes
-            if action.chunk == 0:
-                self.fetched.append(action.piece)
+        if action.begins:
+            self.fetched.append(action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""

@@ -61,6 +61,7 @@ class Study:
     costs: Costs | None = None
     expert_bytes: int = 0
     ahead: int | None = None
+    host: int = 0  # slots that keep experts between the two links of the costs
 
     @classmethod
     def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
@@ -76,7 +77,7 @@ class Study:
         if self.costs is None:
             done = replay(self.requests, self.trace.offsets, cell.capacity, chosen, **how)  # type: ignore[arg-type]
             requests, misses = done.requests, done.misses
-        elif cell.prefetch == OFF:
+        elif cell.prefetch == OFF and not self.host:
             found = times(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
@@ -85,11 +86,13 @@ class Study:
             timed = {"prefetch": OFF, **found.as_json()}
         else:
             if cell.pin != "step":
-                raise UsageError("prefetching needs the experts of a step to be safe: pin step")
+                raise UsageError(
+                    "prefetching and a host tier need the experts of a step to be safe: pin step"
+                )
             played = proactive(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
-                reset=self.reset,
+                reset=self.reset, host=self.host,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}

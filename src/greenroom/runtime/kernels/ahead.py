@@ -26,7 +26,7 @@ def compile_all(dtype: str) -> None:
     from greenroom.runtime.kernels import compiled, heads, layers
     from greenroom.runtime.kernels.jit import machine_code
 
-    machine_code(compiled.wave, dtype, False)
+    machine_code(compiled.wave, dtype, False, False)
     for kernel in (
         *(compiled.combine, layers.gemv, layers.rms_norm),
         *(heads.project, heads.attend),

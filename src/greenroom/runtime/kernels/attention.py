@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import heads
-from greenroom.runtime.kernels.ir import LANES
+from greenroom.runtime.kernels.emit import LANES
 from greenroom.runtime.kernels.openmp import body
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")

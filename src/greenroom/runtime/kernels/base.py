@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import SlotLayout, TensorSpec
+from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.kernels.routing import Routing
 
 
@@ -72,12 +73,12 @@ class LayerExperts:
         self.has_gate = bool(module.has_gate)
         self.transposed = bool(module.is_transposed)
         self.interleaved = self.has_gate and not module.is_concatenated
-        self.up = layout["gate_up_proj" if self.has_gate else "up_proj"]
-        self.down = layout["down_proj"]
-        self.dtype: torch.dtype = getattr(torch, self.up.dtype)
-        rows, columns = self.down.shape
-        self.inner, self.hidden = (rows, columns) if self.transposed else (columns, rows)
-        self.width = self.up.shape[1 if self.transposed else 0]
+        self.up_weight = layout.weight("gate_up_proj" if self.has_gate else "up_proj")
+        self.down_weight = layout.weight("down_proj")
+        self.up, self.down = self.up_weight.parts[0], self.down_weight.parts[0]
+        self.dtype: torch.dtype = getattr(torch, self.up_weight.dtype)
+        self.hidden, self.inner = self._sizes(self.down_weight)
+        self.width = self._sizes(self.up_weight)[0]
         norm = module.post_expert_norm if module.has_post_expert_norm else None
         self.norm: Callable[[Tensor], Tensor] | None = norm  # type: ignore[assignment]
         if recipe is None:
@@ -87,7 +88,25 @@ class LayerExperts:
         self.recipe = recipe
         self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
         self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
+        # What an expert gives, where the module's class says so by itself (hf/adapters/socket.py).
+        own = getattr(module, "own_arithmetic", False)
+        self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
         self.plan: object = None  # what a kernel keeps for this layer
+
+    @cached_property
+    def unfused(self) -> str:
+        """Why the compiled kernels leave this layer to the eager one; "" where they do not."""
+        from greenroom.runtime.kernels.matrix import unfused
+
+        if getattr(self.module, "eager_only", False):
+            return f"{type(self.module).__name__} has an arithmetic of its own"
+        return unfused(self)
+
+    def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""
+        rows, columns = weight.shape
+        plain = weight.encoding == PLAIN
+        return (columns, rows) if plain and self.transposed else (rows, columns)
 
     def _tensor(self, name: str) -> Tensor:
         return getattr(self.module, name).detach()

@@ -10,11 +10,21 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from greenroom.runtime.kernels.emit import COLUMNS, LANES, ROWS, STRIP
+from greenroom.runtime.kernels.encoded import (
+    F_BLOCK,
+    F_CARRY,
+    F_FIRST,
+    F_INPUTS,
+    F_LAYOUT,
+    F_OUT,
+    F_ROWS,
+    F_SCRATCH,
+    F_SLOT,
+    F_X,
+    FRAME_WORDS,
+)
 from greenroom.runtime.kernels.ir import (
-    COLUMNS,
-    LANES,
-    ROWS,
-    STRIP,
     address_of,
     await_,
     axpy_1x1,
@@ -24,11 +34,13 @@ from greenroom.runtime.kernels.ir import (
     dot_1x1,
     dot_1x4,
     dot_many,
+    enter_at,
     float_of,
     get,
     panel_1,
     panel_8,
     put,
+    put_word,
     rounded,
     row,
     size_of,
@@ -44,11 +56,12 @@ F = np.float32(0)
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 # The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 33
+WAVE_WORDS = 37
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
-    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_STEP, DOWN_STEP, NARROW,
+    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_PRODUCT, UP_LAYOUT,
+    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW,
 ) = range(WAVE_WORDS)  # fmt: skip
 
 # The words of `combine`.
@@ -189,6 +202,40 @@ def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1
             )  # fmt: skip
 
 
+@njit(inline="always")
+def encoded(
+    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch
+):  # fmt: skip
+    """As `plain`, for a matrix that `product` expands (see encoded.py).
+
+    One row of x is multiplied while the weights are in registers; for more, GROUP rows of weights
+    at a time are written to the scratch memory.
+    """
+    rows = scratch + 8 * FRAME_WORDS
+    put_word(scratch, F_SLOT, slot)
+    put_word(scratch, F_LAYOUT, layout)
+    put_word(scratch, F_INPUTS, K)
+    put_word(scratch, F_BLOCK, block)
+    put_word(scratch, F_CARRY, carry)
+    put_word(scratch, F_FIRST, first)
+    put_word(scratch, F_ROWS, N)
+    if j1 - j0 == 1:
+        put_word(scratch, F_X, row(x, xi, j0, K))
+        put_word(scratch, F_OUT, row(out, oi, j0, width) + 4 * first)
+        put_word(scratch, F_SCRATCH, rows)
+        enter_at(product, scratch)
+        return
+    put_word(scratch, F_X, 0)
+    put_word(scratch, F_OUT, rows)
+    put_word(scratch, F_SCRATCH, rows + 4 * GROUP * K)
+    for n in range(0, N, GROUP):
+        count = min(GROUP, N - n)
+        put_word(scratch, F_FIRST, first + n)
+        put_word(scratch, F_ROWS, count)
+        enter_at(product, scratch)
+        dots(F, rows, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1)
+
+
 @njit(error_model="numpy")
 def exp(x):
     """exp in float32 within about one unit in the last place; above 88.7 infinity (Cephes)."""
@@ -266,12 +313,13 @@ def entries(experts, starts, count, expert):
     return word(starts, low), word(starts, low + 1)
 
 
-def wave(kind, stamp, by_columns):
+def wave(kind, stamp, by_columns, by_code):
     """A wave: for each expert the up projection's units, then the down projection's.
 
     Written as one function with one place for each product: Numba compiles what it calls again
     at every level of calls, and seconds of compilation are seconds of a first answer. For the
-    same reason `by_columns` (are the matrices transposed?) is a constant.
+    same reason `by_columns` (are the matrices transposed?) and `by_code` (are any encoded?) are
+    constants.
     """
 
     def enter(pointer):
@@ -307,6 +355,7 @@ def wave(kind, stamp, by_columns):
                 runs = 1 if interleaved != 0 else pairs
                 first, n = c0 * (pairs // runs), (c1 - c0) * (pairs // runs)
                 offset, K, columns = word(p, UP_OFFSET), hidden, width
+                product, layout = word(p, UP_PRODUCT), word(p, UP_LAYOUT)
                 block, carry = BLOCK if by_columns else hidden, 0
                 x, xi, out, oi = inputs, word(p, TOKENS), mid, 0
             else:
@@ -316,14 +365,21 @@ def wave(kind, stamp, by_columns):
                 c1, runs = min(c0 + down_step, hidden), 1
                 first, n = c0, c1 - c0
                 offset, K, columns = word(p, DOWN_OFFSET), inner, hidden
+                product, layout = word(p, DOWN_PRODUCT), word(p, DOWN_LAYOUT)
                 block, carry = BLOCK, word(p, CARRY)
                 x, xi, out, oi = act, 0, word(p, OUT), word(p, ROWINDEX)
             expert = word(experts, e)
-            w = word(p, BASE) + word(slots, e) * word(p, STRIDE) + offset
+            slot = word(p, BASE) + word(slots, e) * word(p, STRIDE)
+            w = slot + offset
             j0, j1 = entries(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
             for run in range(runs):
                 at = first + run * inner
-                if by_columns:
+                if by_code:
+                    encoded(
+                        product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
+                        j0, j1, scratch,
+                    )  # fmt: skip
+                elif by_columns:
                     transposed(
                         kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
                     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The reference kernel: the operations of transformers' eager experts forward, one by one.
 
 Bit for bit what `experts_implementation="eager"` computes, in any order of waves: each expert's
-weighted outputs are kept, and summed by ascending id at the end.
+weighted outputs are kept, and summed by ascending id at the end. An encoded matrix is expanded as a
+whole before it is used, so its reference is eager on the expanded checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from greenroom.core.layout import PLAIN, WeightSpec
+from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 
@@ -39,14 +42,18 @@ class Eager:
 
     def wave(self, step: Step, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts of the step from their slots."""
-        layer, at = step.layer, step.layer.slots
+        layer, device = step.layer, step.x.device
         for expert, slot in zip(experts, slots, strict=True):
             rows = step.routing.entries(expert)
-            tokens = torch.from_numpy(step.routing.tokens[rows])
-            ranks = torch.from_numpy(step.routing.ranks[rows])
-            up, down = at.tensor(slot, layer.up), at.tensor(slot, layer.down)
-            out = forward(layer, expert, step.x[tokens], up, down)
-            step.outputs[expert] = tokens, out * cast(layer, step.weights[tokens, ranks, None])
+            tokens = torch.from_numpy(step.routing.tokens[rows]).to(device)
+            ranks = torch.from_numpy(step.routing.ranks[rows]).to(device)
+            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            weights = step.weights[tokens, ranks, None]
+            if layer.own is not None:
+                out = layer.own(step.x, tokens, weights, up, down, expert)
+            else:
+                out = forward(layer, expert, step.x[tokens], up, down) * cast(layer, weights)
+            step.outputs[expert] = tokens, out
 
     def combine(self, step: Step) -> Tensor:
         """The sum over each token's experts [T, H], by ascending id."""
@@ -56,6 +63,18 @@ class Eager:
             tokens, out = step.outputs[expert]
             total.index_add_(0, tokens, out.to(dtype))
         return total.to(step.x.dtype)
+
+
+def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
+    """A matrix of the expert in a slot, as the module has it: expanded, and transposed by its flag.
+
+    The transposed one is copied: a view would make the matrix product round another way.
+    """
+    parts = [layer.slots.tensor(slot, spec) for spec in weight.parts]
+    if weight.encoding == PLAIN:
+        return parts[0]
+    w = ENCODINGS[weight.encoding].decode(parts, weight.shape, layer.dtype)
+    return w.T.contiguous() if layer.transposed else w
 
 
 def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:

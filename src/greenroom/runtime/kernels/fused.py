@@ -1,14 +1,16 @@
 """The default kernel on a CPU: one compiled call a wave, at the speed of memory.
 
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
-are rounded where eager rounds them. An element of the result depends only on its token, its
+are rounded where eager rounds them. Encoded ones are expanded in registers too, to the values that
+their decoder gives, so the result has the bits of the expanded weights'. An element of the result depends only on its token, its
 experts and their weights: not on the wave, the slot, the batch, or the number of threads. The
 down projection is summed in blocks of 64 of the intermediate dimension, so an expert can be cut
 at such a boundary into pieces that are computed one after the other, without changing a bit.
 
-A float32 model is left to the eager kernel by default: there the order of summation is the whole
-distance to eager, and transformers' `grouped_mm`, which calls the same matrix product as eager,
-is nearer to it than any other order can be.
+What has no compiled product (`LayerExperts.unfused` says why) is left to the eager kernel, layer by layer. A
+float32 model is left to it by default: there the order of summation is the whole distance to eager, and
+transformers' `grouped_mm`, which calls the same matrix product as eager, is nearer to it than any
+other order can be.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from greenroom.core.layout import PLAIN
 from greenroom.runtime.kernels import compiled, eager
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.matrix import Matrix
 from greenroom.runtime.kernels.openmp import Body, body
 from greenroom.runtime.kernels.routing import Routing
 
@@ -40,30 +44,36 @@ class Plan:
     """What never changes for a layer: compiled bodies and the constant words of their arguments."""
 
     __slots__ = (
-        *("activation", "combine", "combine_bias", "narrow_steps", "steps", "tail", "up_bias"),
-        *("wave", "scratch"),
+        *("activation", "combine", "combine_bias", "matrices", "narrow_steps", "steps", "tail"),
+        *("up_bias", "wave", "scratch"),
     )
 
     def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:
         self.activation = activation or find_activation(layer)
-        self.wave: Body = body(compiled.wave, layer.dtype, layer.transposed)
+        weights = layer.up_weight, layer.down_weight
+        encoded = any(weight.encoding != PLAIN for weight in weights)
+        by_columns = layer.transposed and not encoded
+        self.wave: Body = body(compiled.wave, layer.dtype, by_columns, encoded)
         self.combine: Body = body(compiled.combine, layer.dtype)
-        # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums.
-        rows = compiled.GROUP * max(layer.hidden, layer.inner)
+        self.matrices = [Matrix(weight, layer.dtype) for weight in weights] if encoded else []
+        # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
+        # two more rows are for what an encoded product needs.
+        rows = (compiled.GROUP + 2) * max(layer.hidden, layer.inner)
         strip = compiled.BLOCK * compiled.STRIP * compiled.LANES + 1024
         self.scratch = 4 * (max(rows, strip) + -(-layer.hidden // 16) * 16)  # and one token's x
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
         # Channels and columns claimed together; a transposed matrix is read along its long rows
         # where each expert has one token, and in narrow strips for several tokens at once.
         long = min(512, -(-layer.inner // 256) * 128), min(1024, -(-layer.hidden // 256) * 128)
-        self.steps = long if layer.transposed else (32, 64)
-        self.narrow_steps = (128, 128) if layer.transposed else (32, 64)
+        self.steps = long if by_columns else (32, 64)
+        self.narrow_steps = (128, 128) if by_columns else (32, 64)
         self.tail = [
             *(layer.slots.base, layer.slots.stride, layer.up.offset, layer.down.offset),
             *(layer.hidden, layer.inner, layer.width),
             *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
             *(self.activation.code, _bits(self.activation.limit), _bits(self.activation.alpha)),
             int(layer.recipe.compute is None),
+            *([word for m in self.matrices for word in m.words] or [0] * 4),
         ]
 
 
@@ -113,15 +123,15 @@ class Fused:
     name = "numba"
 
     def __init__(self, float32: bool = False) -> None:
-        self._eager = None if float32 else Eager()
+        self._float32 = float32
         self._local = threading.local()
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> Step | eager.Step:
         """Start a step: x [T, H], weights [T, K]."""
-        if self._eager is not None and layer.dtype is torch.float32:
-            return self._eager.begin(layer, x, routing, weights)
+        if layer.unfused or (not self._float32 and layer.dtype is torch.float32):
+            return Eager().begin(layer, x, routing, weights)
         return Step(layer, x, routing, weights)
 
     def wave(

@@ -11,157 +11,34 @@ A weight type is chosen by a witness value: `np.uint16(0)` bfloat16, `np.int16(0
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FEATURES = llvm.get_host_cpu_features()
-WIDE = bool(_FEATURES.get("avx512f"))
-LANES = 16 if WIDE else 8
-ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
-COLUMNS = 4  # of the result in the widest tile
-STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
-AHEAD = COLUMNS  # rows of weights: a tile's own rows are on their way when it begins
-
-I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-F32, F16 = ir.FloatType(), ir.HalfType()
-_ELEMENT = {types.uint16: I16, types.int16: I16, types.float32: F32}
-_SIZE = {types.uint16: 2, types.int16: 2, types.float32: 4}
-
-
-def _vector(element, lanes=None):
-    return ir.VectorType(element, lanes or LANES)
-
-
-def _splat(value, like):
-    return ir.Constant(like, [value] * like.count)
-
-
-def _call(b, name, result, args):
-    kind = ir.FunctionType(result, [a.type for a in args])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
-
-
-def _widen(b, kind, raw):
-    """Weights as loaded -> float32 values, exactly; scalar or vector."""
-    if kind == types.float32:
-        return raw
-    many = isinstance(raw.type, ir.VectorType)
-    shape = (lambda t: _vector(t, raw.type.count)) if many else (lambda t: t)
-    if kind == types.int16:
-        return b.fpext(b.bitcast(raw, shape(F16)), shape(F32))
-    wide = b.zext(raw, shape(I32))
-    sixteen = _splat(16, wide.type) if many else I32(16)
-    return b.bitcast(b.shl(wide, sixteen), shape(F32))
-
-
-def _load(b, kind, address, mask=None):
-    """LANES weights at an address, widened; lanes beyond the mask are 0 and are not touched."""
-    vector = _vector(_ELEMENT[kind])
-    pointer = b.inttoptr(address, vector.as_pointer())
-    if mask is None:
-        raw = b.load(pointer, align=_SIZE[kind])
-    else:
-        letter = {I16: "i16", F32: "f32"}[_ELEMENT[kind]]
-        name = f"llvm.masked.load.v{LANES}{letter}.p0"
-        args = [pointer, I32(_SIZE[kind]), mask, ir.Constant(vector, None)]
-        raw = _call(b, name, vector, args)
-    return _widen(b, kind, raw)
-
-
-def _store(b, value, address, mask=None):
-    """Store float32 lanes at an address."""
-    pointer = b.inttoptr(address, value.type.as_pointer())
-    if mask is None:
-        b.store(value, pointer, align=4)
-    else:
-        name = f"llvm.masked.store.v{LANES}f32.p0"
-        _call(b, name, ir.VoidType(), [value, pointer, I32(4), mask])
-
-
-def _mask(b, count):
-    """The first `count` (int64) of LANES lanes."""
-    lanes = ir.Constant(_vector(I64), list(range(LANES)))
-    wide = b.insert_element(ir.Constant(_vector(I64), ir.Undefined), count, I32(0))
-    wide = b.shuffle_vector(wide, wide, _splat(0, _vector(I32)))
-    return b.icmp_signed("<", lanes, wide)
-
-
-def _prefetch(b, address):
-    """Ask for a cache line; an address beyond the end does no harm."""
-    byte = I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(prefetch, [b.inttoptr(address, byte), I32(0), I32(3), I32(1)])
-
-
-def _fma(b, x, y, z):
-    return _call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
-
-
-def _broadcast(b, scalar):
-    wide = b.insert_element(ir.Constant(_vector(F32), ir.Undefined), scalar, I32(0))
-    return b.shuffle_vector(wide, wide, _splat(0, _vector(I32)))
-
-
-def _halve(b, first, second, groups, width):
-    """Fold `groups` groups of `width` lanes in each of two vectors: upper half onto lower half."""
-    half, shift = width // 2, first.type.count
-    both = (first,) if second is None else (first, second)
-    low = [
-        v * shift + g * width + i
-        for v in range(len(both))
-        for g in range(groups)
-        for i in range(half)
-    ]
-    high = [i + half for i in low]
-    other = first if second is None else second
-    picks = [ir.Constant(_vector(I32, len(p)), p) for p in (low, high)]
-    return b.fadd(*(b.shuffle_vector(first, other, p) for p in picks))
-
-
-def _sums(b, vectors):
-    """The sum of each vector's lanes, as one vector; the order of additions is the same for all."""
-    groups, width = 1, LANES
-    while width > 1:
-        if len(vectors) > 1:
-            pairs = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [_halve(b, first, second, groups, width) for first, second in pairs]
-            groups *= 2
-        else:
-            vectors = [_halve(b, vectors[0], None, groups, width)]
-        width //= 2
-    return vectors[0]
-
-
-def _outlined(name, emit):
-    """Make `emit` a function of its own, shared by all callers: a tile is long, and would
-    otherwise be compiled anew at each place that it is used."""
-
-    def call(context, b, sig, args):
-        flat = []
-        for kind, value in zip(sig.args, args, strict=True):
-            if isinstance(kind, types.UniTuple):
-                flat += cgutils.unpack_tuple(b, value)
-            elif kind == types.int64:
-                flat.append(value)
-        kinds = [str(kind) for kind in sig.args if kind in _SIZE]
-        shape = ir.FunctionType(ir.VoidType(), [I64] * len(flat))
-        full = ".".join(["greenroom", name, *kinds])
-        tile = b.module.globals.get(full)
-        if tile is None:
-            tile = ir.Function(b.module, shape, full)
-            tile.linkage = "linkonce_odr"
-            tile.attributes.add("noinline")
-            inside = ir.IRBuilder(tile.append_basic_block("entry"))
-            emit(inside, sig, tile.args)
-            inside.ret_void()
-        b.call(tile, flat)
-        return context.get_dummy_value()
-
-    return call
+from greenroom.runtime.kernels.emit import (
+    AHEAD,
+    COLUMNS,
+    ELEMENT,
+    F32,
+    I32,
+    I64,
+    LANES,
+    ROWS,
+    SIZE,
+    STRIP,
+    broadcast,
+    fma,
+    lane_sums,
+    lanes_below,
+    load,
+    narrow,
+    outlined,
+    prefetch,
+    store,
+    vector_of,
+    widen,
+)
 
 
 def _ends(rows):
@@ -181,10 +58,10 @@ def _dot(rows, columns):
         def emit(b, sig, args):
             w, ld, K, block, carry, *ends = args
             xs, outs = ends[:rows], ends[rows:]
-            zero = ir.Constant(_vector(F32), [0.0] * LANES)
-            sums = cgutils.alloca_once(b, _vector(F32, rows * columns))
-            cells = [cgutils.alloca_once(b, _vector(F32)) for _ in range(rows * columns)]
-            b.store(ir.Constant(_vector(F32, rows * columns), [0.0] * (rows * columns)), sums)
+            zero = ir.Constant(vector_of(F32), [0.0] * LANES)
+            sums = cgutils.alloca_once(b, vector_of(F32, rows * columns))
+            cells = [cgutils.alloca_once(b, vector_of(F32)) for _ in range(rows * columns)]
+            b.store(ir.Constant(vector_of(F32, rows * columns), [0.0] * (rows * columns)), sums)
             parts = [list(range(m * columns, (m + 1) * columns)) for m in range(rows)]
             with b.if_then(b.icmp_signed("!=", carry, carry.type(0))):
                 value = b.load(sums)
@@ -197,16 +74,16 @@ def _dot(rows, columns):
 
             def step(at, mask=None):
                 """Multiply LANES elements from element `at`."""
-                xat = b.mul(at, I64(_SIZE[xkind]))
-                wat = b.add(w, b.mul(at, I64(_SIZE[kind])))
-                xv = [_load(b, xkind, b.add(x, xat), mask) for x in xs]
+                xat = b.mul(at, I64(SIZE[xkind]))
+                wat = b.add(w, b.mul(at, I64(SIZE[kind])))
+                xv = [load(b, xkind, b.add(x, xat), mask) for x in xs]
                 for n in range(columns):
                     if rows == 1 and columns > 1 and mask is None:
-                        _prefetch(b, b.add(wat, b.mul(ld, I64(n + AHEAD))))
-                    wv = _load(b, kind, b.add(wat, b.mul(ld, I64(n))), mask)
+                        prefetch(b, b.add(wat, b.mul(ld, I64(n + AHEAD))))
+                    wv = load(b, kind, b.add(wat, b.mul(ld, I64(n))), mask)
                     for m in range(rows):
                         cell = cells[m * columns + n]
-                        b.store(_fma(b, xv[m], wv, b.load(cell)), cell)
+                        b.store(fma(b, xv[m], wv, b.load(cell)), cell)
 
             with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
                 for cell in cells:
@@ -220,16 +97,16 @@ def _dot(rows, columns):
                 ):
                     step(at)
                 with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-                    step(b.sub(stop, left), _mask(b, left))
-                total = _sums(b, [b.load(cell) for cell in cells])
+                    step(b.sub(stop, left), lanes_below(b, left))
+                total = lane_sums(b, [b.load(cell) for cell in cells])
                 b.store(b.fadd(b.load(sums), total), sums)
             final = b.load(sums)
             for m in range(rows):
-                picks = ir.Constant(_vector(I32, columns), parts[m])
-                _store(b, b.shuffle_vector(final, final, picks), outs[m])
+                picks = ir.Constant(vector_of(I32, columns), parts[m])
+                store(b, b.shuffle_vector(final, final, picks), outs[m])
 
         signature = types.void(kind, xkind, *[types.int64] * 5, *_ends(rows))
-        return signature, _outlined(f"dot{rows}x{columns}", emit)
+        return signature, outlined(f"dot{rows}x{columns}", emit)
 
     return dot
 
@@ -246,10 +123,10 @@ def _axpy(rows, vectors):
         def emit(b, sig, args):
             w, ld, K, block, carry, count, *ends = args
             xs, outs = ends[:rows], ends[rows:]
-            mask = _mask(b, count) if vectors == 1 else None
-            zero = ir.Constant(_vector(F32), [0.0] * LANES)
+            mask = lanes_below(b, count) if vectors == 1 else None
+            zero = ir.Constant(vector_of(F32), [0.0] * LANES)
             tile = [(m, n) for m in range(rows) for n in range(vectors)]
-            cells = [cgutils.alloca_once(b, _vector(F32)) for _ in tile]
+            cells = [cgutils.alloca_once(b, vector_of(F32)) for _ in tile]
             fresh = b.icmp_signed("==", carry, carry.type(0))
             with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
                 for cell in cells:
@@ -258,22 +135,22 @@ def _axpy(rows, vectors):
                 stop = b.select(b.icmp_signed("<", stop, K), stop, K)
                 with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (at, _):
                     wat = b.add(w, b.mul(at, ld))
-                    size = _SIZE[kind] * LANES
-                    wv = [_load(b, kind, b.add(wat, I64(size * n)), mask) for n in range(vectors)]
+                    size = SIZE[kind] * LANES
+                    wv = [load(b, kind, b.add(wat, I64(size * n)), mask) for n in range(vectors)]
                     for m in range(rows):
                         place = b.add(xs[m], b.mul(at, I64(4)))
-                        xv = _broadcast(b, b.load(b.inttoptr(place, F32.as_pointer()), align=4))
+                        xv = broadcast(b, b.load(b.inttoptr(place, F32.as_pointer()), align=4))
                         for n in range(vectors):
                             cell = cells[m * vectors + n]
-                            b.store(_fma(b, xv, wv[n], b.load(cell)), cell)
+                            b.store(fma(b, xv, wv[n], b.load(cell)), cell)
                 first = b.and_(fresh, b.icmp_signed("==", start, I64(0)))
                 for (m, n), cell in zip(tile, cells, strict=True):
                     place = b.add(outs[m], I64(4 * LANES * n))
-                    before = b.select(first, zero, _load(b, types.float32, place, mask))
-                    _store(b, b.fadd(before, b.load(cell)), place, mask)
+                    before = b.select(first, zero, load(b, types.float32, place, mask))
+                    store(b, b.fadd(before, b.load(cell)), place, mask)
 
         signature = types.void(kind, *[types.int64] * 6, *_ends(rows))
-        return signature, _outlined(f"axpy{rows}x{vectors}", emit)
+        return signature, outlined(f"axpy{rows}x{vectors}", emit)
 
     return axpy
 
@@ -292,18 +169,18 @@ def _panel(depth):
             xs = []
             for k in range(depth):
                 pointer = b.inttoptr(b.add(x, I64(4 * k)), F32.as_pointer())
-                xs.append(_broadcast(b, b.load(pointer, align=4)))
+                xs.append(broadcast(b, b.load(pointer, align=4)))
             with cgutils.for_range_slice(b, I64(0), N, I64(LANES), I64) as (at, _):
                 place = b.add(out, b.mul(at, I64(4)))
-                value, offset = _load(b, types.float32, place), b.mul(at, I64(_SIZE[kind]))
+                value, offset = load(b, types.float32, place), b.mul(at, I64(SIZE[kind]))
                 for k in range(depth):
                     here = b.add(rows[k], offset)
-                    _prefetch(b, b.add(here, b.mul(ld, I64(depth))))
-                    value = _fma(b, xs[k], _load(b, kind, here), value)
-                _store(b, value, place)
+                    prefetch(b, b.add(here, b.mul(ld, I64(depth))))
+                    value = fma(b, xs[k], load(b, kind, here), value)
+                store(b, value, place)
 
         signature = types.void(kind, *[types.int64] * 5)
-        return signature, _outlined(f"panel{depth}", emit)
+        return signature, outlined(f"panel{depth}", emit)
 
     return panel
 
@@ -319,8 +196,8 @@ def get(typingctx, kind, address, index):
 
     def emit(context, b, sig, args):
         _, address, index = args
-        pointer = b.inttoptr(address, _ELEMENT[kind].as_pointer())
-        return _widen(b, kind, b.load(b.gep(pointer, [index]), align=_SIZE[kind]))
+        pointer = b.inttoptr(address, ELEMENT[kind].as_pointer())
+        return widen(b, kind, b.load(b.gep(pointer, [index]), align=SIZE[kind]))
 
     return types.float32(kind, types.int64, types.int64), emit
 
@@ -331,24 +208,11 @@ def put(typingctx, kind, address, index, value):
 
     def emit(context, b, sig, args):
         _, address, index, value = args
-        pointer = b.inttoptr(address, _ELEMENT[kind].as_pointer())
-        b.store(_narrow(b, kind, value), b.gep(pointer, [index]), align=_SIZE[kind])
+        pointer = b.inttoptr(address, ELEMENT[kind].as_pointer())
+        b.store(narrow(b, kind, value), b.gep(pointer, [index]), align=SIZE[kind])
         return context.get_dummy_value()
 
     return types.void(kind, types.int64, types.int64, types.float32), emit
-
-
-def _narrow(b, kind, value):
-    """float32 -> the nearest `kind`, ties to even, as torch rounds; every NaN becomes the same."""
-    if kind == types.float32:
-        return value
-    if kind == types.int16:
-        return b.bitcast(b.fptrunc(value, F16), I16)
-    bits = b.bitcast(value, I32)
-    odd = b.and_(b.lshr(bits, I32(16)), I32(1))
-    near = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
-    near = b.select(b.fcmp_unordered("uno", value, value), I32(0x7FC0), near)
-    return b.trunc(near, I16)
 
 
 @intrinsic
@@ -356,7 +220,7 @@ def rounded(typingctx, kind, value):
     """A float32 value rounded to `kind`, as float32."""
 
     def emit(context, b, sig, args):
-        return _widen(b, kind, _narrow(b, kind, args[1]))
+        return widen(b, kind, narrow(b, kind, args[1]))
 
     return types.float32(kind, types.float32), emit
 
@@ -380,6 +244,31 @@ def word(typingctx, address, index):
         return b.load(b.gep(pointer, [args[1]]), align=8)
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def put_word(typingctx, address, index, value):
+    """Store int64 number `index` at an address."""
+
+    def emit(context, b, sig, args):
+        pointer = b.inttoptr(args[0], I64.as_pointer())
+        b.store(args[2], b.gep(pointer, [args[1]]), align=8)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), emit
+
+
+@intrinsic
+def enter_at(typingctx, address, argument):
+    """Call the compiled `void(void *)` at an address."""
+
+    def emit(context, b, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        body = ir.FunctionType(ir.VoidType(), [byte]).as_pointer()
+        b.call(b.inttoptr(args[0], body), [b.inttoptr(args[1], byte)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @intrinsic
@@ -433,7 +322,7 @@ def address_of(typingctx, pointer):
 @intrinsic
 def size_of(typingctx, kind):
     """Bytes of a weight of `kind`."""
-    return types.int64(kind), lambda context, b, sig, args: I64(_SIZE[kind])
+    return types.int64(kind), lambda context, b, sig, args: I64(SIZE[kind])
 
 
 STACK = 64  # floats

@@ -18,7 +18,7 @@ Enter = Callable[[int], None]
 
 
 @cache
-def machine_code(kernel: Callable[..., Enter], dtype: str, *options: bool) -> Any:
+def machine_code(kernel: Callable[..., Enter], dtype: str, *options: int) -> Any:
     """`kernel(witness, stamp, *options)`, a function of a pointer; `.address` is where it lies."""
     enter = kernel(WITNESS[dtype], stamp(), *options)
     signature = types.void(types.voidptr)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from greenroom.runtime.kernels.emit import COLUMNS
 from greenroom.runtime.kernels.ir import (
-    COLUMNS,
     STACK,
     address_of,
     claim,

@@ -67,7 +67,7 @@ class Body:
 
 
 @cache
-def body(kernel: Callable[..., Enter], dtype: torch.dtype, *options: bool) -> Body:
+def body(kernel: Callable[..., Enter], dtype: torch.dtype, *options: int) -> Body:
     """A kernel, compiled for a weight type, as the body of a region."""
     code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
     return Body(code.address, code)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +52,8 @@ _KNOWN: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
 def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
-    """The recipe that reproduces the class's own eager forward; the common one if it has none."""
+    """The recipe that reproduces the class's own eager forward; the common one if it has none, or
+    says by itself what an expert gives."""
     key = type(module), dtype
     if key not in _KNOWN:
         _KNOWN[key] = _find(module, dtype)
@@ -62,12 +62,13 @@ def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
 
 def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
     eager = getattr(type(module).forward, "__wrapped__", None)
-    if eager is None:
+    if eager is None or getattr(module, "own_arithmetic", False):
         return Recipe()
-    hidden = _INNER
-    if module.has_post_expert_norm:
-        hidden = next(module.post_expert_norm.parameters()).shape[-1]  # type: ignore[union-attr]
-    tensors = _tensors(module, dtype, hidden)
+    hidden, device = _INNER, torch.device("cpu")
+    if module.has_post_expert_norm:  # of the module itself, so the toy goes where that is
+        norm = next(module.post_expert_norm.parameters())  # type: ignore[union-attr]
+        hidden, device = norm.shape[-1], norm.device
+    tensors = {name: t.to(device) for name, t in _tensors(module, dtype, hidden).items()}
     toy = _Toy(module, tensors)
     layout = SlotLayout.pack(
         [(k, tuple(t.shape[1:]), str(dtype)[6:]) for k, t in tensors.items() if t.dim() == 3]
@@ -78,8 +79,8 @@ def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
 
     slots = SimpleNamespace(base=0, stride=0, tensor=tensor)
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(_TOKENS, hidden, generator=random).to(dtype)
-    scores = torch.rand(_TOKENS, _EXPERTS, generator=random)
+    x = torch.randn(_TOKENS, hidden, generator=random).to(device, dtype)
+    scores = torch.rand(_TOKENS, _EXPERTS, generator=random).to(device)
     index = scores.topk(_TOP_K).indices
     weights = scores.gather(1, index)
     cases = [weights, weights.to(dtype)]
@@ -98,7 +99,7 @@ def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
 
 
 def _run(layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    kernel, routing = Eager(), Routing.of(np.asarray(index), _EXPERTS)
+    kernel, routing = Eager(), Routing.of(index.cpu().numpy(), _EXPERTS)
     step = kernel.begin(layer, x, routing, weights)
     experts = routing.experts.tolist()
     kernel.wave(step, experts, experts)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from greenroom.errors import UnknownName
+from importlib.util import find_spec
+
+from greenroom.errors import UnknownName, UsageError
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.kernels.fused import Fused
 
 KERNELS: dict[str, type[Eager] | type[Fused]] = {"eager": Eager, "numba": Fused}
+ON_GPUS = "triton"  # what computes there; made by a library that only they need
 
 
 def kernel(name: str) -> Kernel:
     """The expert kernel of a name; `UnknownName` lists those that exist."""
+    if name == ON_GPUS:
+        if find_spec("triton") is None:
+            raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")
+        from greenroom.runtime.cuda.kernels import Triton
+
+        return Triton()
     if name not in KERNELS:
-        raise UnknownName("kernel", name, KERNELS)
+        raise UnknownName("kernel", name, [*KERNELS, ON_GPUS])
     return KERNELS[name]()

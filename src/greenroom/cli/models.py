@@ -1,0 +1,48 @@
+"""`greenroom models`: which architectures are served, and how."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+HELP = "list the architectures that are served, and how"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("models", help=HELP, description=HELP)
+    parser.add_argument("--json", action="store_true", help="print one JSON list, nothing else")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    from greenroom.cli.output import columns
+    from greenroom.hf.models import architectures
+
+    rows = architectures()
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    print(
+        columns(
+            ("architecture", "how", "tested", "special"),
+            [
+                (
+                    row.name,
+                    row.how,
+                    "yes" if row.tested else "no",
+                    row.reason or ", ".join(row.special),
+                )
+                for row in rows
+            ],
+            left=4,
+        )
+    )
+    served = [row for row in rows if row.how != "not"]
+    adapted = sum(row.how == "adapter" for row in served)
+    print(
+        f"\n{len(served)} architectures are served, {adapted} of them through an adapter;"
+        f" {len(rows) - len(served)} are not, for the reason given."
+        "\ntested: a tiny model of each gives transformers' own bits, streamed from disk"
+    )

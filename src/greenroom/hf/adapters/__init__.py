@@ -1,0 +1,61 @@
+"""Architectures that need more than transformers' own decorator: one file each, in one table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightTransform
+
+from greenroom.hf.adapters.socket import Adapter
+
+# By the folder of their code in transformers; each has a file of that name here.
+ADAPTERS = (
+    "dbrx",
+    "ernie4_5_vl_moe",
+    "jetmoe",
+    "llama4",
+    "longcat_flash",
+    "nllb_moe",
+    "qwen3_omni_moe",
+    "step3p7",
+    "switch_transformers",
+)
+
+
+def folder_of(kind: type[PreTrainedModel]) -> str:
+    """Where in transformers a class's code lies: `qwen3_moe`."""
+    return kind.__module__.split(".")[-2]
+
+
+def named(folder: str) -> Adapter:
+    """The adapter of a folder of ADAPTERS."""
+    adapter: Adapter = import_module(f"{__name__}.{folder}").ADAPTER
+    return adapter
+
+
+def adapter_of(model: PreTrainedModel) -> Adapter | None:
+    """The adapter that a model needs, if any."""
+    folder = folder_of(type(model))
+    return named(folder) if folder in ADAPTERS else None
+
+
+def adapt(model: PreTrainedModel) -> str:
+    """Give a model on the meta device the form of the socket, where it does not have it already.
+
+    Returns what is to be said of it, if anything.
+    """
+    adapter = adapter_of(model)
+    if adapter is None:
+        return ""
+    for module in [m for m in model.modules() if type(m).__name__ == adapter.block]:
+        adapter.adapt(module, model)
+    return adapter.warning
+
+
+def conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """How a checkpoint's tensors become this model's parameters."""
+    mapping = get_model_conversion_mapping(model)
+    adapter = adapter_of(model)
+    return mapping if adapter is None else adapter.conversions(mapping)

@@ -1,0 +1,93 @@
+"""DBRX: the experts of a layer lie one under another in two-dimensional tensors.
+
+The third one, `w2`, is stored transposed; it is turned as it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Transpose,
+    WeightConverter,
+    WeightTransform,
+)
+
+from greenroom.hf.adapters.socket import Adapter, Experts, become
+
+
+class DbrxExperts(Experts):
+    """As transformers computes it: two products for gate and up, and `w2` as it is stored."""
+
+    own_arithmetic = True
+
+    def weighted_output(
+        self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
+    ) -> Tensor:
+        w1, v1 = up.chunk(2)
+        x = x[tokens]
+        h = self.act_fn(linear(x, w1)) * linear(x, v1)
+        return h.matmul(down.T.contiguous()) * weights
+
+
+class StackedRows(ConversionOps):
+    """[experts * rows, columns] -> [experts, rows, columns]."""
+
+    stacked = True  # an expert's rows are not behind an axis of their own
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        experts = kwargs["config"].ffn_config.moe_num_experts
+        made = {}
+        for name, given in input_dict.items():
+            tensor = given[0] if isinstance(given, list) else given
+            made[name] = tensor if tensor.ndim == 3 else tensor.unflatten(0, (experts, -1))
+        return made
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    old = block.experts
+    count, hidden, inner = old.num_experts, old.hidden_size, old.ffn_hidden_size
+    block.experts = DbrxExperts(
+        model,
+        (count, 2 * inner, hidden),
+        (count, hidden, inner),
+        old.mlp.w1.dtype,
+        old.mlp.activation_fn,
+    )
+    become(block, _forward)
+
+
+def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """DbrxFFN.forward, with one row a token for the experts."""
+    weights, index = self.route_tokens_to_experts(self.router(hidden_states))
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    return self.experts(x, index, weights).view_as(hidden_states)
+
+
+def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+    return [
+        *mapping,
+        WeightConverter(
+            source_patterns=["experts.mlp.w1", "experts.mlp.v1"],
+            target_patterns="experts.gate_up_proj",
+            operations=[StackedRows(), Concatenate(dim=1)],
+        ),
+        WeightConverter(
+            source_patterns="experts.mlp.w2",
+            target_patterns="experts.down_proj",
+            operations=[StackedRows(), Transpose(1, 2)],
+        ),
+    ]
+
+
+ADAPTER = Adapter("DbrxFFN", adapt, "a third of an expert is turned as it is read", _conversions)

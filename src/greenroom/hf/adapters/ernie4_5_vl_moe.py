@@ -1,0 +1,60 @@
+"""ERNIE 4.5 VL: text and pictures have experts of their own, of different widths.
+
+Its checkpoints number them in one row, those for text first. Only these are served.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightTransform,
+)
+
+from greenroom.errors import UnsupportedModel
+from greenroom.hf.adapters.socket import Adapter
+
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+class NotServed(nn.Module):
+    """Stands for the experts of pictures."""
+
+    def forward(self, *_: Tensor) -> Tensor:
+        raise UnsupportedModel("ERNIE 4.5 VL: pictures are not served, only text")
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    block.vision_moe.experts = NotServed()
+
+
+def _unused(name: str, model: PreTrainedModel) -> bool:
+    found = _NUMBER.search(name)
+    return found is not None and int(found[1]) >= model.config.get_text_config().moe_num_experts
+
+
+def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+    kept = [m for m in mapping if not any("vision_moe.experts" in p for p in m.target_patterns)]
+    return [
+        *kept,
+        WeightConverter(
+            source_patterns="mlp.experts.*.down_proj.weight",
+            target_patterns="mlp.text_moe.experts.down_proj",
+            operations=[MergeModulelist(dim=0)],
+        ),
+        WeightConverter(
+            source_patterns=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
+            target_patterns="mlp.text_moe.experts.gate_up_proj",
+            operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+        ),
+    ]
+
+
+ADAPTER = Adapter(
+    "Ernie4_5_VLMoeMoeBlock", adapt, "the text's experts", _conversions, unused=_unused
+)

@@ -1,0 +1,42 @@
+"""JetMoE: experts in the MLP, which are streamed, and in the attention, which stay in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, WeightTransform
+
+from greenroom.hf.adapters.socket import Adapter, Experts, become
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    up, down = block.input_linear.weight, block.output_linear.weight
+    block.experts = Experts(model, tuple(up.shape), tuple(down.shape), up.dtype, block.activation)
+    del block.input_linear, block.output_linear
+    become(block, _forward)
+
+
+def _forward(self: nn.Module, layer_input: Tensor) -> Tensor:
+    """JetMoeMoE.forward; the router names the chosen in the order of experts."""
+    order, _, gates, sizes, _ = self.router(layer_input.reshape(-1, self.input_size))
+    shape = (-1, self.router.top_k)
+    if gates.is_meta:
+        index = torch.empty_like(order)
+    else:
+        index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    index = torch.empty_like(order).scatter_(0, order, index).view(shape)
+    weights = torch.empty_like(gates).scatter_(0, order, gates).view(shape)
+    out = self.experts(layer_input.reshape(-1, self.input_size), index, weights)
+    return out.view_as(layer_input) + self.bias
+
+
+def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+    return [
+        *mapping,
+        WeightRenaming("mlp.input_linear.weight", "mlp.experts.gate_up_proj"),
+        WeightRenaming("mlp.output_linear.weight", "mlp.experts.down_proj"),
+    ]
+
+
+ADAPTER = Adapter("JetMoeMoE", adapt, "the attention's experts stay in memory", _conversions)

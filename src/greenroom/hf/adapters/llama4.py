@@ -1,0 +1,57 @@
+"""Llama 4: a token's weight multiplies what its expert is given, and every expert sees all tokens.
+
+Those that were not chosen see zeros, which give zeros. Here only the chosen one is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from greenroom.errors import UnsupportedModel
+from greenroom.hf.adapters.socket import Adapter, Experts, become
+
+
+class Llama4Experts(Experts):
+    """As transformers computes it: in a batched product over all tokens, the others' rows zero."""
+
+    own_arithmetic = True
+
+    def weighted_output(
+        self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
+    ) -> Tensor:
+        rows = torch.zeros_like(x)
+        rows[tokens] = x[tokens]
+        gate, linear = torch.bmm(rows[None], up[None]).chunk(2, dim=-1)
+        return torch.bmm(linear * self.act_fn(gate), down[None])[0, tokens] * weights
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    old = block.experts
+    if block.top_k != 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {block.top_k} experts a token, but only one is served: their"
+            " weights are for inputs, and their sum has an order of its own"
+        )
+    block.experts = Llama4Experts(
+        model,
+        tuple(old.gate_up_proj.shape),
+        tuple(old.down_proj.shape),
+        old.gate_up_proj.dtype,
+        old.act_fn,
+        is_transposed=True,
+    )
+    become(block, _forward)
+
+
+def _forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama4TextMoe.forward for one expert a token; what it is given carries its weight."""
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(x)
+    index = torch.topk(logits, 1, dim=1).indices
+    routed = self.experts(x * scores.gather(1, index), index, torch.ones_like(x[:, :1]))
+    return self.shared_expert(x).add_(routed), logits
+
+
+ADAPTER = Adapter("Llama4TextMoe", adapt, "the weight is the input's")

@@ -1,0 +1,53 @@
+"""LongCat Flash: beside real experts there are some that give back what they are given.
+
+Those need no weights. They have the highest ids, so adding them after the real ones is the order
+of transformers' own loop.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from greenroom.hf.adapters.socket import Adapter, Experts, become
+
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    old = block.experts
+    count, (hidden, inner) = old.num_routed_experts, old.down_proj.shape[1:]
+    block.experts = Experts(
+        model,
+        (count, 2 * inner, hidden),
+        (count, hidden, inner),
+        old.down_proj.dtype,
+        old.act_fn,
+    )
+    become(block, _forward)
+
+
+def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """LongcatFlashMoE.forward; experts from `num_experts` on are the identity."""
+    shape = hidden_states.shape
+    _, weights, index = self.router(hidden_states)
+    x = hidden_states.view(-1, shape[-1])
+    total = self.experts(x, index, weights)
+    if not index.is_meta:
+        for expert in index.unique().tolist():
+            if expert >= self.experts.num_experts:
+                ranks, tokens = torch.nonzero(expert == index.T, as_tuple=True)
+                total.index_add_(0, tokens, (x[tokens] * weights[tokens, ranks, None]).to(x.dtype))
+    return total.view(*shape)
+
+
+def _unused(name: str, model: PreTrainedModel) -> bool:
+    """transformers writes weights for experts that have none."""
+    found = _NUMBER.search(name)
+    return found is not None and int(found[1]) >= model.config.n_routed_experts
+
+
+ADAPTER = Adapter("LongcatFlashMoE", adapt, "identity experts need no weights", unused=_unused)

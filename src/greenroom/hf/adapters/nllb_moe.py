@@ -1,0 +1,77 @@
+"""NLLB-MoE, as transformers computes it.
+
+transformers 5 reads the router's mask, zeros and ones, as the numbers of the experts. So a token's
+first choice goes to expert 1 and everything else to expert 0, whatever the router meant. What is
+served here is the same: the loaded model's answer is that of transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
+
+from greenroom.hf.adapters.socket import Adapter, Experts
+
+NAMES = {"fc1.weight": "up_proj", "fc2.weight": "down_proj"}
+NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
+
+
+class NllbMoeExperts(Experts):
+    """Biases are part of the products, and what an expert gives is scaled after its weight."""
+
+    own_arithmetic = True
+    eager_only = True
+
+    def weighted_output(
+        self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
+    ) -> Tensor:
+        h = self.act_fn(linear(x[tokens], up, self.up_proj_bias[expert]))
+        out = linear(h, down, self.down_proj_bias[expert]) * weights
+        return out if self.moe_token_dropout <= 0 else out * (1 - self.moe_token_dropout)
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    old, count = block.experts, block.num_experts
+    first = old["expert_0"]
+    block.experts = new = NllbMoeExperts(
+        model,
+        (count, *first.fc1.weight.shape),
+        (count, *first.fc2.weight.shape),
+        first.fc1.weight.dtype,
+        first.act,
+        has_gate=False,
+        has_bias=True,
+    )
+    new.moe_token_dropout = old.moe_token_dropout
+    for name, linear_layer in (("up_proj_bias", first.fc1), ("down_proj_bias", first.fc2)):
+        bias = torch.empty(
+            count, *linear_layer.bias.shape, dtype=linear_layer.bias.dtype, device="meta"
+        )
+        new.register_parameter(name, nn.Parameter(bias, requires_grad=False))
+
+
+def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+    return [
+        *mapping,
+        *(
+            WeightConverter(
+                source_patterns=f"experts.expert_*.{name}",
+                target_patterns=f"experts.{target}",
+                operations=[MergeModulelist(dim=0)],
+            )
+            for name, target in NAMES.items()
+        ),
+    ]
+
+
+ADAPTER = Adapter(
+    "NllbMoeSparseMLP",
+    adapt,
+    "transformers sends all tokens to experts 0 and 1",
+    _conversions,
+    warning="NLLB-MoE is served as this transformers computes it: it reads the router's mask as"
+    " numbers of experts, so only experts 0 and 1 of a layer are used",
+)

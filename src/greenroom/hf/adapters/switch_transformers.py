@@ -1,0 +1,52 @@
+"""Switch Transformers: one expert a token, no gate; encoder and decoder have layers of their own.
+
+A token that an expert has no room for (`expert_capacity`) has no expert.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
+
+from greenroom.hf.adapters.socket import Adapter, Experts, become
+
+
+def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+    count, first = block.experts.num_experts, block.experts["expert_0"]
+    block.experts = Experts(
+        model,
+        (count, *first.wi.weight.shape),
+        (count, *first.wo.weight.shape),
+        first.wi.weight.dtype,
+        first.act,
+        has_gate=False,
+    )
+    become(block, _forward)
+
+
+def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """SwitchTransformersSparseMLP.forward; the router says by a mask who is chosen."""
+    mask, weights, _ = self.router(hidden_states)
+    mask = mask.flatten(0, 1)
+    # A row without a one is a token without an expert: an id that no expert has.
+    index = mask.argmax(1).masked_fill(mask.sum(1) == 0, self.experts.num_experts)
+    out = self.experts(hidden_states.flatten(0, 1), index[:, None], weights.view(-1, 1))
+    return out.view_as(hidden_states)
+
+
+def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
+    return [
+        *mapping,
+        *(
+            WeightConverter(
+                source_patterns=f"experts.expert_*.{name}.weight",
+                target_patterns=f"experts.{target}",
+                operations=[MergeModulelist(dim=0)],
+            )
+            for name, target in (("wi", "up_proj"), ("wo", "down_proj"))
+        ),
+    ]
+
+
+ADAPTER = Adapter("SwitchTransformersSparseMLP", adapt, "", _conversions)

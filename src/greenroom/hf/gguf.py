@@ -1,0 +1,195 @@
+"""GGUF files as checkpoints: config, tokenizer and tensor names by transformers' own GGUF mapping.
+
+Experts stay where they are, in the blocks that they are stored in. Everything else is expanded as
+transformers expands it, by gguf's own code. What the mapping does not say is said by the file's
+metadata (the experts' width) or by the experts module's flags (how gate and up are joined).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+)
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
+
+from greenroom.core.layout import PLAIN
+from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.experts import expert_modules
+from greenroom.hf.gguf_file import GgufFile
+from greenroom.hf.header import Stored
+from greenroom.hf.routes import Route
+
+# Architectures whose experts are compared with transformers' own in the tests.
+SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen3moe")
+LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's name for it
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+}
+
+
+@dataclass(frozen=True)
+class Gguf(Checkpoint):
+    """A GGUF file, or its parts. `folder` is the (first) file; `tensors` have GGUF's names."""
+
+    @classmethod
+    def open(cls, path: Path) -> Gguf:
+        """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
+        if find_spec("gguf") is None:
+            raise UnsupportedModel(f"{path}: GGUF files need the package gguf: pip install gguf")
+        file = GgufFile.open(path.absolute())
+        if file.architecture not in SERVED:
+            raise UnsupportedModel(
+                f"{path}: a GGUF file of the architecture {file.architecture}:"
+                f" {', '.join(SERVED)} are served"
+            )
+        files = tuple(str(part) for part in file.paths)
+        return cls(file.paths[0], file.metadata, files, file.tensors, dict(file.tensors))
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config["general.architecture"])
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` methods are to be called with."""
+        return {
+            "pretrained_model_name_or_path": self.folder.parent,
+            "gguf_file": self.folder.name,
+            "local_files_only": True,
+        }
+
+    def hf_config(self) -> PreTrainedConfig:
+        """transformers' config of the model, with what its mapping leaves out."""
+        try:
+            values = load_gguf_checkpoint(str(self.folder))["config"]
+            values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
+            config = AutoConfig.for_model(**values)
+        except Exception as error:  # each config class validates in its own way
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{self.folder}: its metadata is no config: {reason}") from error
+        for key, name in LEFT_OUT.items():
+            value = self.config.get(f"{self.architecture}.{key}")
+            if value is not None and hasattr(config, name):
+                setattr(config, name, value)
+        return config
+
+    def _scaling(self) -> dict[str, Any] | None:
+        """How rotary embeddings are stretched; transformers' mapping takes other bytes for it."""
+        prefix = f"{self.architecture}.rope.scaling."
+        kind = self.config.get(f"{prefix}type", "none")
+        if kind == "none":
+            return None
+        if kind != "yarn":
+            raise UnsupportedModel(f"{self.folder}: rotary embeddings are stretched by {kind}")
+        return {
+            "rope_type": "yarn",
+            "rope_theta": self.config.get(f"{self.architecture}.rope.freq_base", 1e4),
+            "factor": self.config[f"{prefix}factor"],
+            "original_max_position_embeddings": self.config[f"{prefix}original_context_length"],
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": self.architecture != "gpt-oss",
+        }
+
+    def dtype(self) -> str:
+        """What to compute in: the halves that the weights are stored in, else bfloat16."""
+        kinds = {(s.encoding, s.dtype) for s in self.tensors.values() if len(s.shape) > 1}
+        if any(encoding != PLAIN for encoding, _ in kinds) or (PLAIN, "bfloat16") in kinds:
+            return "bfloat16"
+        return "float16" if (PLAIN, "float16") in kinds else "float32"
+
+    def routes(self, model: PreTrainedModel) -> tuple[dict[str, Route], list[str]]:
+        """As `find_routes`, for GGUF's names."""
+        processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
+        names = get_gguf_hf_weights_map(model, processor)
+        known = model.state_dict()
+        routes, unused = self._expert_routes(model, names), []
+        taken = {name for r in routes.values() for own in r.sources.values() for name in own}
+        for name in [name for name in self.tensors if name not in taken]:
+            target = names.get(name, names.get(name.removesuffix(".weight"), ""))
+            if target not in known:
+                unused.append(name)
+                continue
+            self._fit(name, tuple(known[target].shape))
+            routes[target] = Route((target,), None, {name: [name]})
+        return routes, unused
+
+    def _fit(self, name: str, shape: tuple[int, ...]) -> None:
+        """Give a tensor axes of length 1 that GGUF leaves out."""
+        stored: Stored = self.tensors[name]
+        if stored.shape != shape and prod(stored.shape) == prod(shape) and 1 in shape:
+            self.tensors[name] = replace(stored, shape=shape)  # type: ignore[index]
+
+    def _expert_routes(self, model: PreTrainedModel, names: dict[str, str]) -> dict[str, Route]:
+        """The routes to each layer's matrices; GGUF has [experts, outputs, inputs], gate and up
+        apart."""
+        blocks = {hf: name for name, hf in names.items()}
+        routes = {}
+        for name, module in expert_modules(model).items():
+            down = f"{name}.down_proj"
+            stem = blocks.get(down, "").removesuffix("ffn_down_exps")
+            turn: list[ConversionOps] = [Transpose(1, 2)] if module.is_transposed else []
+            join: list[ConversionOps] = [Concatenate(dim=1)]
+            if not module.is_concatenated:
+                join.append(Interleave(dim=1, inverse=True))
+            parts = ("gate", "up") if module.has_gate else ("up",)
+            first = f"{name}.gate_up_proj" if module.has_gate else f"{name}.up_proj"
+            ups = [f"{stem}ffn_{part}_exps.weight" for part in parts]
+            found = {
+                first: _route(first, ups, join + turn),
+                down: _route(down, [f"{stem}ffn_down_exps.weight"], turn),
+            }
+            if module.has_bias:
+                biases = [name.replace(".weight", ".bias") for name in ups]
+                found[f"{first}_bias"] = _route(f"{first}_bias", biases, join)
+                found[f"{down}_bias"] = _route(f"{down}_bias", [f"{stem}ffn_down_exps.bias"], [])
+            routes |= {
+                target: route
+                for target, route in found.items()
+                if all(name in self.tensors for own in route.sources.values() for name in own)
+            }
+        return routes
+
+
+def _route(target: str, names: list[str], operations: list[ConversionOps]) -> Route:
+    sources = {name: [name] for name in names}
+    if not operations:
+        return Route((target,), None, sources)
+    return Route((target,), WeightConverter(names, target, operations), sources)
+
+
+def converted(route: Route, tensors: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
+    """A route's parameter from its tensors, by name."""
+    (target,) = route.targets
+    if route.converter is None:
+        return next(iter(tensors.values()))
+    converter = route.converter.copy(
+        route.converter.source_patterns,
+        route.converter.target_patterns,
+        operations=list(route.converter.operations),
+    )
+    for pattern, names in route.sources.items():
+        for name in names:
+            converter.add_tensor(target, name, pattern, tensors[name])
+    made = converter.convert(target, model=model, config=model.config)[target]
+    return made[0] if isinstance(made, list) else made

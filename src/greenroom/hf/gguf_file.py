@@ -1,0 +1,185 @@
+"""The headers of GGUF files: metadata, and which tensor lies at which bytes; files in parts too.
+
+The binary reading is transformers' own (`integrations/gguf/reader.py`). What is checked here, so
+that a damaged file is one clear line: magic and version, types, rows that are whole blocks, and
+that every tensor lies inside of its file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations.gguf import reader
+
+from greenroom.core.layout import PLAIN
+from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
+from greenroom.hf.header import Stored, check_ranges
+
+VERSIONS = (2, 3)
+PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+PLAIN_TYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+}
+ENCODED = {
+    "Q8_0": "q8_0",
+    "Q4_0": "q4_0",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "MXFP4": "gguf_mxfp4",
+}  # other types keep ggml's name: gguf can expand them, no kernel can
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A model's GGUF file, or all of its parts.
+
+    `tensors` are by GGUF's names, shapes in torch's order; `Stored.file` is a position in `paths`.
+    Arrays of strings in `metadata` are only counted.
+    """
+
+    paths: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Read the headers of a file, or of all parts that belong to it; see the module.
+
+        Raises NotAModel, UnsupportedModel or CheckpointError.
+        """
+        paths = _parts(path)
+        metadata, tensors = _header(paths[0], 0)
+        if metadata.get("split.count", 1) not in (0, len(paths)):
+            raise CheckpointError(
+                f"{paths[0]}: says that it is one of {metadata['split.count']} parts, but its name"
+                f" says {len(paths)}"
+            )
+        if "general.architecture" not in metadata:
+            raise CheckpointError(f"{paths[0]}: names no architecture in its metadata")
+        for number, part in enumerate(paths[1:], start=1):
+            found, more = _header(part, number)
+            if found.get("split.no", number) != number:
+                raise CheckpointError(f"{part}: is another part than its name says")
+            tensors |= more
+        wanted = metadata.get("split.tensors.count", len(tensors))
+        if wanted != len(tensors):
+            raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, not {wanted}")
+        return cls(paths, metadata, tensors)
+
+
+def model_in(folder: Path) -> Path | None:
+    """The only GGUF model of a folder; NotAModel where there are several."""
+    found = [
+        path
+        for path in sorted(folder.glob("*.gguf"))
+        if not path.name.startswith("mmproj")
+        and ((part := PART.match(path.name)) is None or int(part["number"]) == 1)
+    ]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:5])
+        raise NotAModel(f"{folder}: holds several GGUF models ({names}): give one of these files")
+    if not found and (part := next(folder.glob("*.gguf"), None)):
+        return part  # a later part: its first one is missing
+    return found[0] if found else None
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """All files of the model that `path` belongs to."""
+    match = PART.match(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    paths = tuple(
+        path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}.gguf")
+        for number in range(1, count + 1)
+    )
+    lost = [part for part in paths if not part.is_file()]
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise CheckpointError(f"{lost[0]}: missing{more}: the model is split into {count} files")
+    return paths
+
+
+def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            start = stream.read(24)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    if start[:4] != b"GGUF":
+        raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
+    if len(start) < 24:
+        raise CheckpointError(f"{path}: truncated: it ends inside of its header")
+    (version,) = struct.unpack_from("<I", start, 4)
+    if version not in VERSIONS:
+        big = " (of a big-endian machine)" if version & 0xFFFF == 0 else ""
+        raise UnsupportedModel(f"{path}: GGUF version {version}{big}: versions 2 and 3 are read")
+    try:
+        metadata, entries, data = _read(path)
+    except (struct.error, ValueError, IndexError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
+    tensors = {
+        name: _stored(path, number, name, shape, kind, data + offset)
+        for name, shape, kind, offset in entries
+    }
+    check_ranges(path, tensors, size)
+    return metadata, tensors
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Any], int]:
+    """(metadata, (name, shape, type, offset) of each tensor, where the data begins)."""
+    blob = reader._mapped(str(path))
+    (count,) = struct.unpack_from("<Q", blob, 16)
+    metadata: dict[str, Any] = {}
+    at = 24
+    for _ in range(count):
+        key, at = reader._read_string(blob, at)
+        (kind,) = struct.unpack_from("<I", blob, at)
+        metadata[key], at = reader._read_value(blob, at + 4, kind)
+    (tensors,) = struct.unpack_from("<Q", blob, 8)
+    entries, at = reader._read_tensor_table(blob, tensors, at)
+    align = metadata.get("general.alignment", 32)
+    return metadata, entries, -(-at // align) * align
+
+
+def _stored(
+    path: Path, file: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> Stored:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        ggml = GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise UnsupportedModel(f"{path}: {name} is of the unknown type {kind}") from error
+    block, nbytes = GGML_QUANT_SIZES[ggml]
+    if not shape or shape[-1] % block:
+        raise CheckpointError(
+            f"{path}: {name} has rows of {shape[-1] if shape else 0} values, but {ggml.name} comes"
+            f" in blocks of {block}"
+        )
+    size = prod(shape) // block * nbytes
+    if ggml.name in PLAIN_TYPES:
+        return Stored(file, PLAIN_TYPES[ggml.name], shape, offset, size)
+    codes = (*shape[:-1], shape[-1] // block * nbytes)
+    encoding = ENCODED.get(ggml.name, ggml.name)
+    assert encoding != PLAIN
+    return Stored(file, "uint8", shape, offset, size, encoding, codes)

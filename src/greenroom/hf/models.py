@@ -1,0 +1,168 @@
+"""Which architectures are served, and how: read off transformers' code and the adapters.
+
+An architecture is a folder of transformers (`qwen3_moe`). Those whose experts classes transformers
+decorates need nothing; some need an adapter (hf/adapters); some cannot be served, for a reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from greenroom.errors import UnsupportedModel
+from greenroom.hf.adapters import ADAPTERS, named
+
+# MoE architectures that are not served, by folder, and why.
+NOT_SERVED = {
+    "diffusion_gemma": "it writes whole blocks by diffusion, not one token after another",
+    "doge": "its experts are single rows of two embeddings: a read each would cost more than it"
+    " saves",
+    "openai_privacy_filter": "it labels tokens and writes none",
+    "vitpose_backbone": "it finds poses in pictures and writes no text",
+}
+
+# No model of these was small enough, or whole enough, to be compared with transformers in a test.
+UNTESTED: frozenset[str] = frozenset()
+
+_TEXT = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+)
+_DECORATOR = "use_experts_implementation"
+_FLAGS = {  # the decorator's arguments: what is said where they are not the default
+    ("has_bias", True): "bias",
+    ("has_gate", False): "no gate",
+    ("has_post_expert_norm", True): "norm after each expert",
+    ("is_transposed", True): "transposed",
+    ("is_concatenated", False): "gate and up interleaved",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row of the table. `how` is "socket", "adapter" or "not"."""
+
+    name: str
+    how: str
+    model_types: tuple[str, ...]  # of the configs that lead to it
+    special: tuple[str, ...] = ()
+    reason: str = ""  # why it is not served
+    tested: bool = False
+
+
+def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class that generates text, and its config: the text part's, where the class is for text.
+
+    A model that only comes together with its vision tower is built with it. UnsupportedModel where
+    there is no such class, or none that is served.
+    """
+    folder = model_type_to_module_name(config.model_type)
+    name = (config.architectures or [config.model_type])[0]
+    if folder in NOT_SERVED:
+        raise UnsupportedModel(f"{name}: {NOT_SERVED[folder]}: not served")
+    if folder in ADAPTERS and (part := named(folder).part):
+        config = getattr(config, part, config)
+    for mapping, _ in _TEXT:
+        if type(config) in mapping:
+            kind = _get_model_class(config, mapping)
+            if kind.config_class == config.sub_configs.get("text_config"):
+                config = config.get_text_config()
+            return kind, config
+    raise UnsupportedModel(f"{name}: transformers has no class that generates text with it")
+
+
+def architectures() -> list[Architecture]:
+    """The whole table, by name."""
+    flags = dict(_decorated())
+    types = _model_types()
+    rows = []
+    for name in sorted({*flags, *ADAPTERS, *NOT_SERVED}):
+        if name in NOT_SERVED:
+            rows.append(Architecture(name, "not", (), reason=NOT_SERVED[name]))
+            continue
+        how = "adapter" if name in ADAPTERS else "socket"
+        special = [_FLAGS[flag] for flag in _FLAGS if flag in flags.get(name, ())]
+        if any(each in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES for each in types[name]):
+            special.append("encoder-decoder")
+        if _shares(name):
+            special.append("shared experts")
+        if any(_sees(each) for each in types[name]):
+            special.append("text part")
+        if how == "adapter" and (said := named(name).special):
+            special.append(said)
+        rows.append(
+            Architecture(name, how, types[name], tuple(special), tested=name not in UNTESTED)
+        )
+    return rows
+
+
+def _sees(model_type: str) -> bool:
+    """Whether it leads to a class that takes pictures too."""
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return bool(kind) and not str(kind).endswith("ForCausalLM")
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """(folder, code) of transformers' models."""
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        yield path.parent.name, path.read_text(encoding="utf-8")
+
+
+def _decorated() -> Iterator[tuple[str, frozenset[tuple[str, bool]]]]:
+    """(folder, the decorator's arguments) of the architectures with a decorated experts class."""
+    for folder, code in _sources():
+        if f"@{_DECORATOR}" in code:
+            calls = [
+                decorator
+                for node in ast.parse(code).body
+                if isinstance(node, ast.ClassDef)
+                for decorator in node.decorator_list
+                if isinstance(decorator, ast.Call)
+                and isinstance(decorator.func, ast.Name)
+                and decorator.func.id == _DECORATOR
+            ]
+            yield (
+                folder,
+                frozenset(
+                    (keyword.arg, keyword.value.value)
+                    for call in calls
+                    for keyword in call.keywords
+                    if keyword.arg is not None and isinstance(keyword.value, ast.Constant)
+                ),
+            )
+
+
+def _shares(folder: str) -> bool:
+    """Whether its code has a shared expert: what a block computes beside those that it chooses."""
+    path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
+    return "self.shared_" in path.read_text(encoding="utf-8")
+
+
+def _model_types() -> dict[str, tuple[str, ...]]:
+    """The model types that lead to a class which writes text, by folder."""
+    types: dict[str, list[str]] = {}
+    for each in CONFIG_MAPPING_NAMES:
+        folder = model_type_to_module_name(each)
+        part = folder in ADAPTERS and named(folder).part
+        if part or any(each in names for _, names in _TEXT):
+            types.setdefault(folder, []).append(each)
+    return {folder: tuple(each) for folder, each in types.items()}

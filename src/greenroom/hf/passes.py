@@ -1,0 +1,45 @@
+"""A request in passes by hand: what `generate` does, without its choices.
+
+    passes = Passes(model)
+    logits = passes(prompt)      # [1, T] -> [T, V]
+    logits = passes(token)       # [1, 1] -> [1, V]: after all that came before
+
+Of an encoder-decoder model the first ids go to the encoder, and the decoder begins an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def start_token(model: PreTrainedModel) -> int:
+    """What the decoder of an encoder-decoder model begins with."""
+    for config in (model.generation_config, model.config):
+        token = getattr(config, "decoder_start_token_id", None)
+        token = getattr(config, "bos_token_id", None) if token is None else token
+        if token is not None:
+            return int(token)
+    return 0
+
+
+class Passes:
+    """One request; each call is a pass with keys and values of those before it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._cache, self._encoded = model, None, None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        model, given = self._model, {"input_ids": ids}
+        if model.config.is_encoder_decoder:
+            if self._encoded is None:
+                self._encoded = model.get_encoder()(input_ids=ids)
+                ids = torch.full((len(ids), 1), start_token(model), dtype=ids.dtype)
+            given = {"encoder_outputs": self._encoded, "decoder_input_ids": ids}
+        out: Any = model(**given, past_key_values=self._cache, use_cache=True)
+        self._cache = out.past_key_values
+        logits: Tensor = out.logits[0]
+        return logits

@@ -1,0 +1,191 @@
+"""What the tier asks of a GPU: memory, copies that do not disturb what is computed, and marks.
+
+An `Engine` is the only place where streams and events are made. `Cuda` is a GPU; `Host` does the
+same on a CPU at once, for the fake device and for tests.
+
+Whatever the driver of a GPU refuses or loses comes out of here as one DeviceError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from greenroom.config import show_bytes
+from greenroom.errors import DeviceError
+
+Mark = Any  # a point in what is computed; None is one that has passed
+
+
+class Engine(Protocol):
+    """Copies and marks on one device."""
+
+    device: torch.device
+    name: str  # for people
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Memory of the device, [nbytes] uint8; DeviceError where there is not so much."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device now, of all processes."""
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind everything that this thread has ordered to be computed so far."""
+        ...
+
+    def copying(self, after: Mark) -> contextlib.AbstractContextManager[None]:
+        """What is ordered within is done beside what is computed, once `after` has passed, and
+        before the block is left."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Return when a mark has passed."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Have host memory read by the device itself; None, or why it cannot be."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        ...
+
+
+class Host:
+    """The CPU in a GPU's place: everything is done when it is ordered."""
+
+    device = torch.device("cpu")
+    name = "the host"
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory(self) -> tuple[int, int]:
+        from greenroom.runtime.memory import available_bytes
+
+        return available_bytes(), available_bytes()
+
+    def mark(self) -> Mark:
+        return None
+
+    @contextlib.contextmanager
+    def copying(self, after: Mark) -> Iterator[None]:
+        yield
+
+    def wait(self, mark: Mark) -> None:
+        """Everything has passed."""
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        return None
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+
+class Cuda:
+    """A GPU. Copies run on a stream of their own; whoever orders one sleeps until it is done."""
+
+    def __init__(self, index: int = 0) -> None:
+        with device_errors():
+            self.device = torch.device("cuda", index)
+            torch.cuda.init()
+            with torch.cuda.device(self.device):
+                self._stream = torch.cuda.Stream()
+            self.name = torch.cuda.get_device_name(self.device)
+
+    def empty(self, nbytes: int) -> Tensor:
+        with device_errors(f"{show_bytes(nbytes)} for slots"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def memory(self) -> tuple[int, int]:
+        with device_errors():
+            free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
+
+    def mark(self) -> Mark:
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    @contextlib.contextmanager
+    def copying(self, after: Mark) -> Iterator[None]:
+        with device_errors(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield
+            done = torch.cuda.Event(blocking=True)  # its waiter sleeps, and lets go of Python
+            done.record(self._stream)
+            done.synchronize()
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            with device_errors():
+                mark.synchronize()
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        try:
+            with torch.cuda.device(self.device):
+                error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        except RuntimeError as refused:
+            return first_line(refused)
+        if int(error) == 0:
+            return None
+        # CUDA keeps the refusal as its last error, and the next launch would raise it: let it be
+        # this one.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
+            torch.zeros(1, device=self.device)
+        return f"cudaHostRegister: error {int(error)}"
+
+    def unregister(self, address: int) -> None:
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch says first; pages of advice follow."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def device_errors(what: str = "") -> Iterator[None]:
+    """A CUDA error becomes a DeviceError of one line; `what` was wanted where memory is refused."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(out_of_memory(what, error)) from error
+    except RuntimeError as error:
+        if not is_cuda_error(error):
+            raise
+        raise DeviceError(f"the GPU failed: {first_line(error)}; restart the process") from error
+
+
+def out_of_memory(what: str, error: BaseException) -> str:
+    """Who has the memory that was refused, as far as can be seen."""
+    wanted = f"has no room for {what}" if what else "is out of memory"
+    try:
+        free, total = torch.cuda.mem_get_info()
+        own = torch.cuda.memory_reserved()
+    except (RuntimeError, AssertionError):  # no answer is left
+        return f"the GPU {wanted}: {first_line(error)}"
+    others = max(0, total - free - own)
+    return (
+        f"the GPU {wanted}: {show_bytes(free)} of {show_bytes(total)} are free,"
+        f" {show_bytes(own)} are this process's, {show_bytes(others)} others' (and what CUDA itself"
+        " takes): give a smaller --memory, or --cache"
+    )
+
+
+def is_cuda_error(error: BaseException) -> bool:
+    """Whether a RuntimeError of torch is the device's: `torch.AcceleratorError`, or an older one
+    that only its words tell."""
+    kind = getattr(torch, "AcceleratorError", None)
+    words = str(error)
+    return (kind is not None and isinstance(error, kind)) or any(
+        word in words for word in ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
+    )

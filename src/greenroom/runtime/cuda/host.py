@@ -1,0 +1,131 @@
+"""Host memory behind a device: the staging seats, and the slots of the tier that keeps experts.
+
+One reservation, made and registered with the device once: registered memory is read by the device
+itself, beside everything else. Where the system refuses to register it (locked memory is limited,
+say), copies go by the driver's own buffers, slower, and a warning says so. Bytes lie here as the
+disk has them: chunk after chunk, each with the room that direct reads need around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from greenroom.config import show_bytes
+from greenroom.core.events import StartChunk
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.store import BLOCK, Chunk
+
+_NORESERVE = 0x4000
+_MADV_HUGEPAGE = 14
+
+log = logging.getLogger(__name__)
+
+
+def room(chunk: Chunk) -> int:
+    """Bytes that a chunk may take here: direct reads begin and end at blocks."""
+    return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
+
+
+class Place:
+    """A piece of the reservation, with `Staging`'s interface: what a store reads into."""
+
+    def __init__(self, whole: np.ndarray, begin: int, nbytes: int) -> None:
+        self.array = whole[begin : begin + nbytes]
+        self.view = memoryview(self.array)
+
+    def take(self, nbytes: int) -> memoryview:
+        """The first `nbytes`; a store never asks for more than `room` of its chunk."""
+        return self.view[:nbytes]
+
+
+class HostMemory:
+    """`seats` places for a chunk, then `capacity` slots for all chunks of an expert."""
+
+    def __init__(
+        self, engine: Engine, chunks: Sequence[tuple[Chunk, ...]], seats: int, capacity: int
+    ) -> None:
+        """`chunks` of every expert. DeviceError where there is no address space for it."""
+        self.engine, self.capacity = engine, capacity
+        self.seat_bytes, self.slot_bytes = sizes(chunks)
+        self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        try:
+            self._map = mmap.mmap(-1, max(self.nbytes, BLOCK), flags=flags)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DeviceError(
+                f"no host memory for {show_bytes(self.nbytes)} of experts: {error}"
+            ) from error
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(_MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._first_slot = seats * self.seat_bytes
+        self._chunks = chunks
+        self._seats = [
+            Place(self._bytes, s * self.seat_bytes, self.seat_bytes) for s in range(seats)
+        ]
+        self._at: dict[tuple[int, int, int], np.ndarray] = {}  # (piece, chunk, place) -> its bytes
+        self._lock = threading.Lock()
+        address = self._bytes.ctypes.data
+        self.refused = engine.register(address, self.nbytes)
+        if self.refused is not None:
+            log.warning(
+                "%s of host memory could not be registered with the GPU (%s): copies to it are"
+                " slower, and wait for one another; a higher limit of locked memory (ulimit -l), or"
+                " a smaller --host-memory, may help",
+                show_bytes(self.nbytes),
+                self.refused,
+            )
+
+    def bring(
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Place], np.ndarray]
+    ) -> None:
+        """Have a chunk read into its place; a store that lends its own memory is copied from."""
+        place = self._place(action)
+        data = read(chunk, place)
+        if not np.may_share_memory(data, place.array):
+            place.array[: data.size] = data
+            data = place.array[: data.size]
+        with self._lock:
+            self._at[self._key(action)] = data
+
+    def data(self, action: StartChunk) -> np.ndarray:
+        """The bytes of a chunk that was brought here, [length] uint8."""
+        with self._lock:
+            return self._at[self._key(action)]
+
+    @staticmethod
+    def _key(action: StartChunk) -> tuple[int, int, int]:
+        """What lies where; a place is that of one piece at a time."""
+        kept = action.host >= 0
+        return (action.host, action.chunk, 1) if kept else (action.seat, 0, 0)
+
+    def _place(self, action: StartChunk) -> Place:
+        if action.host < 0:
+            return self._seats[action.seat]
+        chunks = self._chunks[action.piece]
+        begin = self._first_slot + action.host * self.slot_bytes
+        begin += sum(room(chunk) for chunk in chunks[: action.chunk])
+        return Place(self._bytes, begin, room(chunks[action.chunk]))
+
+    def close(self) -> None:
+        """Give the pages back; the address range goes with the last view of it."""
+        if self.refused is None:
+            self.engine.unregister(self._bytes.ctypes.data)
+            self.refused = "closed"
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
+    """Bytes of a seat, which takes any chunk, and of a slot, which takes any expert."""
+    return (
+        max(room(chunk) for each in chunks for chunk in each),
+        max(sum(room(chunk) for chunk in each) for each in chunks),
+    )

@@ -1,0 +1,109 @@
+"""Encoded weights to the model's type, in registers: what runtime/encodings says, in Triton.
+
+Each function gives a tile [K, N] of one matrix in float32, exact or rounded once per operation as
+the decoder of the same name does it; `expand` rounds it to the model's type. So a tile has the
+bits that `decode` would have given.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What a kernel is compiled for. Those that are missing here are left to the eager kernel.
+CODES = {
+    "plain": 0,
+    "int8": 1,
+    "int4": 2,
+    "mxfp4": 3,
+    "q8_0": 4,
+    "q4_0": 5,
+    "gguf_mxfp4": 6,
+    "fp8": 7,
+}
+_PLAIN = tl.constexpr(0)
+_INT8 = tl.constexpr(1)
+_INT4 = tl.constexpr(2)
+_MXFP4 = tl.constexpr(3)
+_Q8_0 = tl.constexpr(4)
+_Q4_0 = tl.constexpr(5)
+_GGUF_MXFP4 = tl.constexpr(6)
+
+
+@triton.jit
+def _e2m1(nibble):
+    """A 4-bit float: 1 sign, 2 exponent and 1 mantissa bit, as float32."""
+    size = nibble & 7
+    normal = ((2 + (size & 1)) * (1 << (size >> 1))).to(tl.float32) * 0.25
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
+    return tl.where((nibble & 8) != 0, -value, value)
+
+
+@triton.jit
+def _e8m0(byte):
+    """2^(byte - 127) as float32; 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e4m3(byte):
+    """An 8-bit float: 1 sign, 4 exponent and 3 mantissa bits, as float32; no cast of the hardware's
+    is needed, so older devices can."""
+    size = byte & 0x7F
+    small = size.to(tl.float32) * 0.001953125  # below 2^-6 values are multiples of 2^-9
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, small, normal)
+    value = tl.where(size == 0x7F, float("nan"), value)
+    return tl.where((byte & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def _nibble(codes, at, shift, mask):
+    return (tl.load(codes + at, mask=mask, other=0).to(tl.int32) >> shift) & 15
+
+
+@triton.jit
+def expand(
+    codes, scales, n, k, mask, row_n, row_k, scale_n, span_n, span_k,
+    KIND: tl.constexpr, ENCODING: tl.constexpr,
+):  # fmt: skip
+    """Weights of outputs n [1, N] and inputs k [K, 1] -> [K, N] of type KIND.
+
+    codes, scales: where the matrix's codes and its companion begin, typed as they are stored; of a
+                   GGUF type both are the blocks, seen as bytes and as halves
+    row_n, row_k:  plain: elements from one output, one input to the next; encoded: row_n is the
+                   bytes of a row
+    scale_n:       scales of a row; span_n, span_k: outputs and inputs that share one (fp8)
+    """
+    if ENCODING == _PLAIN:
+        w = tl.load(codes + n * row_n + k * row_k, mask=mask, other=0.0)
+    else:
+        if ENCODING == _INT8:
+            c = tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.float32)
+            s = tl.load(scales + n * scale_n + k // 64, mask=mask, other=0.0).to(tl.float32)
+        elif ENCODING == _INT4:
+            c = (_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask) - 8).to(tl.float32)
+            s = tl.load(scales + n * scale_n + k // 32, mask=mask, other=0.0).to(tl.float32)
+        elif ENCODING == _MXFP4:
+            c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
+            s = _e8m0(tl.load(scales + n * scale_n + k // 32, mask=mask, other=0).to(tl.int32))
+        elif ENCODING == _Q8_0:
+            block = n * row_n + (k // 32) * 34
+            c = tl.load(codes + block + 2 + k % 32, mask=mask, other=0)
+            c = c.to(tl.int8, bitcast=True).to(tl.float32)
+            s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
+        elif ENCODING == _Q4_0:
+            block = n * row_n + (k // 32) * 18
+            c = _nibble(codes, block + 2 + k % 16, (k % 32 // 16) * 4, mask) - 8
+            c = c.to(tl.float32)
+            s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
+        elif ENCODING == _GGUF_MXFP4:
+            block = n * row_n + (k // 32) * 17
+            c = _e2m1(_nibble(codes, block + 1 + k % 16, (k % 32 // 16) * 4, mask))
+            s = _e8m0(tl.load(codes + block, mask=mask, other=0).to(tl.int32))
+        else:
+            c = _e4m3(tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.int32))
+            s = tl.load(scales + (n // span_n) * scale_n + k // span_k, mask=mask, other=0.0)
+        w = (c * s).to(KIND)
+    return w

@@ -1,0 +1,247 @@
+"""The default kernel on a GPU: two launches a wave and one a step, over slots in device memory.
+
+Every entry's output is kept apart until the sum over a token's experts, which is taken by
+ascending id; so waves, slots and the order of arrival do not change a bit. What the programs do
+not know (float32 models, arithmetic that is not the common one, other encodings) is left to the
+eager kernel on the same device, layer by layer: `unread` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenroom.core.layout import ITEMSIZE, PLAIN, TensorSpec, WeightSpec
+from greenroom.errors import UsageError
+from greenroom.runtime.cuda.kernels import programs
+from greenroom.runtime.cuda.kernels.expand import CODES
+from greenroom.runtime.kernels import eager
+from greenroom.runtime.kernels.activation import RAW, Activation, find_activation
+from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.routing import Routing
+
+Words = NDArray[np.int64]
+
+# Entries, outputs and inputs of a program; by the most entries that an expert of the step has.
+FEW, MANY = (16, 32, 128), (64, 64, 64)
+STAGES = 3
+SUMMED = 1024  # outputs of a program of `combine`
+GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
+
+
+def unread(layer: LayerExperts) -> str | None:
+    """Why a layer is left to the eager kernel; None where it is not."""
+    if layer.dtype is torch.float32:
+        return "float32 experts, for which eager is the nearest to transformers"
+    if layer.recipe.compute is not None:
+        return f"experts that compute in {str(layer.recipe.compute)[6:]}"
+    encodings = {w.encoding for w in (layer.up_weight, layer.down_weight)} - CODES.keys()
+    return f"experts in {', '.join(sorted(encodings))}" if encodings else None
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix's constant arguments: its tensors seen from slot 0, and how rows follow."""
+
+    codes: Tensor
+    scales: Tensor
+    numbers: tuple[int, ...]  # code_at, scale_at, row_n, row_k, scale_n, span_n, span_k
+    encoding: int
+    units: tuple[int, int]  # elements of codes, of scales, in a unit of a slot's offset
+
+    @classmethod
+    def of(cls, layer: LayerExperts, weight: WeightSpec) -> Matrix:
+        codes, scales = weight.parts[0], weight.parts[-1]
+        code, scale = codes.dtype, scales.dtype
+        rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
+        if weight.encoding == PLAIN and layer.transposed:
+            row_n, row_k = 1, codes.shape[1]
+        if weight.encoding == "fp8":  # read as bytes: not every device knows the type
+            code = "uint8"
+            span = rows // scales.shape[0], weight.shape[1] // scales.shape[1]
+        if weight.encoding in GGUF:
+            code, scale = "uint8", "float16"
+        elif weight.encoding != PLAIN:
+            scale_n = scales.shape[1]
+        sizes = ITEMSIZE[code], ITEMSIZE[scale]
+        return cls(
+            _anchor(layer, code),
+            _anchor(layer, scale),
+            (codes.offset // sizes[0], scales.offset // sizes[1], row_n, row_k, scale_n, *span),
+            CODES[weight.encoding],
+            (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
+        )
+
+
+def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
+    """Slot 0 as a vector: what other slots' offsets are counted from."""
+    elements = layer.slots.stride // ITEMSIZE[dtype]
+    return layer.slots.tensor(0, TensorSpec("slot", (elements,), dtype, 0))
+
+
+class Plan:
+    """What does not change for a layer."""
+
+    def __init__(self, layer: LayerExperts) -> None:
+        self.up, self.down = (Matrix.of(layer, w) for w in (layer.up_weight, layer.down_weight))
+        self.activation: Activation = find_activation(layer)
+        self.device = self.up.codes.device
+        self.start = self.up.codes.data_ptr()
+        self.none = torch.zeros(1, dtype=layer.dtype, device=self.device)  # in place of a bias
+        # The interpreter's products know no bfloat16; it is there to test, not to be fast.
+        self.wide = self.device.type == "cpu"
+        if self.wide and not triton.knobs.runtime.interpret:
+            raise UsageError("the kernels triton compute on a GPU: take numba or eager on a CPU")
+
+    def offset(self, layer: LayerExperts, slot: int) -> int:
+        """Where a slot begins, in units from slot 0; other segments may lie before it."""
+        return (address(layer.slots, slot) - self.start) // programs.UNIT
+
+
+def address(slots: Any, slot: int) -> int:
+    """Where a slot begins: slots in segments say so themselves."""
+    if hasattr(slots, "address"):
+        return int(slots.address(slot))
+    return int(slots.base + slot * slots.stride)
+
+
+class Step:
+    """A step under way: mid [S, 2I] where the activation is the module's, act [S, I] and out
+    [S, H], all in the layer's type; S is the number of entries of the routing."""
+
+    def __init__(
+        self, layer: LayerExperts, plan: Plan, x: Tensor, routing: Routing, weights: Tensor
+    ) -> None:
+        self.layer, self.plan, self.routing = layer, plan, routing
+        self.x, self.weights = x.to(layer.dtype).contiguous(), weights.contiguous()
+        self.kind = x.dtype
+        entries, most = len(routing.rows), int(np.diff(routing.starts).max(initial=0))
+        self.sizes = FEW if most <= FEW[0] else MANY
+
+        def empty(columns: int) -> Tensor:
+            return torch.empty(entries, columns, dtype=layer.dtype, device=plan.device)
+
+        self.raw = plan.activation.code == RAW
+        self.mid = empty(layer.width) if self.raw else None
+        self.act, self.out = empty(layer.inner), empty(layer.hidden)
+        self.tokens: Tensor | None = None  # [S], with the first wave's words
+        self.order: Tensor | None = None  # [T, K, 2]
+
+    def words(self, experts: Sequence[int], slots: Sequence[int]) -> Words:
+        """A wave's tiles: slot, expert, first entry, entries; [tiles, 4]."""
+        tiles, size = [], self.sizes[0]
+        for expert, slot in zip(experts, slots, strict=True):
+            rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
+            for first in range(rows.start, rows.stop, size):
+                tiles.append((offset, expert, first, min(size, rows.stop - first)))
+        return np.array(tiles, np.int64).reshape(-1, 4)
+
+    def summed(self) -> Words:
+        """Of each token its entries by ascending expert, and the places of their weights."""
+        (tokens, top_k), routing = self.routing.shape, self.routing
+        order = np.full((tokens, top_k, 2), -1, np.int64)
+        entries = np.argsort(routing.tokens, kind="stable")  # entries are in order of experts
+        of = routing.tokens[entries]
+        rank = np.arange(of.size) - np.searchsorted(of, of)
+        order[of, rank, 0], order[of, rank, 1] = entries, routing.rows[entries]
+        return order
+
+
+class Triton:
+    """`kernels="triton"`; without a GPU only under Triton's interpreter."""
+
+    name = "triton"
+
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> Step | eager.Step:
+        """Start a step: x [T, H], weights [T, K]."""
+        if unread(layer) is not None or x.dtype is not layer.dtype:
+            return Eager().begin(layer, x, routing, weights)
+        if layer.plan is None:
+            layer.plan = Plan(layer)
+        return Step(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
+
+    def wave(self, step: Step | eager.Step, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts of the step from their slots; returns before the device has done it."""
+        if isinstance(step, eager.Step):
+            Eager().wave(step, experts, slots)
+            return
+        tiles = step.words(experts, slots)
+        with _on(step.plan.device):
+            if step.tokens is None:  # one upload has all that the host knows of the step
+                parts = (step.routing.tokens, step.summed().ravel(), tiles.ravel())
+                cuts = [len(part) for part in parts]
+                step.tokens, step.order, words = upload(
+                    np.concatenate(parts), step.plan.device
+                ).split(cuts)
+            else:
+                words = upload(tiles.ravel(), step.plan.device)
+            if len(tiles):
+                self._project(step, words, len(tiles))
+
+    def _project(self, step: Step, words: Tensor, tiles: int) -> None:
+        layer, plan, (m, n, k) = step.layer, step.plan, step.sizes
+        shape = {"M": m, "N": n, "K": k, "WIDE": plan.wide, "num_stages": STAGES}
+        activation = plan.activation
+        biased = layer.up_bias is not None
+        programs.up[(triton.cdiv(layer.inner, n), tiles)](
+            *(step.x, words, step.tokens, plan.up.codes, plan.up.scales),
+            *(layer.up_bias if biased else plan.none, step.mid if step.raw else step.act),
+            *(layer.hidden, layer.inner, *plan.up.numbers),
+            *(float(activation.limit), float(activation.alpha)),
+            ENCODING=plan.up.encoding, GATED=layer.has_gate, INTERLEAVED=layer.interleaved,
+            ACTIVATION=activation.code, BIAS=biased,
+            CODE_UNITS=plan.up.units[0], SCALE_UNITS=plan.up.units[1], **shape,
+        )  # fmt: skip
+        if step.mid is not None:  # of all entries: others' rows are written again in their wave
+            step.act.copy_(layer.gate(step.mid))
+        biased = layer.down_bias is not None
+        programs.down[(triton.cdiv(layer.hidden, n), tiles)](
+            *(step.act, words, plan.down.codes, plan.down.scales),
+            *(layer.down_bias if biased else plan.none, step.out),
+            *(layer.inner, layer.hidden, *plan.down.numbers),
+            ENCODING=plan.down.encoding, BIAS=biased,
+            CODE_UNITS=plan.down.units[0], SCALE_UNITS=plan.down.units[1], **shape,
+        )  # fmt: skip
+
+    def combine(self, step: Step | eager.Step) -> Tensor:
+        """The sum over each token's experts [T, H], in x's type, by ascending id."""
+        if isinstance(step, eager.Step):
+            return Eager().combine(step)
+        layer, (tokens, top_k) = step.layer, step.routing.shape
+        result = torch.empty(tokens, layer.hidden, dtype=step.kind, device=step.plan.device)
+        if step.order is None:  # nothing was routed here
+            return result.zero_()
+        out = step.out if layer.norm is None else layer.norm(step.out)
+        product = step.kind if step.weights.dtype == step.kind else torch.float32
+        total = layer.recipe.sum_dtype(result, step.weights)
+        with _on(step.plan.device):
+            programs.combine[(triton.cdiv(layer.hidden, SUMMED), tokens)](
+                *(out, step.weights, step.order, result, top_k, layer.hidden),
+                ROUND_PRODUCT=step.kind in (product, total),
+                ROUND_SUM=total == step.kind,
+                N=SUMMED,
+            )
+        return result
+
+
+def upload(words: Words, device: torch.device) -> Tensor:
+    """Numbers for the device, without waiting for it: by pinned memory, which torch keeps until
+    the copy is done."""
+    host = torch.from_numpy(words)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _on(device: torch.device) -> Any:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,28 @@
+"""`ct_int4`: compressed-tensors' `pack-quantized` integers of 4 bits, symmetric.
+
+codes:  int32 [rows, columns / 8], eight values a word from the lowest bits up, stored plus 8: in
+        memory the same bytes as `int4`'s
+.scale: float32, bfloat16 or float16 [rows, columns / group]; groups of any size that divides
+value:  scale * code, rounded to the scale's dtype and then to the model's; the reference is
+        `PackedQuantizationCompressor.decompress`, which transformers calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from greenroom.runtime.encodings.encoding import Encoding, nibbles
+from greenroom.runtime.encodings.packed import scaled
+
+
+def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Expand; see the module."""
+    codes, scale = parts
+    values = scaled(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
+    return values.to(scale.dtype).reshape(shape).to(dtype)
+
+
+ENCODINGS = (Encoding("ct_int4", decode, ("scale",)),)

@@ -1,0 +1,29 @@
+"""`fp8`: 8-bit floats with one scale for each block of a matrix, as DeepSeek-V3 is stored.
+
+codes:  float8_e4m3fn [rows, columns]
+.scale: float32 [R, C]; one covers rows / R outputs and columns / C inputs, both of which divide.
+        Blocks are 128 x 128, or the whole side where it is shorter. Gate and up have blocks of
+        their own, so a gated matrix of [2I, H] has twice the R of [I, H]
+value:  code * scale in float32, rounded to the model's dtype; the reference is transformers'
+        `Fp8Dequantize`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from greenroom.runtime.encodings.encoding import Encoding
+
+
+def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Expand; see the module."""
+    codes, scale = parts
+    (rows, columns), (down, across) = shape, scale.shape
+    blocks = codes.float().view(down, rows // down, across, columns // across)
+    return (blocks * scale[:, None, :, None]).view(shape).to(dtype)
+
+
+ENCODINGS = (Encoding("fp8", decode, ("scale",)),)

@@ -1,0 +1,39 @@
+"""`int8` and `int4`: Greenroom's own, symmetric integers with one scale a group of inputs.
+
+int8:   codes int8 [rows, columns], groups of 64
+int4:   codes uint8 [rows, columns / 2], two values a byte, the low half first, stored plus 8;
+        groups of 32
+.scale: float16 [rows, columns / group]
+value:  scale * code in float32, rounded to the model's dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from greenroom.runtime.encodings.encoding import Encoding, nibbles
+
+GROUP = {"int8": 64, "int4": 32}  # inputs that share a scale
+
+
+def int8(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Expand; see the module."""
+    codes, scale = parts
+    return scaled(codes.float(), scale.float()).reshape(shape).to(dtype)
+
+
+def int4(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Expand; see the module."""
+    codes, scale = parts
+    return scaled(nibbles(codes).float() - 8, scale.float()).reshape(shape).to(dtype)
+
+
+def scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    """Each group of a row times its scale: [rows, columns] and [rows, groups] -> [rows, g, n]."""
+    return codes.unflatten(1, (scale.shape[1], -1)) * scale[..., None]
+
+
+ENCODINGS = (Encoding("int8", int8, ("scale",)), Encoding("int4", int4, ("scale",)))

@@ -1,0 +1,201 @@
+"""Products with encoded matrices: `product` multiplies rows of weights that it expands itself.
+
+A lane of a vector sums what it sums in `dot` of ir.py, in the same order: the result has the bits
+of the same weights expanded to the model's type beforehand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from greenroom.core.layout import BLOCKS
+from greenroom.runtime.kernels.emit import (
+    AHEAD,
+    COLUMNS,
+    F32,
+    I32,
+    I64,
+    LANES,
+    SIZE,
+    fma,
+    lane_sums,
+    load,
+    outlined,
+    prefetch,
+    store,
+    vector_of,
+)
+from greenroom.runtime.kernels.expand import EXPANDERS, GROUP, NAMES, VECTORS, Row
+from greenroom.runtime.kernels.ir import address_of, dot_1x1, word
+
+F = np.float32(0)
+UNIT = 2 * GROUP  # inputs of a turn of the loop
+
+# The words of `product`: addresses of a slot, of the layout's words, of one row of x [K] (0: the
+# weights are written to `out`), of `out` and of memory that it may use: 5 K bytes.
+FRAME_WORDS = 16
+(
+    F_SLOT, F_LAYOUT, F_INPUTS, F_FIRST, F_ROWS, F_BLOCK, F_CARRY, F_X, F_OUT, F_SCRATCH,
+) = range(10)  # fmt: skip
+
+# The words of a matrix's layout: bytes from the slot's start to the codes, and from row to row; the
+# same of the scales; groups of 32 inputs that share a scale, and rows that do.
+LAYOUT_WORDS = 6
+L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS = range(LAYOUT_WORDS)
+
+
+def _named(encoding):
+    name = NAMES[encoding.literal_value]
+    return name, EXPANDERS[name]
+
+
+def _permuted(b, vector, order):
+    """Lane i takes what lane order[i] has."""
+    if order == tuple(range(LANES)):
+        return vector
+    return b.shuffle_vector(vector, vector, ir.Constant(vector_of(I32), list(order)))
+
+
+def _inverse(order):
+    return tuple(order.index(i) for i in range(LANES))
+
+
+def _of(codes, ready, inputs, scale=None, share=None):
+    """A row whose minima, if it has any, follow its scales: room for one for 16 inputs in all."""
+    return lambda b: Row(codes, scale, ready, b.add(ready, b.lshr(inputs, I64(3))), inputs, share)
+
+
+@intrinsic(prefer_literal=True)
+def prepare(typingctx, encoding, codes, scale, ready, inputs, share):
+    """Write a row's scales as float32, `inputs / 4` bytes at most."""
+    name, expander = _named(encoding)
+
+    def emit(b, sig, args):
+        codes, scale, ready, inputs, share = args
+        expander.prepare(b, _of(codes, ready, inputs, scale, share)(b))
+
+    signature = types.void(encoding, *[types.int64] * 5)
+    return signature, outlined(f"prepare.{name}", emit)
+
+
+@intrinsic(prefer_literal=True)
+def expand(typingctx, encoding, kind, codes, ready, K, out):
+    """Write a row's K weights as float32; its scales are ready."""
+    name, expander = _named(encoding)
+    kind = types.unliteral(kind)
+
+    def emit(b, sig, args):
+        codes, ready, K, out = args
+        row, back = _of(codes, ready, K)(b), _inverse(expander.order)
+
+        def group(at, half):
+            for i, weights in enumerate(expander.group(b, kind, row, at, half)):
+                place = b.add(b.shl(at, I64(2)), I64(4 * (GROUP * half + LANES * i)))
+                store(b, _permuted(b, weights, back), b.add(out, place))
+
+        _groups(b, I64(0), K, group)
+
+    signature = types.void(encoding, kind, *[types.int64] * 4)
+    return signature, outlined(f"expand.{name}", emit)
+
+
+def _groups(b, start, stop, group):
+    """group(at, half) for every 32 inputs from `start`, a multiple of 64."""
+    left = b.and_(b.sub(stop, start), I64(UNIT - 1))
+    with cgutils.for_range_slice(b, start, b.sub(stop, left), I64(UNIT), I64) as (at, _):
+        group(at, 0)
+        group(at, 1)
+    with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
+        group(b.sub(stop, left), 0)
+
+
+@intrinsic(prefer_literal=True)
+def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
+    """out[:COLUMNS] (+)= the products of COLUMNS rows of weights with x, as `dot_1x4` sums them."""
+    name, expander = _named(encoding)
+    kind = types.unliteral(kind)
+    inputs, nbytes = BLOCKS.get(name.split(".")[0], (1, SIZE[kind]))
+
+    def emit(b, sig, args):
+        codes, ld, ready, K, block, carry, x, out = args
+        zero = ir.Constant(vector_of(F32), [0.0] * LANES)
+        short = vector_of(F32, COLUMNS)
+        sums = cgutils.alloca_once_value(b, ir.Constant(short, [0.0] * COLUMNS))
+        cells = [cgutils.alloca_once(b, vector_of(F32)) for _ in range(COLUMNS)]
+        place = b.inttoptr(out, short.as_pointer())
+        with b.if_then(b.icmp_signed("!=", carry, carry.type(0))):
+            b.store(b.load(place, align=4), sums)
+        step = b.lshr(K, I64(2))
+        rows = []
+        for n in range(COLUMNS):
+            mine = b.add(codes, b.mul(ld, I64(n)))
+            rows.append(_of(mine, b.add(ready, b.mul(step, I64(n))), K)(b))
+        next_rows = [b.add(row.codes, b.mul(ld, I64(AHEAD))) for row in rows]
+
+        def group(at, half):
+            if half == 0:
+                behind = b.lshr(b.mul(at, I64(256 // inputs * nbytes)), I64(8))
+                for there in next_rows:
+                    prefetch(b, b.add(there, behind))
+            first = b.add(x, b.add(b.shl(at, I64(2)), I64(4 * GROUP * half)))
+            xs = []
+            for i in range(VECTORS):
+                xv = load(b, types.float32, b.add(first, I64(4 * LANES * i)))
+                xs.append(_permuted(b, xv, expander.order))
+            for row, cell in zip(rows, cells, strict=True):
+                for xv, weights in zip(xs, expander.group(b, kind, row, at, half), strict=True):
+                    b.store(fma(b, xv, weights, b.load(cell)), cell)
+
+        with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
+            for cell in cells:
+                b.store(zero, cell)
+            stop = b.add(start, block)
+            stop = b.select(b.icmp_signed("<", stop, K), stop, K)
+            _groups(b, start, stop, group)
+            back = _inverse(expander.order)
+            total = lane_sums(b, [_permuted(b, b.load(cell), back) for cell in cells])
+            b.store(b.fadd(b.load(sums), total), sums)
+        b.store(b.load(sums), place, align=4)
+
+    signature = types.void(encoding, kind, *[types.int64] * 8)
+    return signature, outlined(f"tile.{name}", emit)
+
+
+def product(kind, stamp, encoding):
+    """Rows first..first + rows of a matrix times x [K], or these rows expanded: [rows, K] float32.
+
+    `encoding` is a number of `NAMES`. A body that a wave calls; its one argument is described above.
+    """
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        layout, K, scratch = word(p, F_LAYOUT), word(p, F_INPUTS), word(p, F_SCRATCH)
+        first, rows = word(p, F_FIRST), word(p, F_ROWS)
+        block, carry = word(p, F_BLOCK), word(p, F_CARRY)
+        x, out = word(p, F_X), word(p, F_OUT)
+        ld, step = word(layout, L_ROW), K // 4
+        codes = word(p, F_SLOT) + word(layout, L_CODES) + first * ld
+        scales, apart = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
+        share, together = word(layout, L_SHARE), word(layout, L_ROWS)
+        whole = rows - rows % COLUMNS if x != 0 else 0
+        for n in range(0, whole, COLUMNS):
+            for i in range(COLUMNS):
+                scale = scales + (first + n + i) // together * apart
+                prepare(encoding, codes + (n + i) * ld, scale, scratch + i * step, K, share)
+            tile(encoding, kind, codes + n * ld, ld, scratch, K, block, carry, x, out + 4 * n)
+        for n in range(whole, rows):
+            scale = scales + (first + n) // together * apart
+            prepare(encoding, codes + n * ld, scale, scratch, K, share)
+            if x == 0:
+                expand(encoding, kind, codes + n * ld, scratch, K, out + 4 * n * K)
+            else:
+                weights = scratch + K
+                expand(encoding, kind, codes + n * ld, scratch, K, weights)
+                dot_1x1(F, F, weights, 4 * K, K, block, carry, (x,), (out + 4 * n,))
+
+    return enter

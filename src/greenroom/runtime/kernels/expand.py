@@ -1,0 +1,492 @@
+"""How the weights of each encoding are expanded in registers: LLVM code for 32 inputs of a row.
+
+`EXPANDERS` names them as runtime/encodings does; a value has the bits of that decoder's. An
+expander first writes the scales of a whole row as float32 (`prepare`), which costs little there
+and much beside the weights, and then gives 32 weights of the row at a time (`group`), rounded to
+the model's type. 4-bit weights are looked up in a table of their 16 values, which is rounded once
+for the 32 of a group instead of for each.
+
+Rounding to bfloat16 is done in floats: adding 1.5 * 2^16 times its own power of two to a number
+leaves 8 significant bits, ties to even. So numbers from 2^-126 to 2^110 and zeros are rounded
+rightly; a model's weights lie between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from greenroom.runtime.kernels.emit import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    SIZE,
+    broadcast,
+    fma,
+    lanes_below,
+    llvm_call,
+    load,
+    splat,
+    store,
+    vector_of,
+    widen,
+)
+
+Builder, Value = Any, Any
+GROUP = 32  # inputs expanded together
+VECTORS = GROUP // LANES
+NATURAL = tuple(range(LANES))
+# Two words of eight 4-bit codes each take turns in the lanes.
+PAIRED = tuple(i // 2 + 8 * (i % 2) for i in range(16)) if LANES == 16 else NATURAL
+TABLE = LANES == 16  # is there a look-up of 16 values?
+F16_KIND, BF16_KIND, F32_KIND = types.int16, types.uint16, types.float32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Addresses that an expander finds a row's weights by.
+
+    codes:  the row's codes
+    scale:  its first scale, where scales are a tensor of their own
+    ready:  float32 scales, as `prepare` has written them; where there are minima, they follow at
+            `minima`, one for each scale
+    inputs: elements of the row
+    share:  groups of 32 inputs that have one scale, where that differs between models
+    """
+
+    codes: Value
+    scale: Value
+    ready: Value
+    minima: Value
+    inputs: Value
+    share: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Expander:
+    """prepare: (b, row): write the row's scales
+    group:   (b, kind, row, at, half) -> weights at + 32 half .. + 32, `VECTORS` vectors of float32;
+             `at` (int64) is a multiple of 64, half 0 or 1
+    order:   which of LANES weights stands in each lane
+    """
+
+    prepare: Callable[[Builder, Row], None]
+    group: Callable[[Builder, Any, Row, Value, int], list[Value]]
+    order: tuple[int, ...] = NATURAL
+
+
+def constant(values: Sequence[float], element: Any = F32) -> Value:
+    return ir.Constant(vector_of(element, len(values)), list(values))
+
+
+def at_byte(b: Builder, base: Value, *terms: Value | int) -> Value:
+    """base plus offsets in bytes."""
+    for term in terms:
+        base = b.add(base, I64(term) if isinstance(term, int) else term)
+    return base
+
+
+def scalar(b: Builder, address: Value, element: Any) -> Value:
+    align = 1 if element in (I8, F16) else 2
+    return b.load(b.inttoptr(address, element.as_pointer()), align=align)
+
+
+def put_scalar(b: Builder, value: Value, address: Value) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def bytes_at(b: Builder, address: Value, signed: bool = False, count: int = LANES) -> Value:
+    """`count` bytes as int32."""
+    pointer = b.inttoptr(address, vector_of(I8, count).as_pointer())
+    return (b.sext if signed else b.zext)(b.load(pointer, align=1), vector_of(I32, count))
+
+
+def float_at(b: Builder, address: Value) -> Value:
+    """One float32 in all lanes."""
+    return broadcast(b, b.load(b.inttoptr(address, F32.as_pointer()), align=4))
+
+
+def half_at(b: Builder, address: Value) -> Value:
+    """A float16 at any address, as float32."""
+    return b.fpext(b.bitcast(scalar(b, address, I16), F16), F32)
+
+
+def ready_at(
+    b: Builder, row: Row, at: Value, shift: int, half: int, minimum: bool = False
+) -> Value:
+    """The prepared scale (or minimum) of the group at + 32 half, one for 2^shift inputs."""
+    base = row.minima if minimum else row.ready
+    index = b.lshr(at, I64(shift))
+    return float_at(b, at_byte(b, base, b.shl(index, I64(2)), 4 * (32 * half >> shift)))
+
+
+def to_model(b: Builder, kind: Any, value: Value) -> Value:
+    """float32 lanes rounded to the model's type, as float32."""
+    if kind == F32_KIND:
+        return value
+    if kind == F16_KIND:
+        return b.fpext(b.fptrunc(value, vector_of(F16, value.type.count)), value.type)
+    bits = b.bitcast(value, vector_of(I32))
+    power = b.bitcast(b.and_(bits, splat(-(1 << 23), bits.type)), value.type)
+    large = splat(98304.0, value.type)  # 1.5 * 2^16
+    return fma(b, power, splat(-98304.0, value.type), fma(b, power, large, value))
+
+
+def look_up(b: Builder, table: Value, index: Value) -> Value:
+    """table[index & 15] lane by lane; where TABLE is set."""
+    return llvm_call(b, "llvm.x86.avx512.permvar.sf.512", table.type, [table, index])
+
+
+# Scales.
+
+
+def nothing(b: Builder, row: Row) -> None:
+    """There are no scales."""
+
+
+def each(b: Builder, count: Value, step: int = 1) -> Any:
+    return cgutils.for_range_slice(b, I64(0), count, I64(step), I64)
+
+
+def contiguous(shift: int, widened: Callable[[Builder, Value, Value], Value]) -> Any:
+    """Scales that lie side by side, one for 2^shift inputs."""
+
+    def prepare(b: Builder, row: Row) -> None:
+        count = b.lshr(b.add(row.inputs, I64((1 << shift) - 1)), I64(shift))
+        with each(b, count, LANES) as (at, _):
+            mask = lanes_below(b, b.sub(count, at))
+            store(
+                b, widened(b, row.scale, at, mask), at_byte(b, row.ready, b.shl(at, I64(2))), mask
+            )
+
+    return prepare
+
+
+def halves(b: Builder, base: Value, at: Value, mask: Value) -> Value:
+    return load(b, F16_KIND, at_byte(b, base, b.shl(at, I64(1))), mask)
+
+
+def powers(b: Builder, base: Value, at: Value, mask: Value) -> Value:
+    """e8m0: 2^(e - 127), and 255 for NaN."""
+    source, name = vector_of(I8), f"llvm.masked.load.v{LANES}i8.p0"
+    pointer = b.inttoptr(b.add(base, at), source.as_pointer())
+    raw = llvm_call(b, name, source, [pointer, I32(1), mask, ir.Constant(source, None)])
+    e = b.zext(raw, vector_of(I32))
+    bits = b.shl(e, splat(23, e.type))
+    bits = b.select(b.icmp_unsigned("==", e, splat(0, e.type)), splat(1 << 22, e.type), bits)
+    bits = b.select(b.icmp_unsigned("==", e, splat(255, e.type)), splat(0x7FC00000, e.type), bits)
+    return b.bitcast(bits, vector_of(F32))
+
+
+def shared(kind: Any) -> Any:
+    """Scales of a kind, each for `row.share` groups: repeated, so that every group has its own."""
+
+    def prepare(b: Builder, row: Row) -> None:
+        groups = b.lshr(row.inputs, I64(5))
+        with each(b, groups) as (at, _):
+            address = at_byte(b, row.scale, b.mul(b.udiv(at, row.share), I64(SIZE[kind])))
+            element = {F16_KIND: I16, BF16_KIND: I16, F32_KIND: F32}[kind]
+            raw = b.load(b.inttoptr(address, element.as_pointer()), align=SIZE[kind])
+            put_scalar(b, widen(b, kind, raw), at_byte(b, row.ready, b.shl(at, I64(2))))
+
+    return prepare
+
+
+def inside(width: int, read: Callable[[Builder, Value], Value]) -> Any:
+    """Scales that begin blocks of 32 inputs and `width` bytes."""
+
+    def prepare(b: Builder, row: Row) -> None:
+        with each(b, b.lshr(row.inputs, I64(5))) as (at, _):
+            value = read(b, at_byte(b, row.codes, b.mul(at, I64(width))))
+            put_scalar(b, value, at_byte(b, row.ready, b.shl(at, I64(2))))
+
+    return prepare
+
+
+def half_power(b: Builder, address: Value) -> Value:
+    """e8m0 of GGUF: 2^(e - 128)."""
+    e = b.zext(scalar(b, address, I8), I32)
+    small = b.shl(I32(0x200000), e)
+    bits = b.select(b.icmp_unsigned("<", e, I32(2)), small, b.shl(b.sub(e, I32(1)), I32(23)))
+    return b.bitcast(bits, F32)
+
+
+def super_blocks(b: Builder, row: Row, width: int, emit: Callable[[Value, Value], None]) -> None:
+    """emit(address of the block, int64 number of the block) for each 256 inputs."""
+    with each(b, b.lshr(row.inputs, I64(8))) as (at, _):
+        emit(at_byte(b, row.codes, b.mul(at, I64(width))), at)
+
+
+def scales_and_minima(width: int) -> Any:
+    """q4_k and q5_k: d, dmin and eight scales and minima of six bits; the minima are negated."""
+
+    def prepare(b: Builder, row: Row) -> None:
+        def emit(block: Value, number: Value) -> None:
+            words = [scalar(b, at_byte(b, block, 4 + 4 * i), I32) for i in range(3)]
+            low, high = I32(0x3F3F3F3F), I32(0x30303030)
+            four = I32(0x0F0F0F0F)
+            upper = b.and_(words[2], four), b.and_(b.lshr(words[2], I32(4)), four)
+            for i, target in enumerate((row.ready, row.minima)):
+                first = b.and_(words[i], low)
+                second = b.or_(upper[i], b.and_(b.lshr(words[i], I32(2)), high))
+                pair = ir.Constant(vector_of(I32, 2), ir.Undefined)
+                pair = b.insert_element(b.insert_element(pair, first, I32(0)), second, I32(1))
+                six = b.zext(b.bitcast(pair, vector_of(I8, 8)), vector_of(I32, 8))
+                value = half_at(b, at_byte(b, block, 2 * i))
+                if i == 1:
+                    value = b.fneg(value)
+                value = b.fmul(b.uitofp(six, vector_of(F32, 8)), broadcast(b, value, 8))
+                store(b, value, at_byte(b, target, b.shl(number, I64(5))))
+
+        super_blocks(b, row, width, emit)
+
+    return prepare
+
+
+def q6_scales(b: Builder, row: Row) -> None:
+    """16 scales of eight bits times d."""
+
+    def emit(block: Value, number: Value) -> None:
+        scales = b.sitofp(bytes_at(b, at_byte(b, block, 192), True, 16), vector_of(F32, 16))
+        d = broadcast(b, half_at(b, at_byte(b, block, 208)), 16)
+        store(b, b.fmul(scales, d), at_byte(b, row.ready, b.shl(number, I64(6))))
+
+    super_blocks(b, row, 210, emit)
+
+
+# Weights.
+
+
+def plain(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    size = SIZE[kind]
+    codes = at_byte(b, row.codes, b.mul(at, I64(size)), 32 * size * half)
+    return [load(b, kind, at_byte(b, codes, size * LANES * i)) for i in range(VECTORS)]
+
+
+def int8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    scale = ready_at(b, row, at, 6, half)
+    codes = at_byte(b, row.codes, at, 32 * half)
+    return scaled_bytes(b, kind, codes, scale)
+
+
+def q8_0(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    codes = at_byte(b, row.codes, at, b.lshr(at, I64(4)), 34 * half + 2)
+    return scaled_bytes(b, kind, codes, ready_at(b, row, at, 5, half))
+
+
+def scaled_bytes(b: Builder, kind: Any, codes: Value, scale: Value) -> list[Value]:
+    """32 signed bytes times a scale."""
+    read = (bytes_at(b, at_byte(b, codes, LANES * i), True) for i in range(VECTORS))
+    return [to_model(b, kind, b.fmul(b.sitofp(code, scale.type), scale)) for code in read]
+
+
+def interleaved(b: Builder, row: Row, at: Value, half: int) -> list[Value]:
+    """4-bit codes, two neighbours a byte -> int32 whose low four bits are the codes, `PAIRED`."""
+    word, count = (I64, 8) if LANES == 16 else (I32, 8)
+    shifts = [4 * (i // 2 if LANES == 16 else i) for i in range(LANES)]
+    found = []
+    for i in range(VECTORS):
+        address = at_byte(b, row.codes, b.lshr(at, I64(1)), 16 * half + LANES // 2 * i)
+        raw = b.load(b.inttoptr(address, word.as_pointer()), align=1)
+        wide = b.bitcast(broadcast(b, raw, count), vector_of(I32))
+        found.append(b.lshr(wide, constant(shifts, I32)))
+    return found
+
+
+def halved(b: Builder, base: Value, half: int) -> list[Value]:
+    """16 bytes that hold codes i and i + 16 -> int32 whose low four bits are the codes."""
+    del half
+    read = [bytes_at(b, at_byte(b, base, LANES * i)) for i in range(16 // LANES)]
+    return read + [b.lshr(code, splat(4, code.type)) for code in read]
+
+
+def affine(b: Builder, kind: Any, codes: list[Value], scale: Value, offset: Value) -> list[Value]:
+    """Rounded scale * (code & 15) + offset, with one rounding to float32 before."""
+    if TABLE:
+        steps = constant([float(i) for i in range(16)])
+        table = to_model(b, kind, fma(b, scale, steps, offset))
+        return [look_up(b, table, code) for code in codes]
+    masked = [b.and_(code, splat(15, code.type)) for code in codes]
+    floats = [b.uitofp(code, scale.type) for code in masked]
+    return [to_model(b, kind, fma(b, scale, code, offset)) for code in floats]
+
+
+def symmetric(b: Builder, kind: Any, codes: list[Value], scale: Value) -> list[Value]:
+    """Rounded scale * (code - 8)."""
+    return affine(b, kind, codes, scale, b.fmul(scale, splat(-8.0, scale.type)))
+
+
+def microscaled(
+    b: Builder, kind: Any, codes: list[Value], scale: Value, factor: float
+) -> list[Value]:
+    """e2m1 codes times factor * scale, a power of two: exact in bfloat16."""
+    kind = F32_KIND if kind == BF16_KIND else kind
+    if TABLE:
+        values = [factor * v for v in E2M1]
+        table = b.fmul(scale, constant([*values, *(-v for v in values)]))
+        table = to_model(b, kind, table)
+        return [look_up(b, table, code) for code in codes]
+    return [
+        to_model(b, kind, b.fmul(scale, b.fmul(e2m1(b, code), splat(factor, scale.type))))
+        for code in codes
+    ]
+
+
+def e2m1(b: Builder, code: Value) -> Value:
+    """The low four bits as a float: in halves, m for exponent 0, (2 + m) 2^(e - 1) above."""
+    one = splat(1, code.type)
+    e, m = b.and_(b.lshr(code, one), splat(3, code.type)), b.and_(code, one)
+    low = b.icmp_unsigned("==", e, splat(0, e.type))
+    shift = b.select(low, splat(0, e.type), b.sub(e, one))
+    whole = b.shl(b.select(low, m, b.or_(m, splat(2, m.type))), shift)
+    value = b.fmul(b.uitofp(whole, vector_of(F32)), splat(0.5, vector_of(F32)))
+    sign = b.shl(b.and_(code, splat(8, code.type)), splat(28, code.type))
+    return b.bitcast(b.or_(b.bitcast(value, sign.type), sign), value.type)
+
+
+def int4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    return symmetric(b, kind, interleaved(b, row, at, half), ready_at(b, row, at, 5, half))
+
+
+def mxfp4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    scale = ready_at(b, row, at, 5, half)
+    return microscaled(b, kind, interleaved(b, row, at, half), scale, 1.0)
+
+
+def block_codes(b: Builder, row: Row, at: Value, half: int, width: int) -> list[Value]:
+    """The codes that end a block of 32 inputs and `width` bytes."""
+    number = b.lshr(at, I64(5))
+    return halved(
+        b, at_byte(b, row.codes, b.mul(number, I64(width)), width * (half + 1) - 16), half
+    )
+
+
+def q4_0(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    scale = ready_at(b, row, at, 5, half)
+    return symmetric(b, kind, block_codes(b, row, at, half, 18), scale)
+
+
+def gguf_mxfp4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    scale = ready_at(b, row, at, 5, half)
+    return microscaled(b, kind, block_codes(b, row, at, half, 17), scale, 2.0)
+
+
+def nibbles_of(b: Builder, base: Value, half: int) -> list[Value]:
+    """32 bytes whose low halves are 32 codes, and high halves the next 32; higher bits remain."""
+    read = [bytes_at(b, at_byte(b, base, LANES * i)) for i in range(VECTORS)]
+    return [b.lshr(code, splat(4, code.type)) for code in read] if half else read
+
+
+def in_super_block(b: Builder, row: Row, at: Value, width: int) -> tuple[Value, Value]:
+    """(address of the block of 256 inputs, which 64 of them begin at `at`)."""
+    number = b.lshr(at, I64(8))
+    part = b.and_(b.lshr(at, I64(6)), I64(3))
+    return at_byte(b, row.codes, b.mul(number, I64(width))), part
+
+
+def q4_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    block, part = in_super_block(b, row, at, 144)
+    codes = nibbles_of(b, at_byte(b, block, 16, b.shl(part, I64(5))), half)
+    scale, low = ready_at(b, row, at, 5, half), ready_at(b, row, at, 5, half, True)
+    return affine(b, kind, codes, scale, low)
+
+
+def q5_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    block, part = in_super_block(b, row, at, 176)
+    codes = nibbles_of(b, at_byte(b, block, 48, b.shl(part, I64(5))), half)
+    scale, low = ready_at(b, row, at, 5, half), ready_at(b, row, at, 5, half, True)
+    turn = broadcast(b, b.trunc(b.shl(part, I64(1)), I32))
+    values = []
+    for i, code in enumerate(codes):
+        fifth = b.lshr(bytes_at(b, at_byte(b, block, 16 + LANES * i)), turn)
+        shift = splat(4 - half, code.type)
+        bit = b.and_(b.shl(fifth, shift), splat(16, code.type))
+        whole = b.or_(b.and_(code, splat(15, code.type)), bit)
+        value = fma(b, scale, b.uitofp(whole, scale.type), low)
+        values.append(to_model(b, kind, value))
+    return values
+
+
+def q6_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    block, part = in_super_block(b, row, at, 210)
+    side, turn = b.lshr(part, I64(1)), b.trunc(b.shl(b.and_(part, I64(1)), I64(2)), I32)
+    low = at_byte(b, block, b.shl(side, I64(6)), 32 * half)
+    high = at_byte(b, block, 128, b.shl(side, I64(5)))
+    turn = broadcast(b, turn)
+    values = []
+    for i in range(VECTORS):
+        four = b.and_(b.lshr(bytes_at(b, at_byte(b, low, LANES * i)), turn), splat(15, turn.type))
+        two = b.lshr(
+            b.lshr(bytes_at(b, at_byte(b, high, LANES * i)), turn), splat(2 * half, turn.type)
+        )
+        two = b.shl(b.and_(two, splat(3, turn.type)), splat(4, turn.type))
+        code = b.sub(b.or_(four, two), splat(32, turn.type))
+        scale = at_byte(
+            b, row.ready, b.shl(b.lshr(at, I64(4)), I64(2)), 8 * half + 4 * (LANES * i // 16)
+        )
+        value = b.fmul(b.sitofp(code, vector_of(F32)), float_at(b, scale))
+        values.append(to_model(b, kind, value))
+    return values
+
+
+def fp8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """e4m3: moved to where float16 has exponent and fraction it is the value over 2^8."""
+    scale = ready_at(b, row, at, 5, half)
+    values = []
+    for i in range(VECTORS):
+        address = at_byte(b, row.codes, at, 32 * half + LANES * i)
+        raw = b.load(b.inttoptr(address, vector_of(I8).as_pointer()), align=1)
+        wide = b.sext(raw, vector_of(I16))
+        moved = b.and_(b.shl(wide, splat(7, wide.type)), splat(-0x4001, wide.type))
+        number = b.fpext(b.bitcast(moved, vector_of(F16)), vector_of(F32))
+        number = b.fmul(number, splat(256.0, number.type))
+        nan = b.icmp_unsigned("==", b.and_(raw, splat(0x7F, raw.type)), splat(0x7F, raw.type))
+        number = b.select(nan, splat(float("nan"), number.type), number)
+        values.append(to_model(b, kind, b.fmul(number, scale)))
+    return values
+
+
+def ct_int4(rounding: Any, b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """As int4, but rounded to the scale's type first."""
+    scale = ready_at(b, row, at, 5, half)
+    offset = b.fmul(scale, splat(-8.0, scale.type))
+    codes = interleaved(b, row, at, half)
+    if TABLE:
+        steps = constant([float(i) for i in range(16)])
+        table = to_model(b, rounding, fma(b, scale, steps, offset))
+        return [look_up(b, to_model(b, kind, table), code) for code in codes]
+    return [to_model(b, kind, v) for v in affine(b, rounding, codes, scale, offset)]
+
+
+def _of_scales(kind: Any) -> Expander:
+    return Expander(shared(kind), partial(ct_int4, kind), PAIRED)
+
+
+EXPANDERS: dict[str, Expander] = {
+    "plain": Expander(nothing, plain),
+    "int8": Expander(contiguous(6, halves), int8),
+    "int4": Expander(contiguous(5, halves), int4, PAIRED),
+    "mxfp4": Expander(contiguous(5, powers), mxfp4, PAIRED),
+    "fp8": Expander(shared(F32_KIND), fp8),
+    "q8_0": Expander(inside(34, half_at), q8_0),
+    "q4_0": Expander(inside(18, half_at), q4_0),
+    "gguf_mxfp4": Expander(inside(17, half_power), gguf_mxfp4),
+    "q4_k": Expander(scales_and_minima(144), q4_k),
+    "q5_k": Expander(scales_and_minima(176), q5_k),
+    "q6_k": Expander(q6_scales, q6_k),
+    "ct_int4.float32": _of_scales(F32_KIND),
+    "ct_int4.bfloat16": _of_scales(BF16_KIND),
+    "ct_int4.float16": _of_scales(F16_KIND),
+}
+NAMES = tuple(EXPANDERS)  # kernels know an expander by its number here

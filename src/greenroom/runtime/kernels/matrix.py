@@ -1,0 +1,78 @@
+"""How a compiled wave is told of an encoded matrix, and which matrices it can be told of."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import torch
+
+from greenroom.core.layout import PLAIN, WeightSpec
+from greenroom.runtime.encodings.packed import GROUP as PACKED
+from greenroom.runtime.kernels import encoded
+from greenroom.runtime.kernels.expand import GROUP, NAMES
+from greenroom.runtime.kernels.openmp import body
+
+_GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
+
+if TYPE_CHECKING:
+    from greenroom.runtime.kernels.base import LayerExperts
+
+
+class Matrix:
+    """The compiled product of an encoding and the words that it finds a matrix by.
+
+    words: what the wave's arguments hold: the product's address and that of the layout's words
+    """
+
+    __slots__ = ("_layout", "_product", "words")
+
+    def __init__(self, weight: WeightSpec, dtype: torch.dtype) -> None:
+        rows, columns = weight.shape
+        codes, share, together, scale_row = weight.parts[0], 1, 1, 0
+        if len(weight.parts) > 1:
+            down, across = weight.parts[1].shape
+            share = max(1, columns // across // GROUP)
+            together = rows // down
+            scale_row = weight.parts[1].nbytes // down
+        self._layout = array(
+            "q",
+            [
+                *(codes.offset, codes.nbytes // rows, weight.parts[-1].offset, scale_row),
+                *(share, together),
+            ],
+        )
+        self._product = body(encoded.product, dtype, NAMES.index(_name(weight)))
+        self.words = self._product.address, self._layout.buffer_info()[0]
+
+
+def _name(weight: WeightSpec) -> str:
+    """The name of a matrix's expander, where there is one."""
+    if weight.encoding == "ct_int4":
+        return f"ct_int4.{weight.parts[1].dtype}"
+    return weight.encoding
+
+
+def unfused(layer: LayerExperts) -> str:
+    """Why a layer's matrices are expanded one by one, for eager's operations; "" if they are not."""
+    weights = layer.up_weight, layer.down_weight
+    if all(weight.encoding == PLAIN for weight in weights):
+        return ""
+    return next(filter(None, (_unfused(weight, layer.transposed) for weight in weights)), "")
+
+
+def _unfused(weight: WeightSpec, transposed: bool) -> str:
+    name, (rows, columns) = weight.encoding, weight.shape
+    if _name(weight) not in NAMES:
+        return name
+    if name == PLAIN:
+        return "transposed matrices beside encoded ones" if transposed else ""
+    if columns % GROUP:
+        return f"{name} with {columns} inputs"
+    if len(weight.parts) > 1:
+        down, across = weight.parts[1].shape
+        group = columns // across
+        odd = across > 1 and (group % GROUP or columns % across)
+        if odd or rows % down or _GROUPS.get(name, group) != group:
+            return f"{name} with scales for {rows / down:g} x {columns / across:g} weights"
+    return ""

@@ -1,0 +1,56 @@
+"""`greenroom simulate --host-capacity`: experts kept between the disk and a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.trace import save
+from tests.cli.conftest import Run
+from tests.sim import small
+
+WORK = Table((1 << 20,), (1,), ((1e-3,),))
+DISK, BUS = Route("disk", "host", Link(1e9)), Route("host", "device", Link(1e10))
+LRU = ("--policy", "lru", "--capacity", 6, "--expert-bytes", "1MB", "--json")
+
+
+def profile(path: Path, *routes: Route) -> Path:
+    path.write_text(
+        json.dumps(Machine(routes, (Processor("p", routes[-1].target, WORK, WORK),)).as_json())
+    )
+    return path
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    save(small.trace([[-4, *[1] * 20]] * 4), tmp_path / "small.safetensors")
+    return tmp_path / "small.safetensors"
+
+
+def test_what_the_host_keeps_need_not_come_from_the_disk(cli: Run, recorded: Path, tmp_path: Path):
+    machine = profile(tmp_path / "gpu.json", DISK, BUS)
+    asked = ("simulate", recorded, *LRU, "--machine", machine)
+    rows = [cli(*asked).json]
+    rows += [cli(*asked, "--host-capacity", kept).json for kept in ("6", "100%")]
+    assert len({row["misses"] for row in rows}) == 1
+    moved = [row["bytes_moved"] for row in rows]
+    assert moved[0] > moved[1] > moved[2] > 0
+    assert rows[0]["tpot_mean_s"] > rows[1]["tpot_mean_s"] > rows[2]["tpot_mean_s"]
+    ahead = cli(*asked, "--host-capacity", "100%", "--prefetch", "oracle").json
+    assert ahead["prefetches"] > 0
+
+
+def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: Path):
+    machine = profile(tmp_path / "cpu.json", DISK)
+    asked = ("simulate", recorded, *LRU)
+    failed = cli(*asked, "--machine", machine, "--host-capacity", "4")
+    assert "disk to host to device: this way to the processor has 1" in failed.mistake
+    failed = cli(*asked, "--host-capacity", "4")
+    assert "--host-capacity is of use with --machine only" in failed.mistake
+    machine = profile(tmp_path / "gpu.json", DISK, BUS)
+    failed = cli(*asked, "--machine", machine, "--host-capacity", "4,5")
+    assert "--host-capacity is one number, got 4,5" in failed.mistake

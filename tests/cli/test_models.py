@@ -1,0 +1,30 @@
+"""`greenroom models` prints the table that the parity tests are made from."""
+
+from __future__ import annotations
+
+import json
+
+from greenroom.cli import main
+
+
+def test_json_has_every_architecture_once(capsys):
+    assert main(["models", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["qwen3_moe"]["how"] == "socket"
+    assert rows["switch_transformers"]["how"] == "adapter"
+    assert "encoder-decoder" in rows["switch_transformers"]["special"]
+    assert rows["gpt_oss"]["special"] == ["bias", "transposed", "gate and up interleaved"]
+    assert "shared experts" in rows["deepseek_v3"]["special"]
+    assert "text part" in rows["qwen3_vl_moe"]["special"]
+    assert rows["doge"]["how"] == "not"
+    assert rows["doge"]["reason"]
+    assert "llama" not in rows
+
+
+def test_the_table_is_for_people(capsys):
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].split() == ["architecture", "how", "tested", "special"]
+    assert any(line.startswith("mixtral ") and " socket " in line for line in lines)
+    assert "are served" in lines[-2]

@@ -1,0 +1,183 @@
+"""Tiny GGUF models, written by gguf's own writer and quantiser.
+
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"ffn_down": "Q6_K", "": "Q4_K"})
+
+gguf-py quantises to Q8_0, Q4_0 and MXFP4; the K types, which it can only expand, are random codes
+under sane scales.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from tests.models import make, save_tokenizer
+
+ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 64,
+    "mlp_only_layers": [],
+}
+NAMES = {  # transformers' names inside a layer -> llama.cpp's
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.Q5_0: (0,)}
+
+
+def write(
+    path: Path, name: str = "qwen3_moe", types: dict[str, str] | None = None, **overrides: Any
+) -> Path:
+    """A GGUF file of a tiny model.
+
+    types: the type of the matrices whose name contains the key; the first that fits counts.
+           Vectors and routers are F32, as llama.cpp has them
+    """
+    model = make(name, "bfloat16", **{**SIZES, **overrides})
+    return write_model(path, model, types or {"": "Q8_0"})
+
+
+def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
+    """A model of one of ARCHITECTURES as a GGUF file."""
+    name = model.config.model_type
+    config, arch = model.config, ARCHITECTURES[name]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // 4)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    writer.add_expert_feed_forward_length(width)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if name == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config.rope_parameters["original_max_position_embeddings"]
+        )
+    _tokenizer(writer, path.parent, config.vocab_size)
+    for key, tensor in tensors(model).items():
+        wanted = next((types[part] for part in types if part in key), "F32")
+        vector = tensor.ndim == 1 or "ffn_gate_inp" in key or key.endswith(".bias")
+        add(writer, key, tensor.float(), Type.F32 if vector else Type[wanted])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tensors(model: Any) -> dict[str, Tensor]:
+    """The model's tensors by GGUF's names."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in TOP:
+            found[TOP[name]] = tensor
+            continue
+        _, _, layer, inner = name.split(".", 3)
+        stem, _, suffix = inner.rpartition(".")
+        oss = model.config.model_type == "gpt_oss"
+        if stem == "mlp.experts":
+            kind = "bias" if suffix.endswith("_bias") else "weight"
+            tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
+            if suffix.startswith("gate_up_proj"):
+                gate, up = (tensor[:, ::2], tensor[:, 1::2]) if oss else tensor.chunk(2, dim=1)
+                found[f"blk.{layer}.ffn_gate_exps.{kind}"] = gate
+                found[f"blk.{layer}.ffn_up_exps.{kind}"] = up
+            else:
+                found[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
+        elif inner == "self_attn.sinks":
+            found[f"blk.{layer}.attn_sinks.weight"] = tensor
+        elif oss and stem == "post_attention_layernorm":
+            found[f"blk.{layer}.post_attention_norm.weight"] = tensor
+        elif inner == "mlp.e_score_correction_bias":
+            found[f"blk.{layer}.exp_probs_b.bias"] = tensor
+        elif stem in NAMES:
+            one = tensor[0] if stem.endswith("shared_expert_gate") else tensor
+            found[f"blk.{layer}.{NAMES[stem]}.{suffix}"] = one
+        else:
+            raise KeyError(name)
+    return found
+
+
+def add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Type) -> None:
+    """One tensor in a type."""
+    values = tensor.contiguous().numpy()
+    if kind in (Type.F32, Type.F16):
+        writer.add_tensor(name, values.astype(np.float16 if kind is Type.F16 else np.float32))
+        return
+    data = codes(values.shape, kind) if kind in SCALES else gguf.quantize(values, kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
+
+
+def codes(shape: tuple[int, ...], kind: Type) -> np.ndarray:
+    """Random codes of a type under scales that make values of about 0.2."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, (*shape[:-1], shape[-1] // block * nbytes), np.uint8)
+    blocks = data.reshape(-1, nbytes)
+    for at in SCALES[kind]:
+        scale = random.uniform(1e-4, 4e-4, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+    return data
+
+
+def _tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
+    """The byte-level BPE of the other tests."""
+    save_tokenizer(folder)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / file).unlink(missing_ok=True)
+    vocab = sorted(made["model"]["vocab"].items(), key=lambda item: item[1])
+    words = [word for word, _ in vocab]
+    words += [f"<unused{i}>" for i in range(size - len(words))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if i < 2 else 1 for i in range(size)])
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in made["model"]["merges"]]
+    )
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)

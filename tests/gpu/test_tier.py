@@ -1,0 +1,108 @@
+"""Copies, marks and memory on a real device."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.core.layout import Copy, TensorSpec
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda.engine import Cuda, device_errors
+from greenroom.runtime.cuda.ids import to_host
+from greenroom.runtime.cuda.slots import DeviceSlots
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def engine() -> Cuda:
+    return Cuda()
+
+
+def run(nbytes: int) -> tuple[Copy, ...]:
+    return (Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8"),)
+
+
+def test_host_memory_is_registered_and_can_be_given_up(engine):
+    memory = mmap.mmap(-1, 8 * MIB)
+    whole = np.frombuffer(memory, np.uint8)
+    whole[:] = np.arange(whole.size, dtype=np.uint8)
+    assert engine.register(whole.ctypes.data, whole.size) is None
+    slots = DeviceSlots(engine, 2, 4 * MIB, 2)
+    slots.write(1, run(4 * MIB), whole[4 * MIB :], 0)
+    assert np.array_equal(slots.bytes(1).cpu().numpy(), whole[4 * MIB :])
+    engine.unregister(whole.ctypes.data)
+
+
+def test_what_cannot_be_registered_is_said_and_breaks_nothing(engine):
+    memory = mmap.mmap(-1, MIB)
+    whole = np.frombuffer(memory, np.uint8)
+    assert engine.register(whole.ctypes.data, whole.size) is None
+    assert "error" in str(engine.register(whole.ctypes.data, whole.size))  # twice is refused
+    assert float(torch.ones(3, device="cuda").sum()) == 3  # and the next launch is none the wiser
+    engine.unregister(whole.ctypes.data)
+    slots = DeviceSlots(engine, 1, MIB, 1)  # pageable memory does too
+    slots.write(0, run(MIB), np.full(MIB, 7, np.uint8), 0)
+    assert slots.bytes(0).min() == slots.bytes(0).max() == 7
+
+
+def test_a_slot_is_overwritten_only_when_its_wave_has_been_computed(engine):
+    slots, size = DeviceSlots(engine, 1, 4 * MIB, 1), 4 * MIB
+    slots.write(0, run(size), np.full(size, 1, np.uint8), 0)
+    slow = torch.randn(4096, 4096, device="cuda")
+    for _ in range(3):
+        for _ in range(40):  # tens of milliseconds before the wave reads
+            slow = slow @ slow / 4096
+        read = slots.bytes(0).clone()
+        slots.computed([0])
+        slots.write(0, run(size), np.full(size, 2, np.uint8), 0)
+        assert int(read.max()) == 1
+        slots.write(0, run(size), np.full(size, 1, np.uint8), 0)
+
+
+def test_what_is_rearranged_on_the_device_is_what_was_meant(engine):
+    source = torch.randn(33, 65).bfloat16()
+    data = source.view(torch.uint8).numpy().reshape(-1)
+    copy = Copy(0, 64, (65, 33), (2, 130), (66, 2), "bfloat16", "bfloat16")
+    slots = DeviceSlots(engine, 1, 64 * 80, 1)
+    slots.write(0, (copy,), data, 0)
+    got = slots.tensor(0, TensorSpec("x", (65, 33), "bfloat16", 64))
+    assert torch.equal(got.cpu(), source.T)
+
+
+def test_segments_come_and_go(engine, monkeypatch):
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 8 * MIB)
+    slots = DeviceSlots(engine, 1, 2 * MIB, 100)
+    slots.write(0, run(2 * MIB), np.full(2 * MIB, 9, np.uint8), 0)
+    for capacity in (30, 3, 100, 1):
+        slots.trim(capacity)
+        assert slots.bytes(0).min() == 9
+    torch.cuda.synchronize()
+
+
+def test_a_device_without_room_says_who_has_it(engine):
+    _, total = engine.memory()
+    with pytest.raises(DeviceError, match=r"has no room for .* for slots: .* are free"):
+        engine.empty(2 * total)
+    slots = DeviceSlots(engine, 1, 4 * MIB, 1 << 40)
+    with pytest.raises(DeviceError, match="has no room"):
+        slots.trim(2 * total // (4 * MIB))
+    assert slots.capacity == 1
+
+
+def test_ids_come_to_the_host():
+    for tokens in (1, 700, 3):
+        index = torch.randint(0, 60, (tokens, 8), device="cuda")
+        weights = torch.rand(tokens, 8, device="cuda").bfloat16()
+        chosen, found = to_host(index, weights)
+        assert np.array_equal(chosen, index.cpu().numpy())
+        assert np.array_equal(found, weights.float().cpu().numpy())
+
+
+def test_an_error_of_cuda_is_one_line():
+    with pytest.raises(DeviceError, match="the GPU") as caught, device_errors("a huge tensor"):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,189 @@
+"""Quantised safetensors: experts stay as stored, and every bit is that of the expanded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from greenroom.errors import CheckpointError, ModelError, UnsupportedModel
+from greenroom.hf.build import Draft
+from greenroom.hf.reference import load_experts, whole_model
+from greenroom.runtime.encodings import ENCODINGS
+from tests.hf.conftest import one_line
+from tests.hf.test_parity import assert_same, ids, streamed
+from tests.models import read_expert
+from tests.quantised import compressed, fp8, mxfp4
+
+FORMATS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "fp8": (fp8, {}),
+    "fp8, scales in bfloat16": (fp8, {"scales": torch.bfloat16}),
+    "fp8, one block": (fp8, {"block": (64, 64), "hidden_size": 64, "moe_intermediate_size": 64}),
+    "fp8, shared experts": (fp8, {"name": "deepseek_v3"}),
+    "mxfp4": (mxfp4, {}),
+    "ct_int4": (compressed, {}),
+    "ct_int4, groups of 128": (compressed, {"group": 128, "head_dim": 32}),
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    make, options = FORMATS[request.param]
+    return request.param.split(",")[0], make(tmp_path_factory.mktemp("quantised"), **options)
+
+
+def test_logits_equal_those_of_the_expanded_model(checkpoint: tuple[str, Path]) -> None:
+    encoding, folder = checkpoint
+    draft = Draft.of(folder)
+    whole = whole_model(draft)
+    expanded = sum(
+        module.get_parameter(name).nbytes
+        for module in map(whole.get_submodule, draft.catalog.layers)
+        for name in ("gate_up_proj", "down_proj")
+    )
+    assert set(draft.catalog.layouts[0].encodings.values()) == {encoding}
+    assert draft.catalog.expert_bytes < expanded * (0.55 if encoding == "fp8" else 0.3)
+    with streamed(folder, capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+def test_every_expert_equals_transformers_own(checkpoint: tuple[str, Path]) -> None:
+    _, folder = checkpoint
+    catalog = Draft.of(folder).catalog
+    for layer, name in enumerate(catalog.layers):
+        draft = Draft.of(folder)
+        transposed = draft.model.get_submodule(name).is_transposed
+        wanted = load_experts(draft, layer)
+        layout = catalog.layouts[layer]
+        for expert_id in range(catalog.offsets[layer], catalog.offsets[layer + 1]):
+            tensors = read_expert(catalog, expert_id)
+            for key, full in wanted.items():
+                weight = layout.weight(key)
+                parts = [tensors[part.name] for part in weight.parts]
+                made = ENCODINGS[weight.encoding].decode(parts, weight.shape, full.dtype)
+                mine = full[expert_id - catalog.offsets[layer]]
+                assert torch.equal(made, mine.T if transposed else mine)
+
+
+def test_one_read_takes_many_tensors(checkpoint: tuple[str, Path]) -> None:
+    """What is not transformed on its way may be read in chunks."""
+    encoding, folder = checkpoint
+    extents = Draft.of(folder).catalog.extents(0)
+    codes = [extent for extent in extents if extent.length > 4096]
+    assert all(extent.divisible for extent in codes), encoding
+
+
+def test_experts_in_full_beside_a_quantised_rest(tmp_path: Path) -> None:
+    """Formats may leave some matrices out; each lies in its slot as it is stored."""
+    folder = fp8(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if ".experts." in n and "down_proj" in n]:
+        if name.endswith("_scale_inv"):
+            del tensors[name]
+        else:
+            tensors[name] = (tensors[name].float() / 448).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    draft = Draft.of(folder)
+    assert draft.catalog.layouts[0].encodings == {"gate_up_proj": "fp8"}
+    whole = whole_model(draft)
+    with streamed(folder, capacity=2, kernels="eager", fake=True) as model:
+        assert_same(model, whole, ids(1, 9))
+
+
+# What can be wrong
+
+FIRST = "model.layers.0.mlp.experts"
+
+
+def scale_of_a_wrong_shape(tensors: dict[str, Any]) -> None:
+    name = next(n for n in tensors if n.endswith("3.gate_proj.weight_scale_inv"))
+    tensors[name] = tensors[name][:1].contiguous()
+
+
+def scale_missing(tensors: dict[str, Any]) -> None:
+    del tensors[next(n for n in tensors if n.endswith("3.up_proj.weight_scale_inv"))]
+
+
+def one_expert_in_full(tensors: dict[str, Any]) -> None:
+    name = next(n for n in tensors if n.endswith("5.down_proj.weight_scale_inv"))
+    del tensors[name]
+    name = name.removesuffix("_scale_inv")
+    tensors[name] = tensors[name].bfloat16()
+
+
+def gate_unlike_up(tensors: dict[str, Any]) -> None:
+    for name in [n for n in tensors if n.endswith("gate_proj.weight_scale_inv")]:
+        del tensors[name]
+        name = name.removesuffix("_scale_inv")
+        tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "words"),
+    [
+        (scale_of_a_wrong_shape, CheckpointError, ["has shape [1, 1]", "[2, 1] is right"]),
+        (scale_missing, CheckpointError, ["up_proj.weight_scale_inv is missing"]),
+        (one_expert_in_full, UnsupportedModel, ["as fp8", "as bfloat16", "down_proj"]),
+        (gate_unlike_up, UnsupportedModel, ["as fp8", "as bfloat16", "gate_up_proj"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_damaged_fp8(tmp_path: Path, spoil: Any, kind: type[ModelError], words: list[str]) -> None:
+    folder = fp8(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(kind) as error:
+        Draft.of(folder)
+    assert str(folder) in one_line(error)
+    assert all(word in one_line(error) for word in words), one_line(error)
+
+
+def test_mxfp4_without_its_scales(tmp_path: Path) -> None:
+    folder = mxfp4(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{FIRST}.down_proj_scales"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="down_proj_scales is missing"):
+        Draft.of(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_bits": 8}, "8 bits"),
+        ({"symmetric": False}, "asymmetric"),
+        ({"actorder": "group"}, "reordered by activation"),
+        ({"type": "float", "num_bits": 8}, "8 bits"),
+    ],
+)
+def test_other_formats_of_compressed_tensors(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = compressed(tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel) as error:
+        Draft.of(folder)
+    assert words in one_line(error)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "nonesuch"])
+def test_a_method_that_is_not_served_is_named(tmp_path: Path, method: str) -> None:
+    folder = mxfp4(tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"quant_method": method}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel) as error:
+        Draft.of(folder)
+    assert f"quantised ({method}), which is not served" in one_line(error)

@@ -1,0 +1,108 @@
+"""Tiny quantised checkpoints, made by each format's own reference tool.
+
+folder = fp8(tmp_path)          # transformers' Fp8Quantize
+folder = mxfp4(tmp_path)        # random codes: every byte is a valid one
+folder = compressed(tmp_path)   # compressed-tensors' own compressor
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from tests.models import tiny
+
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 128}
+Tensors = dict[str, Tensor]
+
+
+def plain(folder: Path, name: str, **overrides: Any) -> Tensors:
+    """An unquantised checkpoint in one file, and its tensors."""
+    options = {"dtype": "bfloat16", "shards": 1, "tokenizer": True, **overrides}
+    tiny(name, folder, **options)
+    return load_file(folder / "model.safetensors")
+
+
+def save(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> Path:
+    """Write the tensors, and the quantization_config beside them."""
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = settings
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def fp8(
+    folder: Path,
+    name: str = "qwen3_moe",
+    block: tuple[int, int] = (128, 128),
+    scales: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Every linear layer in 8-bit floats with block scales, but those that blocks do not divide."""
+    tensors = plain(folder, name, **{**WIDE, **overrides})
+    settings = {"weight_block_size": list(block), "scale_fmt": "float"}
+    quantise = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
+    made: Tensors = {}
+    for key, tensor in tensors.items():
+        dense = key.startswith(("model.embed", "lm_head")) or ".gate.weight" in key
+        made |= {key: tensor} if dense else quantise._quantize_one(key, tensor)
+    made = {k: v.to(scales) if "scale_inv" in k else v for k, v in made.items()}
+    return save(folder, made, {"quant_method": "fp8", "activation_scheme": "dynamic", **settings})
+
+
+def mxfp4(folder: Path, **overrides: Any) -> Path:
+    """gpt-oss with its experts' weights as random codes under random scales."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **overrides}
+    tensors = plain(folder, "gpt_oss", **sizes)
+    random = torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith("_proj") and "experts" in n]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape[:-1], generator=random, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return save(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": []})
+
+
+def compressed(
+    folder: Path, name: str = "qwen3_moe", group: int = 32, bits: int = 4, **overrides: Any
+) -> Path:
+    """Experts and attention packed to integers of 4 bits, as llm-compressor writes them."""
+    tensors = plain(folder, name, **{**WIDE, **overrides})
+    arguments = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+    }
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    made: Tensors = {}
+    for key, w in tensors.items():
+        if not key.endswith("_proj.weight"):
+            made[key] = w
+            continue
+        scale = w.unflatten(1, (-1, group)).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
+        state = packer.compress({"weight": w, "weight_scale": scale.to(w.dtype)}, scheme)
+        made |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
+    weights = {"targets": ["Linear"], "weights": arguments}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": weights},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+    return save(folder, made, settings)

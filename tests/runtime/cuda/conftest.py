@@ -1,0 +1,30 @@
+"""Triton's kernels run here in its interpreter, on the CPU; tests/gpu runs them on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # read when a kernel is defined: before any is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_as_a_device_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 off where it makes bfloat16 of it; devices round to nearest."""
+    pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounded(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16).numpy()
+            return TensorHandle(bits, tl.bfloat16)
+        return cast(self, source, target)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)

@@ -1,0 +1,194 @@
+"""Host memory behind a device, and a whole driver over it: real threads, faults, any arrival."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.core.events import StartChunk
+from greenroom.core.foresight import Foresight
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.tiers import HostTier
+from greenroom.errors import DeviceError, StoreError
+from greenroom.policies import policy
+from greenroom.runtime.cuda.engine import Host, device_errors, first_line
+from greenroom.runtime.cuda.host import HostMemory, sizes
+from greenroom.runtime.cuda.ids import to_host
+from greenroom.runtime.driver import Driver
+from greenroom.runtime.fakes import FakeSlots, FakeStore
+from greenroom.runtime.store import BLOCK, DiskStore, cut
+from tests.runtime.rig import Ahead, Rig, in_time
+
+LAYERS, EXPERTS = 3, 6
+
+
+class Registered(Host):
+    """Counts registrations; refuses them where told to."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        self.refusal = refusal
+        self.ranges: list[tuple[int, int]] = []
+        self.undone: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        self.ranges.append((address, nbytes))
+        return self.refusal
+
+    def unregister(self, address: int) -> None:
+        self.undone.append(address)
+
+
+def chunks_of(catalog, chunk_bytes: int = 8192):
+    return [
+        tuple(c for extent in catalog.extents(e) for c in cut(extent, chunk_bytes))
+        for e in range(catalog.experts)
+    ]
+
+
+def test_seats_and_slots_are_one_reservation_registered_once(disk):
+    catalog = disk(LAYERS, EXPERTS)
+    chunks, engine = chunks_of(catalog), Registered()
+    seat, slot = sizes(chunks)
+    memory = HostMemory(engine, chunks, seats=4, capacity=5)
+    assert [nbytes for _, nbytes in engine.ranges] == [4 * seat + 5 * slot]
+    assert engine.ranges[0][0] % BLOCK == 0
+    memory.close()
+    memory.close()
+    assert engine.undone == [engine.ranges[0][0]]
+
+
+def test_every_chunk_has_its_own_place(disk):
+    catalog = disk(LAYERS, EXPERTS)
+    chunks = chunks_of(catalog)
+    store, memory = DiskStore(catalog, chunk_bytes=8192), HostMemory(Host(), chunks, 4, 3)
+    actions = [
+        StartChunk(0, piece, 0, chunk, 0, -1, True, slot)
+        for piece, slot in ((2, 0), (7, 1), (11, 2))
+        for chunk in range(len(chunks[piece]))
+    ]
+    seated = [StartChunk(0, 4, 0, chunk, 0, seat=chunk) for chunk in range(len(chunks[4]))]
+    for action in actions + seated:
+        memory.bring(action, chunks[action.piece][action.chunk], store.read)
+    for piece in (2, 7, 11, 4):
+        mine = [memory.data(a) for a in actions + seated if a.piece == piece]
+        floats = np.concatenate(mine).view(np.float32)
+        assert np.array_equal(np.unique(floats), [piece, piece + 0.5])
+    store.close()
+
+
+def test_memory_that_cannot_be_registered_is_said_and_used(disk, caplog):
+    catalog = disk(LAYERS, EXPERTS)
+    with caplog.at_level(logging.WARNING):
+        memory = HostMemory(Registered("operation not permitted"), chunks_of(catalog), 4, 2)
+    (record,) = caplog.records
+    assert "could not be registered with the GPU (operation not permitted)" in record.message
+    assert "--host-memory" in record.message
+    store = DiskStore(catalog, chunk_bytes=8192)
+    action = StartChunk(0, 3, 0, 0, 0, -1, True, 1)
+    memory.bring(action, chunks_of(catalog)[3][0], store.read)
+    assert memory.data(action).size == chunks_of(catalog)[3][0].length
+    store.close()
+    memory.close()
+    assert memory.engine.undone == []
+
+
+def test_an_impossible_reservation_is_one_clear_line(disk):
+    with pytest.raises(DeviceError, match="no host memory for"):
+        HostMemory(Host(), chunks_of(disk()), 4, 1 << 50)
+
+
+class Tiers(Rig):
+    """The fake device behind a tier of `kept` slots in host memory."""
+
+    def __init__(self, catalog, capacity, kept, *, ahead=0, predictor=None, **faults) -> None:
+        self.catalog = catalog
+        self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
+        chunks = [self.store.chunks(e) for e in range(catalog.experts)]
+        self.pieces = Pieces.whole(
+            catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
+        )
+        self.tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
+        self.scheduler = Scheduler(
+            self.pieces, capacity, policy("lru"), lanes=(2, 2), ahead=ahead, host=self.tier
+        )
+        self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
+        self.driver = Driver(
+            self.scheduler,
+            self.store,
+            self.slots,
+            foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
+            links=("disk -> host", "host -> device"),
+            between=HostMemory(Host(), chunks, self.scheduler.queue.seats, kept),
+        )
+        self.layer, self.computed = 0, []
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.05])
+@pytest.mark.parametrize("kept", [0, 1, 5, LAYERS * EXPERTS])
+def test_every_expert_is_computed_from_its_own_bytes(disk, kept, failing):
+    rng, chances = random.Random(kept), random.Random(7)
+    predictor = Ahead(lambda layer: rng.sample(range(EXPERTS), 3))
+    rig = Tiers(
+        disk(LAYERS, EXPERTS), 7, kept, ahead=3, predictor=predictor, jitter=0.001,
+        fails=lambda read: chances.random() < failing,
+    )  # fmt: skip
+    lost = 0
+
+    def play() -> None:
+        nonlocal lost
+        for number in range(40):
+            prefill = number % 13 == 0
+            rig.begin(prefill, tokens=5 if prefill else 1, request=number // 13)
+            for layer in range(LAYERS):
+                experts = sorted(rng.sample(range(EXPERTS), EXPERTS if prefill else 2))
+                try:
+                    rig.step(layer, *experts)
+                except StoreError:
+                    lost += 1
+            rig.driver.end_pass()
+
+    in_time(play)
+    rig.settle()
+    rig.check()
+    assert (lost > 0) == (failing > 0)
+    if rig.tier is not None:
+        assert not rig.tier.cache.state.pinned.any()
+        assert rig.tier.hits > 0 or kept == 1
+        if not failing and rig.tier.holds_all:
+            assert rig.store.reads <= sum(map(len, (rig.store.chunks(e) for e in range(18))))
+    in_time(rig.driver.close)
+
+
+def test_ids_on_a_cpu_are_the_tensor_s_own():
+    index, weights = torch.tensor([[3, 1]], dtype=torch.int32), torch.rand(1, 2).bfloat16()
+    chosen, found = to_host(index, weights)
+    assert chosen.dtype == np.int64
+    assert chosen.tolist() == [[3, 1]]
+    assert found.tolist() == weights.float().tolist()
+    assert to_host(index, None)[1] is None
+
+
+def test_what_a_gpu_reports_is_one_line():
+    with (
+        pytest.raises(
+            DeviceError, match=r"the GPU failed: CUDA error: unspecified .*; restart"
+        ) as e,
+        device_errors(),
+    ):
+        raise RuntimeError(
+            "CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA"
+        )
+    assert "\n" not in str(e.value)
+    with (
+        pytest.raises(DeviceError, match="has no room for 2 GiB of slots"),
+        device_errors("2 GiB of slots"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(RuntimeError, match="shapes"), device_errors():
+        raise RuntimeError("shapes do not fit")
+    assert first_line(RuntimeError()) == "RuntimeError"

@@ -1,0 +1,147 @@
+"""Slots in segments, and what a copy waits for: on the CPU in a GPU's place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.layout import Copy, TensorSpec
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda import slots as module
+from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.slots import HostSlots
+
+
+class Noted(Host):
+    """Notes what is asked of it; marks are numbers; `room` bytes can be had."""
+
+    def __init__(self, room: float = float("inf")) -> None:
+        self.did: list[tuple[str, Any]] = []
+        self.room, self.marks = room, 0
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.room:
+            raise DeviceError("the GPU has no room")
+        self.room -= nbytes
+        return super().empty(nbytes)
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    @contextlib.contextmanager
+    def copying(self, after: Any) -> Iterator[None]:
+        self.did.append(("copy after", after))
+        yield
+
+    def wait(self, mark: Any) -> None:
+        self.did.append(("wait", mark))
+
+
+def run(nbytes: int) -> tuple[Copy, ...]:
+    return (Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8"),)
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 256)  # four slots
+
+
+def test_a_resize_adds_and_drops_segments_and_moves_no_other(small_segments):
+    slots = DeviceSlots(Noted(), 1, 64, reserve=20)
+    first = slots.address(0)
+    slots.trim(11)
+    assert [s.numel() // 64 for s in slots._segments] == [1, 4, 4, 2]
+    for slot in range(11):
+        slots.bytes(slot)[:] = slot
+    where = [slots.address(slot) for slot in range(11)]
+    assert where[0] == first
+    assert where[3] == where[1] + 128  # of one segment
+    slots.trim(6)  # the segment of slots 5 to 8 stays
+    assert [s.numel() // 64 for s in slots._segments] == [1, 4, 4]
+    assert [slots.address(slot) for slot in range(6)] == where[:6]
+    assert [int(slots.bytes(slot)[0]) for slot in range(6)] == list(range(6))
+    slots.trim(9)
+    assert slots.address(8) == where[8]
+    with pytest.raises(DeviceError, match="between 1 and 20"):
+        slots.trim(21)
+
+
+def test_a_device_without_room_keeps_what_it_had(small_segments):
+    slots = DeviceSlots(Noted(room=64 * 6), 2, 64, reserve=20)
+    slots.bytes(1)[:] = 7
+    with pytest.raises(DeviceError, match="no room"):
+        slots.trim(12)
+    assert slots.capacity == 2
+    assert len(slots._segments) == 1
+    assert int(slots.bytes(1)[5]) == 7
+
+
+def test_a_copy_waits_for_the_last_wave_from_its_slot_alone():
+    engine = Noted()
+    slots = DeviceSlots(engine, 4, 64, reserve=4)
+    fresh = engine.marks  # whatever had the memory before
+    slots.computed([0, 2])
+    data = np.arange(64, dtype=np.uint8)
+    for slot in (0, 1, 2):
+        slots.write(slot, run(64), data, 0)
+    assert engine.did == [("copy after", m) for m in (fresh + 1, fresh, fresh + 1)]
+    slots.computed([2])
+    engine.did.clear()
+    slots.move(2, 1)
+    assert engine.did == [("wait", fresh + 2), ("copy after", fresh)]
+    assert slots.bytes(1).tolist() == data.tolist()
+
+
+def test_a_segment_is_given_up_when_it_has_been_computed_from(small_segments):
+    engine = Noted()
+    slots = DeviceSlots(engine, 8, 64, reserve=8)
+    slots.computed([6])
+    engine.did.clear()
+    slots.trim(4)
+    assert ("wait", engine.marks) in engine.did
+    assert slots.capacity == 4
+
+
+@given(start=st.integers(0, 39), length=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_a_chunk_writes_its_part_of_each_tensor_and_nothing_else(start, length):
+    data = np.arange(80, dtype=np.uint8)
+    cells = ((1, 10), (40, 4), (40, 4), "float32", "float32")
+    copies = (Copy(0, 64, *cells), Copy(40, 0, *cells))
+    ours, theirs = DeviceSlots(Host(), 1, 128, 1), HostSlots(1, 128)
+    ours.bytes(0).zero_()
+    stop = min(start + length, 80)
+    for slots in (ours, theirs):
+        slots.write(0, copies, data[start:stop], start)
+    assert ours.bytes(0).tolist() == theirs.bytes(0).tolist()
+
+
+@pytest.mark.parametrize("source_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16", "float16"])
+@given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7)), offset=st.sampled_from([0, 8, 40]))
+@settings(max_examples=10, deadline=None)
+def test_what_is_rearranged_on_the_device_is_what_the_host_would_have_made(
+    source_dtype, target_dtype, shape, offset
+):
+    rows, columns = shape
+    source = torch.randn(rows, columns).to(getattr(torch, source_dtype))
+    width, wide = source.element_size(), getattr(torch, target_dtype).itemsize
+    raw = source.view(torch.uint8).numpy().reshape(-1)
+    data = np.concatenate([np.zeros(offset, np.uint8), raw])
+    copy = Copy(
+        offset, 64, (columns, rows), (width, columns * width), (rows * wide, wide),
+        source_dtype, target_dtype,
+    )  # fmt: skip
+    slots = DeviceSlots(Host(), 1, 512, 1)
+    slots.write(0, (copy,), data, 0)
+    got = slots.tensor(0, TensorSpec("x", (columns, rows), target_dtype, 64))
+    assert torch.equal(got, source.T.to(got.dtype))

@@ -1,0 +1,135 @@
+"""Decoders give the values of each format's own reference, bit for bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from greenroom.core.layout import BLOCKS, SlotLayout
+from greenroom.runtime.encodings import ENCODINGS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GGML = {
+    "q8_0": "Q8_0",
+    "q4_0": "Q4_0",
+    "gguf_mxfp4": "MXFP4",
+    "q4_k": "Q4_K",
+    "q5_k": "Q5_K",
+    "q6_k": "Q6_K",
+}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit, where NaN equals NaN."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and bits(a) == bits(b)
+
+
+def bits(x: torch.Tensor) -> bytes:
+    return (
+        x.nan_to_num(0, posinf=None, neginf=None).contiguous().view(torch.uint8).numpy().tobytes()
+    )
+
+
+def test_every_encoding_has_a_decoder():
+    assert set(ENCODINGS) == set(BLOCKS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GGML)
+def test_ggml_blocks_of_any_bytes(name: str, dtype: torch.dtype) -> None:
+    """All bytes are valid codes; scales that are no numbers are left out, as no file has them."""
+    encoding, kind = ENCODINGS[name], gguf.GGMLQuantizationType[GGML[name]]
+    rows, columns = 64, 512
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (rows, encoding.row_bytes(columns)), np.uint8)
+    if name != "gguf_mxfp4":
+        blocks = codes.reshape(-1, encoding.block_bytes)
+        at = {"q6_k": (208,), "q8_0": (0,), "q4_0": (0,)}.get(name, (0, 2))
+        for place in at:
+            d = random.normal(size=len(blocks)).astype(np.float16)
+            blocks[:, place : place + 2] = d[:, None].view(np.uint8)
+    with np.errstate(over="ignore"):  # the largest scales of mxfp4
+        wanted = torch.from_numpy(gguf.dequantize(codes, kind)).to(dtype)
+    got = encoding.decode([torch.from_numpy(codes)], (rows, columns), dtype)
+    assert same(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mxfp4(dtype: torch.dtype) -> None:
+    """Every code under every scale but the one that stands for NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
+    scale = torch.arange(255, dtype=torch.uint8)[:, None].repeat(1, 16)
+    blocks = codes.view(1, 255, 16, 16)
+    wanted = convert_moe_packed_tensors(blocks, scale[None], dtype=dtype)[0].T
+    got = ENCODINGS["mxfp4"].decode([codes, scale], (255, 512), dtype)
+    assert same(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "blocks"), [((256, 384), (2, 3)), ((24, 128), (2, 1))])
+def test_fp8(dtype: torch.dtype, shape: tuple[int, int], blocks: tuple[int, int]) -> None:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.rand(blocks)
+    wanted = Fp8Dequantize(None)._dequantize_one(codes, scale, dtype)
+    assert same(ENCODINGS["fp8"].decode([codes, scale], shape, dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scales", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [32, 128])
+def test_compressed_tensors(dtype: torch.dtype, scales: torch.dtype, group: int) -> None:
+    """Packed by the package's own compressor."""
+    arguments = QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=group
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    w = torch.randn(48, 256).to(scales)
+    scale = (w.view(48, -1, group).float().abs().amax(-1) / 7.5).to(scales)
+    state = packer.compress({"weight": w, "weight_scale": scale}, scheme)
+    wanted = packer.decompress(dict(state), scheme)["weight"].to(dtype)
+    parts = [state["weight_packed"], state["weight_scale"]]
+    assert same(ENCODINGS["ct_int4"].decode(parts, (48, 256), dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_of_our_own(dtype: torch.dtype) -> None:
+    """Element by element, as the definition says."""
+    random = torch.Generator().manual_seed(0)
+    for name, group, least in (("int8", 64, -128), ("int4", 32, -8)):
+        values = torch.randint(least, -least, (3, 128), generator=random)
+        scale = torch.randn(3, 128 // group, generator=random).half()
+        wanted = torch.empty(3, 128)
+        for i in range(3):
+            for j in range(128):
+                wanted[i, j] = scale[i, j // group].float() * values[i, j].float()
+        codes = values.to(torch.int8)
+        if name == "int4":
+            codes = ((values[:, ::2] + 8) | (values[:, 1::2] + 8) << 4).to(torch.uint8)
+        got = ENCODINGS[name].decode([codes, scale], (3, 128), dtype)
+        assert same(got, wanted.to(dtype)), name
+
+
+def test_a_layout_names_the_parts_of_an_encoded_matrix():
+    layout = SlotLayout.pack(
+        [
+            ("gate_up_proj", (96, 144), "uint8"),
+            ("down_proj", (256, 32), "uint8"),
+            ("down_proj.scale", (256, 2), "uint8"),
+            ("other_proj", (8, 4), "bfloat16"),
+        ],
+        {"gate_up_proj": "q4_k", "down_proj": "mxfp4"},
+        "bfloat16",
+    )
+    up, down, other = (layout.weight(n) for n in ("gate_up_proj", "down_proj", "other_proj"))
+    assert (up.encoding, up.shape, up.dtype) == ("q4_k", (96, 256), "bfloat16")
+    assert (down.encoding, down.shape) == ("mxfp4", (256, 64))
+    assert [part.name for part in down.parts] == ["down_proj", "down_proj.scale"]
+    assert (other.encoding, other.shape, other.dtype) == ("plain", (8, 4), "bfloat16")
+    assert layout.nbytes == 96 * 144 + 256 * 32 + 256 * 2 + 64

@@ -1,0 +1,134 @@
+"""Encoded experts of any bytes: what a reference tool would write is only some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from greenroom.core.layout import BLOCKS, ITEMSIZE, PLAIN, SlotLayout, TensorSpec
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.kernels import LayerExperts
+from tests.runtime.kernels.toys import EXPERTS, ToySlots
+
+ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "ct_int4": "int32"}
+HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}
+LARGE = {"q8_0": 1000, "q4_0": 60, "q4_k": 6000, "q5_k": 12000, "q6_k": 25000}
+GGML = (*HALVES, "gguf_mxfp4")
+
+
+@dataclass(frozen=True)
+class Style:
+    """An encoding and what a checkpoint may choose in it: the scales' type, and what shares one."""
+
+    name: str
+    scales: str = ""
+    share: tuple[int, int] = (1, 32)
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.name, self.scales)))
+
+
+STYLES = (
+    *(Style(name) for name in GGML),
+    Style("mxfp4", "uint8"),
+    Style("int8", "float16", (1, 64)),
+    Style("int4", "float16"),
+    Style("fp8", "float32", (128, 128)),
+    Style("ct_int4", "float32", (1, 64)),
+    Style("ct_int4", "bfloat16", (1, 32)),
+    Style("ct_int4", "float16", (1, 128)),
+)
+
+
+def tensors_of(
+    style: Style, name: str, shape: tuple[int, int], random: np.random.Generator
+) -> dict[str, Tensor]:
+    """The parts of one matrix [outputs, inputs], with weights of about a trained model's size."""
+    (rows, columns), (inputs, nbytes) = shape, BLOCKS[style.name]
+    assert columns % inputs == 0
+    raw = random.integers(0, 256, (rows, columns // inputs * nbytes), np.uint8)
+    if style.name in GGML:
+        blocks = raw.reshape(-1, nbytes)
+        for at in HALVES.get(style.name, ()):
+            d = (random.normal(size=len(blocks)) / LARGE[style.name]).astype(np.float16)
+            blocks[:, at : at + 2] = d[:, None].view(np.uint8)
+        if style.name == "gguf_mxfp4":
+            blocks[:, 0] = random.integers(118, 128, len(blocks))
+            blocks[0, 0] = 1
+        return {name: torch.from_numpy(raw)}
+    codes = torch.from_numpy(raw).view(getattr(torch, ITEM.get(style.name, "uint8")))
+    down, across = style.share
+    size = (-(-rows // down), columns // across) if columns % across == 0 else (-(-rows // down), 1)
+    if style.name == "mxfp4":
+        scale = torch.from_numpy(random.integers(118, 128, size, np.uint8))
+    else:
+        steps = {"fp8": 2000, "int8": 1000}.get(style.name, 60)
+        scale = torch.from_numpy(random.normal(size=size) / steps)
+        scale = scale.to(getattr(torch, style.scales))
+    if style.name == "fp8":  # the two codes that are no numbers
+        raw[raw & 0x7F == 0x7F] = 0x55
+    return {name: codes, f"{name}.scale": scale}
+
+
+class Coded:
+    """Experts of a module, encoded and as their decoder expands them, in slots of equal numbers."""
+
+    def __init__(
+        self, module: nn.Module, up: Style | None, down: Style | None, seed: int = 0
+    ) -> None:
+        random = np.random.default_rng(seed)
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        shapes = {n: tuple(getattr(module, n).shape[1:]) for n in (first, "down_proj")}
+        self.dtype = next(p.dtype for p in module.parameters() if p.dim() == 3)
+        name = str(self.dtype).removeprefix("torch.")
+        styles = {first: up, "down_proj": down}
+        experts: list[dict[str, Tensor]] = []
+        plains: list[dict[str, Tensor]] = []
+        for expert in range(EXPERTS):
+            experts.append({})
+            plains.append({})
+            for key, style in styles.items():
+                shape = shapes[key][::-1] if module.is_transposed else shapes[key]
+                if style is None:
+                    w = getattr(module, key)[expert].data
+                    parts = {key: w.T.contiguous() if module.is_transposed else w}
+                    plain = parts[key]
+                else:
+                    parts = tensors_of(style, key, shape, random)
+                    values = list(parts.values())
+                    plain = ENCODINGS[style.name].decode(values, shape, self.dtype)
+                experts[-1] |= parts
+                plains[-1][key] = plain
+        encodings = {key: style.name for key, style in styles.items() if style}
+        self.places = random.permutation(EXPERTS + 3)[:EXPERTS].tolist()
+        self.layer = self._layer(module, experts, encodings, name)
+        # The same matrices, row by output, whatever the flag says.
+        flag, module.is_transposed = module.is_transposed, False
+        self.plain = self._layer(module, plains, {}, name)
+        module.is_transposed = flag
+
+    def _layer(
+        self,
+        module: nn.Module,
+        experts: list[dict[str, Tensor]],
+        encodings: dict[str, str],
+        dtype: str,
+    ) -> LayerExperts:
+        sizes = [(k, tuple(t.shape), str(t.dtype)[6:]) for k, t in experts[0].items()]
+        layout = SlotLayout.pack(sizes, encodings, dtype)
+        slots = ToySlots(layout, EXPERTS + 3)
+        for expert, slot in enumerate(self.places):
+            for key, tensor in experts[expert].items():
+                slots.tensor(slot, layout[key]).view(torch.uint8).copy_(tensor.view(torch.uint8))
+        return LayerExperts(module, layout, slots)
+
+
+def widths(style: Style | None) -> int:
+    """Inputs must be a multiple of this."""
+    return 32 if style is None else max(32, BLOCKS[style.name][0], min(64, style.share[1]))
+
+
+__all__ = ["GGML", "ITEMSIZE", "PLAIN", "STYLES", "Coded", "Style", "TensorSpec", "tensors_of"]
