@@ -88,6 +88,30 @@ def with_prompts(trace: Trace, tokens: int) -> Trace:
     )
 
 
+def batched(trace: Trace, size: int) -> Trace:
+    """Requests of equal length, so many at a time: a pass has the next token of each of them."""
+    lengths = set(np.diff(trace.request_starts).tolist())
+    if len(lengths) != 1:
+        raise UsageError("requests that are decoded together must be equally long")
+    length, groups = lengths.pop(), trace.requests // size
+    if not groups:
+        raise UsageError(f"{trace.requests} requests make no batch of {size}")
+    order = np.arange(groups * size * length).reshape(groups, size, length).transpose(0, 2, 1)
+    order = order.ravel()
+    assert trace.weights is not None
+    assert trace.token_ids is not None
+    return replace(
+        trace,
+        experts=np.ascontiguousarray(trace.experts[order]),
+        weights=trace.weights[order],
+        token_ids=trace.token_ids[order],
+        labels=trace.labels[: groups * size : size] if trace.labels else trace.labels,
+        request_starts=starts_of(np.full(groups, size * length)),
+        pass_starts=starts_of(np.full(groups * length, size)),
+        pass_prefill=np.zeros(groups * length, bool),
+    )
+
+
 class Routing:
     """The routers' choices, and the passes that they are for."""
 
@@ -125,7 +149,10 @@ class Routing:
             if first in begins:
                 self._cache = None
             self._now = slice(first, last)
-            ids, start = self._ids[None, first:last], time.perf_counter()
+            ids = self._ids[None, first:last]
+            if not trace.pass_prefill[number]:  # the next token of each of several requests
+                ids = ids.T
+            start = time.perf_counter()
             out = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             seconds.append(time.perf_counter() - start)
             self._cache = out.past_key_values

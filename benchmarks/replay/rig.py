@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from forced import Routing, cut, forced, prepared
+from forced import Routing, batched, cut, forced, prepared
 
 import greenroom
 from greenroom.core.cache import compile_for
@@ -140,9 +140,10 @@ class Rig:
         finally:
             self.ram.line.bandwidth = bandwidth
 
-    def resident(self, passes: int = 24) -> tuple[float, float, float]:
-        """Seconds of a one-token pass with everything resident: (all of it, its experts, an
-        expert). Medians over passes; leaves a cache that has every expert."""
+    def resident(self, passes: int = 24, batch: int = 1) -> tuple[float, float, float]:
+        """Seconds of a pass with everything resident, one token of each request of a batch: (all
+        of it, its experts, an expert). Medians over passes; leaves a cache that has every expert.
+        """
         whole = self.attach(self.catalog.experts)
         self.fill()
         spent = [0.0, 0]
@@ -155,7 +156,8 @@ class Rig:
             spent[1] += len(experts)
 
         seconds, of_experts = [], []
-        with forced(self.model, cut(self.trace, passes + 2).select([0])) as routing:
+        together = batched(cut(self.trace, passes + 2), batch).select([0])
+        with forced(self.model, together) as routing:
             routing.play(range(2))
             whole.kernel.wave = timed
             try:

@@ -2,15 +2,18 @@
 
     python benchmarks/replay/speed.py bench-data/olmoe-8 olmoe-1b-7b.npz --out speed.jsonl
     python benchmarks/replay/speed.py --report speed.jsonl      # the table once more
+    python benchmarks/replay/speed.py ... --ratios --bandwidths 2 --shares 0.1 0.2 0.3 0.5 0.7
+    python benchmarks/replay/speed.py ... --batch 8 --shares 0.25 --ratios 1
 
 The model has a real model's shapes and a recording's routing (forced.py); its experts wait in
 memory behind a line whose bandwidth makes the ratio
 
     (bytes that the reactive run misses a token / bandwidth) / (a token with everything resident)
 
-what the cell asks for, or on the disk (its bandwidth is measured at the start). Bytes come from
-the replay of the same requests by the same policy at the same capacity; the time of a token is
-measured at the start.
+what the cell asks for, or on the disk (its bandwidth is measured at the start), or on a line of a
+set bandwidth. Bytes come from the replay of the same requests by the same policy at the same
+capacity; the time of a token is measured at the start. With --batch so many requests are decoded
+together, and a token is a pass of one of each.
 
 A run is a session: some requests fill an empty cache with nothing computed, then one request is
 decoded token by token; its first passes (--settle) are not counted. Variants of a cell follow one
@@ -36,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forced import batched
 from rig import Rig, arguments, cut, forced
 
 from common import commit, machine, note, ratio, table  # isort: skip
@@ -51,10 +55,12 @@ USUAL = [REACTIVE, "markov", "noisy-oracle:2", "oracle:2"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A share of experts resident, and transfer over compute (None: the disk's own)."""
+    """A share of experts resident, and transfer over compute, or the line's GB/s (neither: the
+    disk)."""
 
     share: float
     ratio: float | None
+    line: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +73,23 @@ class Session:
     first: int
 
     @property
+    def settling(self) -> range:
+        """Passes that are computed and not counted."""
+        return range(int(np.searchsorted(self.trace.pass_starts, self.filling)), self.first)
+
+    @property
     def counted(self) -> range:
         return range(self.first, self.trace.passes)
 
 
-def sessions(trace: Trace, tokens: int, fill: int, settle: int, repeats: int) -> list[Session]:
-    """Neighbouring requests from `repeats` places of the recording."""
-    short = cut(trace, tokens)
+def sessions(
+    trace: Trace, tokens: int, fill: int, settle: int, repeats: int, batch: int = 1
+) -> list[Session]:
+    """Neighbouring requests from `repeats` places of the recording, so many decoded together."""
+    short = batched(cut(trace, tokens), batch)
     places = np.linspace(0, short.requests - fill - 1, repeats + 1).astype(int)[:-1].tolist()
     chosen = [short.select(range(place, place + fill + 1)) for place in places]
-    return [Session(trace, fill * tokens, fill * tokens + settle) for trace in chosen]
+    return [Session(trace, fill * tokens * batch, fill * tokens + settle) for trace in chosen]
 
 
 def misses(session: Session, capacity: int, policy: str) -> int:
@@ -99,7 +112,7 @@ def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args
     )  # fmt: skip
     rig.warm(session.trace.head(session.filling))
     with forced(rig.model, session.trace) as routing:
-        routing.play(range(session.filling, session.first))
+        routing.play(session.settling)
         cache.reset_stats()
         seconds = routing.play(session.counted)
     stats = cache.stats()
@@ -115,25 +128,29 @@ def run(rig: Rig, session: Session, capacity: int, bandwidth: float | None, args
 def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
     """Every run, one record each."""
     layers = len(rig.catalog.layers)
-    alone, of_experts, _ = rig.resident()
+    alone, of_experts, _ = rig.resident(batch=args.batch)
     note(
         f"a token with everything resident: {alone * 1e3:.0f} ms, {of_experts / alone:.0%} experts"
     )
     disk = rig.disk() if None in args.ratios else None
-    chosen = sessions(rig.trace, args.tokens, args.fill, args.settle, args.repeats)
+    chosen = sessions(rig.trace, args.tokens, args.fill, args.settle, args.repeats, args.batch)
     passes = sum(len(session.counted) for session in chosen)
     for share in args.shares:
         capacity = int(rig.catalog.experts * share)
         expected = [misses(session, capacity, args.policy) for session in chosen]
         missed = sum(expected) * rig.expert_bytes / passes
-        for cell in [Cell(share, each) for each in args.ratios]:
-            bandwidth = None if cell.ratio is None else missed / (cell.ratio * alone)
+        cells = [Cell(share, each) for each in args.ratios]
+        for cell in cells + [Cell(share, None, each) for each in args.bandwidths]:
+            bandwidth = None if cell.line is None else cell.line * 1e9
+            if cell.ratio is not None:
+                bandwidth = missed / (cell.ratio * alone)
             for repeat, session in enumerate(chosen):
                 turn = repeat % len(args.variants)
                 for variant in args.variants[turn:] + args.variants[:turn]:
                     begin = time.perf_counter()
                     record = {
-                        **asdict(cell), "variant": variant, "repeat": repeat, "layers": layers,
+                        **asdict(cell), "batch": args.batch,
+                        "variant": variant, "repeat": repeat, "layers": layers,
                         "kernels": args.kernels, "threads": args.threads, "policy": args.policy,
                         "capacity": capacity, "bandwidth": bandwidth or disk, "alone_s": alone,
                         "expected_misses": expected[repeat], "load": os.getloadavg()[0],
@@ -148,6 +165,8 @@ def measure(rig: Rig, args: Any) -> Iterator[dict[str, Any]]:
 
 
 def name_of(cell: Cell) -> str:
+    if cell.line is not None:
+        return f"{cell.line:g} GB/s"
     return "disk" if cell.ratio is None else f"ratio {cell.ratio:g}"
 
 
@@ -165,22 +184,24 @@ def per_token(runs: Runs, what: str) -> float:
 
 
 def tpot(runs: Runs) -> float:
-    """Seconds a token: median over all counted passes."""
-    return statistics.median(second for r in runs for second in r["seconds"])
+    """Seconds a token: mean over all counted passes, since misses come in bursts."""
+    return statistics.fmean(second for r in runs for second in r["seconds"])
 
 
 def report(records: Runs) -> str:
     """The table: a row for each variant of each cell."""
     cells: dict[Cell, dict[str, Runs]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        cells[Cell(record["share"], record["ratio"])][record["variant"]].append(record)
+        cells[Cell(record["share"], record["ratio"], record.get("line"))][record["variant"]].append(
+            record
+        )
     rows = []
     for cell, variants in cells.items():
         for variant, runs in variants.items():
             rows.append((f"{cell.share:.1%}, {name_of(cell)}", variant,
                          *row(variants, variant, runs)))  # fmt: skip
     header = (
-        "resident, transfer / compute", "variant", "TPOT ms", "p95 ms", "stall ms", "MB moved",
+        "resident, transfer / compute", "variant", "TPOT ms", "p50", "p95", "stall ms", "MB moved",
         "misses", "computing ms", "carrying ms", "floor ms", "x reactive", "of the oracle's gain",
         "hidden",
     )  # fmt: skip
@@ -197,8 +218,7 @@ def share_hidden(reactive: Runs, runs: Runs, carrying: float) -> str:
     """Of the reactive stall, what did not remain, over what the computing of the variant's own
     runs left to be hidden: carrying less computing must be waited for in any case."""
     before, after = per_token(reactive, "stall_s"), per_token(runs, "stall_s")
-    mean = statistics.fmean(second for r in runs for second in r["seconds"])
-    hideable = before - max(0.0, carrying - (mean - after))
+    hideable = before - max(0.0, carrying - (tpot(runs) - after))
     return f"{(before - after) / hideable:.0%}" if hideable > 0 else "-"
 
 
@@ -221,11 +241,11 @@ def row(variants: dict[str, Runs], variant: str, runs: Runs) -> list[str]:
             gain = f"{(tpot(reactive) - tpot(runs)) / most:.0%}"
         if carrying is not None:
             hidden = share_hidden(reactive, runs, carrying)
-    p95 = float(np.percentile([s for r in runs for s in r["seconds"]], 95))
+    p50, p95 = np.percentile([s for r in runs for s in r["seconds"]], (50, 95)) * 1e3
     off = sum(r["misses"] != r["expected_misses"] for r in runs) if variant == REACTIVE else 0
     show = [None if x is None else f"{x * 1e3:.0f}" for x in (alone, carrying, floor)]
     return [
-        f"{tpot(runs) * 1e3:.0f}", f"{p95 * 1e3:.0f}", f"{per_token(runs, 'stall_s') * 1e3:.0f}",
+        *(f"{ms:.0f}" for ms in (tpot(runs) * 1e3, p50, p95, per_token(runs, "stall_s") * 1e3)),
         f"{per_token(runs, 'bytes') / 1e6:.0f}",
         f"{per_token(runs, 'misses') / per_token(runs, 'requests'):.1%}"
         + (" (NOT AS REPLAYED)" if off else ""),
@@ -245,8 +265,10 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5])
-    add("--ratios", type=ratio_of, nargs="+", default=[0.5, 1.0, 2.0, None],
+    add("--ratios", type=ratio_of, nargs="*", default=[0.5, 1.0, 2.0, None],
         help="transfer / compute, or disk")  # fmt: skip
+    add("--bandwidths", type=float, nargs="*", default=[], metavar="GB/s", help="of a line")
+    add("--batch", type=int, default=1, help="requests decoded together (default: %(default)s)")
     add("--variants", nargs="+", default=USUAL, metavar="NAME",
         help=f"{REACTIVE}, and what --prefetch takes (default: {' '.join(USUAL)})")  # fmt: skip
     add("--guard", action="store_true", help="with the guard, as it is by default in a run")

@@ -160,8 +160,8 @@ def perform(catalog, play: Play) -> Stage:
     stage.rig.settle()
     stage.rig.check()
     in_time(stage.rig.driver.close)
-    assert threads() == before
-    assert descriptors() == files
+    assert threads() <= before  # those of an earlier test may end meanwhile
+    assert descriptors() <= files
     return stage
 
 

@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
         return _say(f"{where}{error.strerror or error}", 2)
     finally:
+        gc.unfreeze()  # libraries that count their instances as Python ends would miss some
         if collecting:
             gc.enable()
 

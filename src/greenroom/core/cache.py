@@ -182,7 +182,7 @@ class Cache:
         self.own = policy.memory(setup)
         if policy.preload is not None:
             preload(self.state, policy.preload(setup))
-        self._now = Now(0, 0, -1, 0, 0)
+        self.now = Now(0, 0, -1, 0, 0)  # of the step served last
 
     @property
     def capacity(self) -> int:
@@ -216,7 +216,7 @@ class Cache:
             now // self.pieces.layers if token is None else token,
             request,
             int(self.pieces.layer[piece]),
-            self._now.index,
+            self.now.index,
         )
         out = np.empty((3, pieces.size), np.int64)
         served = self._bound.serve(
@@ -226,12 +226,12 @@ class Cache:
             NO_ROWS if rows is None else rows,
             NO_WEIGHTS if weights is None else weights,
             at,
-            request != self._now.request,
+            request != self.now.request,
             pinned,
             fill,
             out,
         )
-        self._now = at._replace(index=at.index + pieces.size)
+        self.now = at._replace(index=at.index + pieces.size)
         if not served:
             raise RuntimeError("no piece can be evicted: every resident is pinned")
         return Served(out[0], out[1], out[2], pinned)
@@ -243,7 +243,7 @@ class Cache:
     def remove(self, piece: int, now: int) -> None:
         """Forget a piece whose bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
-            self._bound.evict(self.state, self.own, piece, self._now)
+            self._bound.evict(self.state, self.own, piece, self.now)
 
     def borrow(self, piece: int) -> tuple[int, int]:
         """Take a slot that this piece may have out of the cache, by evicting where none is free.
@@ -251,7 +251,7 @@ class Cache:
         (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
         insertion. It is to come back by `give_back`.
         """
-        slot, evicted = self._bound.borrow(self.state, self.own, piece, self._now)
+        slot, evicted = self._bound.borrow(self.state, self.own, piece, self.now)
         return int(slot), int(evicted)
 
     def give_back(self, slot: int) -> None:
@@ -276,7 +276,7 @@ class Cache:
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]
             for _ in range(len(held) - size):
-                if self._bound.evict_victim(state, self.own, group, self._now) < 0:
+                if self._bound.evict_victim(state, self.own, group, self.now) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
         residents = self.residents()
         self.state = empty_state(self.pieces.layer, sizes)._replace(pinned=state.pinned)

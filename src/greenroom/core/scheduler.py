@@ -39,6 +39,7 @@ from greenroom.core.policy import Policy
 from greenroom.core.queue import Entry, TransferQueue, Urgency
 from greenroom.core.reshape import reshape
 from greenroom.core.tiers import HostTier
+from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
 
@@ -125,6 +126,7 @@ class Scheduler:
         self.counts = Counts()
         self.step: Step | None = None
         self._now = 0.0
+        self._whole: Whole | None = None  # where every piece has its slot
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -149,9 +151,28 @@ class Scheduler:
 
     # ---- a step, from its routing to its end
 
+    def straight(self, pieces: Ints) -> Ints | None:
+        """The slots of a step's pieces (ascending), where all pieces there are have one: the step
+        is over with this, and its pieces are to be computed. None where it must be `Routed`."""
+        if self._whole is None:
+            return None
+        counts = self.counts
+        counts.steps += 1
+        counts.requests += pieces.size
+        counts.hits += pieces.size
+        slots: Ints = self.place[self._whole.use(pieces)]
+        return slots
+
+    def _no_longer_whole(self) -> None:
+        """The policy hears what it was not told of."""
+        if self._whole is not None:
+            self._whole.tell()
+            self._whole = None
+
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
             raise RuntimeError("a step is under way")
+        self._no_longer_whole()
         if self.queue.host is not None:
             self.queue.host.routed(event)
         size, layer = event.experts.size, event.layer
@@ -327,6 +348,8 @@ class Scheduler:
         self._settle(actions)
         self._pump(actions)
         actions.append(Finish(step.failed))
+        if self.cache.capacity >= len(self.pieces):
+            self._whole = Whole.of(self.cache)
 
     # ---- what is fetched before it is asked for
 
@@ -547,6 +570,7 @@ class Scheduler:
         """Resize, as soon as nothing is in the way."""
         if self.step is not None or not self._resizing:
             return
+        self._no_longer_whole()
         self.lookahead.clear()
         for piece, held in list(self.buffer.held.items()):
             if held.use is Use.MOVING:

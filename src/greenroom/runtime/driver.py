@@ -172,14 +172,21 @@ class Driver:
             self._pass += layer <= self._layer
             self._layer = layer
             self.meter.passes = self._pass + 1
-            self.asked[experts + first] += 1
+            pieces = experts + first
+            self.asked[pieces] += 1
+            if (slots := self.scheduler.straight(pieces)) is not None:
+                begin = time.perf_counter()
+                compute(experts, slots)
+                if self.timeline is not None:
+                    self._show_wave(layer, Compute(pieces, slots), begin)
+                return
             self._meanwhile, self._error = meanwhile, None
             try:
                 self._tell(
                     Routed(
                         self._pass,
                         layer,
-                        experts + first,
+                        pieces,
                         self._request,
                         rows,
                         weights,

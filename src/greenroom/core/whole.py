@@ -1,0 +1,46 @@
+"""A cache that holds every piece: nothing is to be decided, and only the order of use is kept.
+
+LRU remembers nothing but that order while it evicts nothing, so it can be told of it later, when
+the cache shrinks. Told of every step, it takes ten microseconds of a layer's thirty, five times as
+many on a cache that the weights have just emptied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from greenroom.core.cache import Cache
+from greenroom.core.pieces import Ints
+
+
+class Whole:
+    """The order in which the pieces of a cache were used, since this was made."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._steps = 0
+        self._used = np.zeros(cache.state.slot_of.size, np.int64)  # in which step; 0: in none
+
+    @staticmethod
+    def of(cache: Cache) -> Whole | None:
+        """One for a cache that holds every piece, under a policy to which this does no harm."""
+        slot_of = cache.state.slot_of
+        if cache.policy.name != "lru" or cache.capacity < slot_of.size or (slot_of < 0).any():
+            return None
+        return Whole(cache)
+
+    def use(self, pieces: Ints) -> Ints:
+        """The slots of a step's pieces (the cache's numbers)."""
+        self._steps += 1
+        self._used[pieces] = self._steps
+        slots: Ints = self._cache.state.slot_of[pieces]
+        return slots
+
+    def tell(self) -> None:
+        """Tell the policy what was used, in this order: by step, and by id within one."""
+        order = np.argsort(self._used, kind="stable")
+        order = order[self._used[order] > 0]
+        if order.size:
+            now = self._cache.now
+            self._cache.serve(order, now.clock, "none", request=now.request)
+        self._used[:] = self._steps = 0

@@ -1,0 +1,91 @@
+"""A cache that holds everything decides nothing, and forgets no order of use."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.core.cache import Cache
+from greenroom.core.events import Computed, Landed, Resized, Routed, StartChunk
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.whole import Whole
+from greenroom.policies import policy
+
+LAYERS, EXPERTS = 2, 4
+PIECES = Pieces.whole([0, 4, 8], [1, 1])
+
+
+def filled(name: str = "lru", capacity: int = 8) -> Scheduler:
+    """A scheduler that has served every piece once, in ascending order."""
+    scheduler = Scheduler(PIECES, capacity, policy(name))
+    for layer in range(LAYERS):
+        serve(scheduler, 0, layer, np.arange(4 * layer, 4 * layer + 4))
+    return scheduler
+
+
+def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> None:
+    """A step to its end, every chunk landing at once."""
+    actions = scheduler.on(Routed(step, layer, experts))
+    while scheduler.step is not None:
+        landings = [Landed(a.lane, a.piece) for a in actions if isinstance(a, StartChunk)]
+        actions = [a for e in landings for a in scheduler.on(e)]
+        if scheduler.step is not None and scheduler.step.wave:
+            actions += scheduler.on(Computed())
+
+
+def test_a_step_is_straight_once_every_piece_has_its_slot() -> None:
+    scheduler = Scheduler(PIECES, 8, policy("lru"))
+    assert scheduler.straight(np.array([0])) is None
+    scheduler = filled()
+    slots = scheduler.straight(np.array([1, 3]))
+    assert slots is not None
+    assert slots.tolist() == scheduler.place[scheduler.cache.state.slot_of[[1, 3]]].tolist()
+    assert (scheduler.counts.requests, scheduler.counts.hits, scheduler.counts.steps) == (10, 2, 3)
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("lru", 7), ("lfu", 8), ("next-use", 8)])
+def test_not_where_one_is_absent_or_the_policy_counts(name: str, capacity: int) -> None:
+    scheduler = filled(name, capacity)
+    assert scheduler.straight(np.array([4])) is None
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 1), st.sets(st.integers(0, 3), min_size=1), st.booleans()),
+    max_size=12,
+)
+
+
+@given(steps, st.integers(1, 7))
+def test_after_it_shrinks_the_residents_are_those_of_one_that_was_told(
+    asked: list[tuple[int, set[int], bool]], capacity: int
+) -> None:
+    """Straight or not, in any mixture."""
+    ours, told = filled(), filled()
+    for step, (layer, experts, straight) in enumerate(asked, 1):
+        pieces = np.array(sorted(experts)) + 4 * layer
+        serve(told, step, layer, pieces)
+        if not straight:
+            serve(ours, step, layer, pieces)
+        else:
+            assert ours.straight(pieces) is not None
+    for scheduler in (ours, told):
+        scheduler.on(Resized(capacity))
+    assert ours.cache.residents().tolist() == told.cache.residents().tolist()
+    assert ours.counts == told.counts
+    assert ours.straight(ours.cache.residents()[:1]) is None
+
+
+def test_nothing_used_leaves_the_order_as_it_was() -> None:
+    cache = Cache(PIECES, 8, policy("lru"))
+    cache.serve(np.arange(4), 0, "none")
+    cache.serve(np.arange(4, 8), 1, "none")
+    whole = Whole.of(cache)
+    assert whole is not None
+    whole.tell()
+    whole.use(np.array([0]))
+    whole.tell()
+    cache.resize(2)
+    assert cache.residents().tolist() == [0, 7]
