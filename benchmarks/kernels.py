@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--threads N] [--wall] [--encodings]
 
---encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, in turns with bf16 and
-with the floor; medians.
+--encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, in turns with bf16
+and with the floor; medians.
 
 Weights are random and larger than the caches. Every row stands beside a floor measured right
 before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
@@ -214,10 +214,11 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     clock = Clock(chosen.wall or chosen.threads > 1)
     if chosen.encodings:
-        return encoded_rows(chosen.wall or chosen.threads > 1)
-    expert_rows(clock)
-    dense_rows(clock)
-    call_rows(clock)
+        encoded_rows(chosen.wall or chosen.threads > 1)
+    else:
+        expert_rows(clock)
+        dense_rows(clock)
+        call_rows(clock)
 
 
 if __name__ == "__main__":

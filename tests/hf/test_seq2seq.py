@@ -60,9 +60,7 @@ def test_a_trace_is_of_the_decoder(tmp_path):
     try:
         prompts = [Prompt(TEXT, "one"), Prompt("Another", "two")]
         options = {"sampling": GREEDY, "name": "switch"}
-        record(
-            model, tokenizer, prompts, path, recording=RecordConfig(token_ids=True), **options
-        )
+        record(model, tokenizer, prompts, path, recording=RecordConfig(token_ids=True), **options)
     finally:
         model.greenroom.detach()
     trace = load_trace(path)

@@ -183,8 +183,10 @@ def _cache_of(model: PreTrainedModel) -> list[tuple[int, int]]:
     with torch.no_grad():
         cache: Any = model(input_ids=ids, **answer, use_cache=True).past_key_values
     sizes = []
-    layers = cache.layers if not answer else (
-        cache.self_attention_cache.layers + cache.cross_attention_cache.layers
+    layers = (
+        cache.layers
+        if not answer
+        else (cache.self_attention_cache.layers + cache.cross_attention_cache.layers)
     )
     for layer in layers:
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]

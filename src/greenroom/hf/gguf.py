@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ class Gguf(Checkpoint):
     """A GGUF file, or its parts. `folder` is the (first) file; `tensors` have GGUF's names."""
 
     @classmethod
-    def open(cls, path: Path) -> Gguf:
+    def open(cls, path: str | PathLike[str]) -> Gguf:
         """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
         if find_spec("gguf") is None:
             raise UnsupportedModel(f"{path}: GGUF files need the package gguf: pip install gguf")
-        file = GgufFile.open(path.absolute())
+        file = GgufFile.open(Path(path).absolute())
         if file.architecture not in SERVED:
             raise UnsupportedModel(
                 f"{path}: a GGUF file of the architecture {file.architecture}:"
@@ -144,7 +145,7 @@ class Gguf(Checkpoint):
         """The routes to each layer's matrices; GGUF has [experts, outputs, inputs], gate and up
         apart."""
         blocks = {hf: name for name, hf in names.items()}
-        routes = {}
+        routes: dict[str, Route] = {}
         for name, module in expert_modules(model).items():
             down = f"{name}.down_proj"
             stem = blocks.get(down, "").removesuffix("ffn_down_exps")

@@ -96,8 +96,8 @@ def model_in(folder: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:5])
         raise NotAModel(f"{folder}: holds several GGUF models ({names}): give one of these files")
-    if not found and (part := next(folder.glob("*.gguf"), None)):
-        return part  # a later part: its first one is missing
+    if not found and (late := next(folder.glob("*.gguf"), None)):
+        return late  # a later part: its first one is missing
     return found[0] if found else None
 
 

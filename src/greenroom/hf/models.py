@@ -143,7 +143,7 @@ def _decorated() -> Iterator[tuple[str, frozenset[tuple[str, bool]]]]:
             yield (
                 folder,
                 frozenset(
-                    (keyword.arg, keyword.value.value)
+                    (keyword.arg, bool(keyword.value.value))
                     for call in calls
                     for keyword in call.keywords
                     if keyword.arg is not None and isinstance(keyword.value, ast.Constant)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,8 @@ def _forward(
     inputs: list[Inputs],
     afterwards: str = IMPLEMENTATION,
 ) -> list[Tensor]:
-    config = module.config  # set here: transformers passes by the classes that it did not decorate
+    # Set here: transformers passes by the classes that it did not decorate.
+    config: Any = module.config
     config._experts_implementation = implementation
     try:
         return [module(*each) for each in inputs]

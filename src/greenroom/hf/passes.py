@@ -33,7 +33,8 @@ class Passes:
         self._model, self._cache, self._encoded = model, None, None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        model, given = self._model, {"input_ids": ids}
+        model = self._model
+        given: dict[str, Any] = {"input_ids": ids}
         if model.config.is_encoder_decoder:
             if self._encoded is None:
                 self._encoded = model.get_encoder()(input_ids=ids)

@@ -51,8 +51,9 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 def loads_whole(checkpoint: Checkpoint) -> bool:
     """Whether transformers can load it: of a GGUF in parts it reads only one, and of gpt-oss's it
     finds no gate and no up projection."""
-    gguf = isinstance(checkpoint, Gguf)
-    return not gguf or (len(checkpoint.files) == 1 and checkpoint.architecture != "gpt-oss")
+    if not isinstance(checkpoint, Gguf):
+        return True
+    return len(checkpoint.files) == 1 and checkpoint.architecture != "gpt-oss"
 
 
 def whole_model(draft: Draft) -> PreTrainedModel:

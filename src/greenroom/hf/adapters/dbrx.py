@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -54,7 +54,7 @@ class StackedRows(ConversionOps):
         return made
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     old = block.experts
     count, hidden, inner = old.num_experts, old.hidden_size, old.ffn_hidden_size
     block.experts = DbrxExperts(
@@ -67,7 +67,7 @@ def adapt(block: nn.Module, model: PreTrainedModel) -> None:
     become(block, _forward)
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     """DbrxFFN.forward, with one row a token for the experts."""
     weights, index = self.route_tokens_to_experts(self.router(hidden_states))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])

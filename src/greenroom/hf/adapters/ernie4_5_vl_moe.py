@@ -6,6 +6,7 @@ Its checkpoints number them in one row, those for text first. Only these are ser
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ class NotServed(nn.Module):
         raise UnsupportedModel("ERNIE 4.5 VL: pictures are not served, only text")
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     block.vision_moe.experts = NotServed()
 
 

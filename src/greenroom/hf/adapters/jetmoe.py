@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from greenroom.hf.adapters.socket import Adapter, Experts, become
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     up, down = block.input_linear.weight, block.output_linear.weight
     block.experts = Experts(model, tuple(up.shape), tuple(down.shape), up.dtype, block.activation)
     del block.input_linear, block.output_linear
     become(block, _forward)
 
 
-def _forward(self: nn.Module, layer_input: Tensor) -> Tensor:
+def _forward(self: Any, layer_input: Tensor) -> Tensor:
     """JetMoeMoE.forward; the router names the chosen in the order of experts."""
     order, _, gates, sizes, _ = self.router(layer_input.reshape(-1, self.input_size))
     shape = (-1, self.router.top_k)

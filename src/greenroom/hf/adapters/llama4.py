@@ -5,8 +5,10 @@ Those that were not chosen see zeros, which give zeros. Here only the chosen one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.errors import UnsupportedModel
@@ -27,7 +29,7 @@ class Llama4Experts(Experts):
         return torch.bmm(linear * self.act_fn(gate), down[None])[0, tokens] * weights
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     old = block.experts
     if block.top_k != 1:
         raise UnsupportedModel(
@@ -45,7 +47,7 @@ def adapt(block: nn.Module, model: PreTrainedModel) -> None:
     become(block, _forward)
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Llama4TextMoe.forward for one expert a token; what it is given carries its weight."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)

@@ -7,9 +7,10 @@ of transformers' own loop.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.hf.adapters.socket import Adapter, Experts, become
@@ -17,7 +18,7 @@ from greenroom.hf.adapters.socket import Adapter, Experts, become
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     old = block.experts
     count, (hidden, inner) = old.num_routed_experts, old.down_proj.shape[1:]
     block.experts = Experts(
@@ -30,7 +31,7 @@ def adapt(block: nn.Module, model: PreTrainedModel) -> None:
     become(block, _forward)
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     """LongcatFlashMoE.forward; experts from `num_experts` on are the identity."""
     shape = hidden_states.shape
     _, weights, index = self.router(hidden_states)

@@ -7,6 +7,8 @@ served here is the same: the loaded model's answer is that of transformers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -24,6 +26,9 @@ class NllbMoeExperts(Experts):
 
     own_arithmetic = True
     eager_only = True
+    up_proj_bias: Tensor
+    down_proj_bias: Tensor
+    moe_token_dropout: float
 
     def weighted_output(
         self, x: Tensor, tokens: Tensor, weights: Tensor, up: Tensor, down: Tensor, expert: int
@@ -33,7 +38,7 @@ class NllbMoeExperts(Experts):
         return out if self.moe_token_dropout <= 0 else out * (1 - self.moe_token_dropout)
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     old, count = block.experts, block.num_experts
     first = old["expert_0"]
     block.experts = new = NllbMoeExperts(

@@ -52,7 +52,7 @@ class Adapter:
     names: tuple[tuple[str, str], ...] = ()
 
 
-def plug(module: nn.Module, model: PreTrainedModel, **flags: bool) -> None:
+def plug(module: Any, model: PreTrainedModel, **flags: bool) -> None:
     """What transformers' decorator sets on an instance; `flags` as in FLAGS."""
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown
@@ -73,7 +73,8 @@ def decorated(kind: type[nn.Module]) -> type[nn.Module]:
 
 def become(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module another forward: it becomes an instance of a subclass of its class."""
-    module.__class__ = _with_forward(type(module), forward)
+    kind: Any = type(module)
+    module.__class__ = _with_forward(kind, forward)
 
 
 @cache
@@ -84,6 +85,15 @@ def _with_forward(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn
 @use_experts_implementation
 class _Loop(nn.Module):
     """transformers' common eager loop over experts."""
+
+    gate_up_proj: Tensor
+    up_proj: Tensor
+    down_proj: Tensor
+    has_gate: bool
+    is_transposed: bool
+    num_experts: int
+    weighted_output: Callable[..., Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum [T, H] of the experts chosen: x [T, H], index and weights [T, K]."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from greenroom.hf.adapters.socket import Adapter, decorated, plug
 
 
-def adapt(experts: nn.Module, model: PreTrainedModel) -> None:
-    experts.__class__ = decorated(type(experts))
+def adapt(experts: Any, model: PreTrainedModel) -> None:
+    kind: Any = type(experts)
+    experts.__class__ = decorated(kind)
     plug(experts, model)
 
 

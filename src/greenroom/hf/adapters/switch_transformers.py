@@ -5,14 +5,16 @@ A token that an expert has no room for (`expert_capacity`) has no expert.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
 
 from greenroom.hf.adapters.socket import Adapter, Experts, become
 
 
-def adapt(block: nn.Module, model: PreTrainedModel) -> None:
+def adapt(block: Any, model: PreTrainedModel) -> None:
     count, first = block.experts.num_experts, block.experts["expert_0"]
     block.experts = Experts(
         model,
@@ -25,7 +27,7 @@ def adapt(block: nn.Module, model: PreTrainedModel) -> None:
     become(block, _forward)
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     """SwitchTransformersSparseMLP.forward; the router says by a mask who is chosen."""
     mask, weights, _ = self.router(hidden_states)
     mask = mask.flatten(0, 1)

@@ -38,7 +38,7 @@ class Place:
 
     def __init__(self, whole: np.ndarray, begin: int, nbytes: int) -> None:
         self.array = whole[begin : begin + nbytes]
-        self.view = memoryview(self.array)
+        self.view = memoryview(self.array)  # type: ignore[arg-type]
 
     def take(self, nbytes: int) -> memoryview:
         """The first `nbytes`; a store never asks for more than `room` of its chunk."""

@@ -17,8 +17,10 @@ from greenroom.runtime.kernels.routing import Routing
 class Slots(Protocol):
     """Equal slots in one reservation of memory; slot s starts at `base + s * stride`."""
 
-    base: int
     stride: int
+
+    @property
+    def base(self) -> int: ...
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor: ...
 

@@ -14,8 +14,8 @@ from greenroom.runtime.kernels.expand import GROUP, NAMES
 from greenroom.runtime.kernels.openmp import body
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
-# Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits of
-# a float32 are 0 in such a scale.
+# Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
+# of a float32 are 0 in such a scale.
 _EXACT = {"int4": (1 << 19) - 1}
 
 if TYPE_CHECKING:
