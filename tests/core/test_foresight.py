@@ -7,6 +7,7 @@ import pytest
 
 from greenroom.core.foresight import Foresight, ranked
 from greenroom.core.predictor import Guess, PassBegins, Seen
+from greenroom.errors import PredictorError
 
 OFFSETS = (0, 6, 10, 17)  # layers of 6, 4 and 7 experts
 
@@ -47,6 +48,14 @@ def test_guesses_become_dense_ids_and_layers_beyond_the_last_the_next_pass_s():
     foresight.begin(at(False))
     events = said(foresight.routed(SEEN))
     assert events == [(2, [13, 10]), (0, [5, 1]), (1, [8, 8])]
+
+
+def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_another_layer_s():
+    foresight = Foresight(Says((1, [[0, 4]])), OFFSETS)
+    with pytest.raises(
+        PredictorError, match="says: layer 1 has 4 experts, and it predicts number 4"
+    ):
+        foresight.begin(at(False))
 
 
 def test_of_a_prompt_only_what_comes_after_it_is_foreseen():

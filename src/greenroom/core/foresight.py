@@ -8,6 +8,7 @@ import numpy as np
 
 from greenroom.core.events import Predicted
 from greenroom.core.predictor import Guess, Ids, PassBegins, Predictor, Seen
+from greenroom.errors import PredictorError
 
 
 class Foresight:
@@ -41,7 +42,13 @@ class Foresight:
 
     def _event(self, guess: Guess) -> Predicted:
         layer = guess.layer % self._layers
-        return Predicted(layer, ranked(guess.experts) + self._offsets[layer])
+        experts, first, end = ranked(guess.experts), self._offsets[layer], self._offsets[layer + 1]
+        if len(experts) and experts.max() >= end - first:  # else it would name another layer's
+            raise PredictorError(
+                f"predictor {self.predictor.name}: layer {layer} has {end - first} experts, and it"
+                f" predicts number {experts.max()}"
+            )
+        return Predicted(layer, experts + first)
 
 
 def ranked(rows: Ids) -> Ids:

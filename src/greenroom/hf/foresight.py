@@ -13,11 +13,9 @@ from greenroom.core.layout import Catalog
 from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.budget import experts_per_token
-from greenroom.predictors import AUTO, Choice, Setting, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
 from greenroom.runtime import learned_file
 from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
-
-AUTOMATIC = ("next-gate", "markov")  # the first that this model allows
 
 
 @dataclass(frozen=True, slots=True)

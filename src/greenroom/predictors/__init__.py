@@ -32,6 +32,7 @@ PREDICTORS: dict[str, Kind] = {
     )
 }
 OFF = "off"  # what users call `none`
+AUTOMATIC = ("next-gate", "markov")  # what `auto` is: the first that model, or trace, allows
 
 
 def _undecided(setting: Setting) -> Predictor:
@@ -56,4 +57,4 @@ def predictor(text: str) -> Choice:
     return known[name].chosen(rest)
 
 
-__all__ = ["AUTO", "PREDICTORS", "Choice", "Kind", "Setting", "predictor"]
+__all__ = ["AUTO", "AUTOMATIC", "OFF", "PREDICTORS", "Choice", "Kind", "Setting", "predictor"]

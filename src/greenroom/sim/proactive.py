@@ -22,12 +22,11 @@ from greenroom.core.scheduler import Counts, Scheduler
 from greenroom.core.stream import Stream
 from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
-from greenroom.predictors import AUTO, OFF, Choice, Setting, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, OFF, Choice, Setting, predictor
 from greenroom.sim.simulate import Clock, TraceStep
 from greenroom.sim.timed import Times, by_request
 from greenroom.trace import Trace
 
-AUTOMATIC = ("next-gate", "markov")  # what `auto` is, as in a run: the first that can be
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 NEVER = ("failed",)  # and those of what no simulated link does
 

@@ -1,0 +1,158 @@
+"""Decode from stored formats, Greenroom beside llama.cpp on the same file.
+
+    python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
+
+A type's file is DIR/moe1.7b-VARIANT-TYPE.gguf, what llama.cpp's llama-quantize makes of
+DIR/moe1.7b-VARIANT.gguf (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
+place. Two tables: everything resident, and with --share of the file's size in memory (a cgroup
+each, page cache counted). Runs are processes of their own, cold, interleaved, and ratios are over
+pairs of the same repetition; see decode.py and resident.py for what a run does.
+
+Floor, everything resident: the stored bytes of a token's experts, and dense parts in bfloat16,
+over the RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common import (
+    Result,
+    commit,
+    decode_rate,
+    machine,
+    median_of,
+    note,
+    run_llama_bench,
+    run_worker,
+    show_ratio,
+    table,
+)
+from floor import ram_bandwidth
+
+Runs = dict[str, list[Result]]  # by engine, one a repetition
+PROMPT = 128  # tokens
+
+
+def file_of(root: Path, variant: str, kind: str) -> Path:
+    return root / f"moe1.7b-{variant}{'' if kind == 'BF16' else f'-{kind}'}.gguf"
+
+
+def token_bytes(path: Path) -> int:
+    """Bytes that a token needs: its experts as stored, dense parts but the embedding in bf16."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    field = {name.rsplit(".", 1)[-1]: part for name, part in reader.fields.items()}
+    share = field["expert_used_count"].contents() / field["expert_count"].contents()
+    total = 0.0
+    for tensor in reader.tensors:
+        if "_exps" in tensor.name:
+            total += int(tensor.n_bytes) * share
+        elif tensor.name != "token_embd.weight":
+            total += int(tensor.n_elements) * 2
+    return int(total)
+
+
+def resident_rate(result: Result, tokens: int) -> float:
+    """Tokens a second of the median pass, from the second inner repeat on."""
+    return 1 / statistics.median(result["token_s"][tokens:] or result["token_s"])
+
+
+def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callable[[], Result]]:
+    """How to run each engine once; a `limit` of 0 is none."""
+    inner = 1 if limit else 3
+    ours = {"memory": limit} if limit else {"cache": "100%"}
+    return {
+        "greenroom": lambda: run_worker(
+            "greenroom", path, limit, threads=args.threads, prompt=PROMPT,
+            tokens=args.tokens, repeats=inner, **ours,
+        ),
+        "llama.cpp": lambda: run_llama_bench(
+            args.llama_bench, path, limit, threads=args.threads, prompt=PROMPT,
+            tokens=args.peer_tokens if limit else args.tokens, repeats=inner,
+        ),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path, Runs]]:
+    for kind in args.types:
+        path, runs = file_of(args.root, args.variant, kind), defaultdict(list)
+        limit = int(path.stat().st_size * args.share) if limited else 0
+        for repeat in range(args.repeats):
+            engines = list(turns(args, limit, path).items())
+            for engine, run in engines[repeat % 2 :] + engines[: repeat % 2]:
+                result = run()
+                runs[engine].append(result)
+                said = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
+                note(f"{kind} {'limited' if limited else 'resident'} {engine}: {said}")
+        yield kind, path, runs
+
+
+def row(kind: str, path: Path, runs: Runs, rate: Callable[[Result], float]) -> list[str]:
+    pairs = [
+        (rate(a), rate(b))
+        for a, b in zip(runs["greenroom"], runs["llama.cpp"], strict=True)
+        if "error" not in a | b
+    ]
+    ours, theirs = (median_of(runs[engine], rate) for engine in ("greenroom", "llama.cpp"))
+    said = [f"{each:.3g}" if each else runs[engine][0]["error"]
+            for each, engine in ((ours, "greenroom"), (theirs, "llama.cpp"))]  # fmt: skip
+    return [kind, f"{path.stat().st_size / 1e9:.2f}", *said, show_ratio(pairs)]
+
+
+def resident(args: argparse.Namespace, ram: float) -> str:
+    def rate(result: Result) -> float:
+        return resident_rate(result, args.tokens)
+
+    rows = []
+    for kind, path, runs in measure(args, limited=False):
+        floor = ram / token_bytes(path)
+        ours = median_of(runs["greenroom"], rate)
+        share = f"{ours / floor:.0%}" if ours else "-"
+        rows.append([*row(kind, path, runs, rate), f"{floor:.1f}", share])
+    return table(
+        ("everything resident", "GB", "Greenroom", "llama.cpp", "ratio", "floor", "% of floor"),
+        rows,
+    )
+
+
+def limited(args: argparse.Namespace) -> str:
+    rows = []
+    for kind, path, runs in measure(args, limited=True):
+        peak = median_of(runs["greenroom"], lambda r: (r["peak_bytes"] or 0) / 1e9)
+        line = row(kind, path, runs, decode_rate)
+        rows.append([*line, f"{peak:.2f}" if peak is not None else "-"])
+    return table(
+        (f"{args.share:.0%} of the file", "GB", "Greenroom", "llama.cpp", "ratio", "peak GB"), rows
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="decode from stored formats beside llama.cpp")
+    parser.add_argument("root", type=Path, help="where the GGUF files are")
+    parser.add_argument("--variant", default="zipf1.5")
+    parser.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_0"])
+    parser.add_argument("--llama-bench", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=0.5, help="limit / size of the file")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--peer-tokens", type=int, default=8, help="of llama.cpp, limited")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--only", choices=("resident", "limited"))
+    args = parser.parse_args()
+    ram = ram_bandwidth(args.threads)
+    print(f"commit {commit()}; {machine()}; {args.threads} threads, RAM {ram / 1e9:.1f} GB/s\n")
+    if args.only != "limited":
+        print(resident(args, ram), flush=True)
+    if args.only != "resident":
+        print("\n" + limited(args))
+
+
+if __name__ == "__main__":
+    main()
