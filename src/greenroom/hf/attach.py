@@ -32,6 +32,7 @@ from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv import ROOM, adopt, reserve
 from greenroom.hf.kv_kinds import DYNAMIC
+from greenroom.hf.pack.checked import checked
 from greenroom.hf.parts import Parts
 from greenroom.hf.recall import Recall
 from greenroom.hf.shared import Shared
@@ -121,6 +122,7 @@ class Greenroom:
         if store is None:
             store = disk = DiskStore(catalog, direct=parts.direct)
             self.direct = disk.direct
+            store = checked(disk, catalog)
         else:
             self.direct = True
         if parts.read_limit is not None:
