@@ -17,6 +17,7 @@ UNITS = {
 }  # fmt: skip
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
+KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 KERNELS = ("auto", "eager", "numba", "triton")
 
 
@@ -99,6 +100,11 @@ class LoadConfig:
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)
     device: str = _option("auto", "where the experts are computed", None, DEVICES)
     context: int = _option(4096, "tokens that the KV cache must have room for", "N")
+    kv: str = _option(
+        "dynamic", "how keys and values are kept: dynamic as they are computed; fp8, int4, int2"
+        " quantised, which changes the output (int4 and int2 need optimum-quanto); offloaded with"
+        " a GPU in host memory", None, KV,
+    )  # fmt: skip
     readers: int = _option(2, "threads that read experts", "N")
     direct: str = _option("auto", "read past the page cache (O_DIRECT)", None,
                           ("auto", "on", "off"))  # fmt: skip

@@ -29,6 +29,8 @@ KEYS = [
     "tpot_p99_s",
     "tokens_per_s",
     "capacity",
+    "capacity_least",
+    "capacity_most",
     "expert_requests",
     "expert_hits",
     "hit_ratio",

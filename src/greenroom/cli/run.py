@@ -160,6 +160,8 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "tpot_p99_s": result.tpot_p99_s,
         "tokens_per_s": result.tokens_per_s,
         "capacity": stats.capacity,
+        "capacity_least": stats.capacity_least,
+        "capacity_most": stats.capacity_most,
         "expert_requests": stats.expert_requests,
         "expert_hits": stats.expert_hits,
         "hit_ratio": stats.hit_ratio,
@@ -187,6 +189,11 @@ def closing_line(result: Answer, stats: Stats) -> str:
         parts.append(f"TPOT p50 {_time(result.tpot_s)}, p95 {_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
+    if stats.capacity_least < stats.capacity_most:  # as keys and values came and went
+        parts.append(
+            f"{stats.capacity:,} slots, {stats.capacity_least:,} at least,"
+            f" {stats.capacity_most:,} at most"
+        )
     total = result.prompt_tokens + result.new_tokens
     parts.append(f"{show_bytes(stats.bytes_read / total)} read per token")
     of = f" of the budget's {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""

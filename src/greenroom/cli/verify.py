@@ -1,17 +1,25 @@
-"""`greenroom verify MODEL`: prove that nothing changes when experts stay on disk."""
+"""`greenroom verify MODEL`: prove that nothing changes when experts stay on disk.
+
+With `--quality TEXT`: what a pack, or another version of a model, loses against its original.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from greenroom.cli.options import choices_of
 from greenroom.cli.run import text_of
 from greenroom.config import LoadConfig
-from greenroom.errors import VerifyError
+from greenroom.errors import UsageError, VerifyError
 
-HELP = "prove that the output is the full model's, bit for bit"
+HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
+TOKENS = 24  # to compare
+PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
+QUALITY = ("against", "tokens")  # and those that are for it alone
 
 
 def add_to(commands: Any) -> None:
@@ -22,8 +30,8 @@ def add_to(commands: Any) -> None:
         help="the expert cache: 25%% of the experts, or 2GiB (default: 10%%)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-new-tokens", type=int, default=24, metavar="N",
-        help="greedy tokens to compare (default: %(default)s)",
+        "--max-new-tokens", type=int, metavar="N",
+        help=f"greedy tokens to compare (default: {TOKENS})",
     )  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="what to begin with (default: a sentence)")
     parser.add_argument(
@@ -33,11 +41,60 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--layers", action="store_true", help="compare layer by layer even if the model would fit"
     )
+    quality = parser.add_argument_group("quality")
+    quality.add_argument(
+        "--quality", metavar="FILE", type=Path,
+        help="instead, KL divergence from the original and perplexity on this text",
+    )  # fmt: skip
+    quality.add_argument(
+        "--against", metavar="MODEL", help="the original (default: what a pack was made from)"
+    )
+    quality.add_argument(
+        "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
+    wrong = PROOF if args.quality is not None else QUALITY
+    if name := next((n for n in wrong if getattr(args, n) not in (None, False)), None):
+        which = "does not go with" if args.quality is not None else "is for"
+        raise UsageError(f"--{name.replace('_', '-')} {which} --quality")
+    if args.quality is not None:
+        _quality(args)
+    else:
+        _proof(args)
+
+
+def _quality(args: argparse.Namespace) -> None:
+    if args.tokens is not None and args.tokens < 2:
+        raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
+
+    from greenroom.cli.progress import bars
+    from greenroom.hf.quality import quality, text_in
+
+    bars(loading=False, wanted=not args.json)
+    found = quality(
+        args.model,
+        text_in(args.quality),
+        args.against,
+        cache=args.cache,
+        dtype=args.dtype,
+        tokens=args.tokens,
+        say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
+    )
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return
+    print(
+        f"KL divergence from {found.original}: mean {found.kl_mean:.3g}, p99 {found.kl_p99:.3g}"
+        f" nats, over {found.tokens} tokens; the same token is likeliest in {found.same_top:.1%}"
+        f"\nperplexity {found.perplexity:.6g}, the original's {found.original_perplexity:.6g}"
+    )
+
+
+def _proof(args: argparse.Namespace) -> None:
     prompt = None if args.prompt is None else text_of(args.prompt)
 
     from greenroom.cli.progress import bars
@@ -47,7 +104,7 @@ def main(args: argparse.Namespace) -> None:
     verdict = verify(
         args.model,
         args.cache,
-        tokens=args.max_new_tokens,
+        tokens=TOKENS if args.max_new_tokens is None else args.max_new_tokens,
         prompt=PROMPT if prompt is None else prompt,
         dtype=args.dtype,
         layers=True if args.layers else None,

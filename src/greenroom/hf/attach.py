@@ -29,7 +29,10 @@ from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, ClosedError, UsageError
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
-from greenroom.hf.kv import reserve
+from greenroom.hf.growth import Growth
+from greenroom.hf.kv import ROOM, adopt, reserve
+from greenroom.hf.kv_kinds import DYNAMIC
+from greenroom.hf.pack.checked import checked
 from greenroom.hf.parts import Parts
 from greenroom.hf.recall import Recall
 from greenroom.hf.shared import Shared
@@ -119,6 +122,7 @@ class Greenroom:
         if store is None:
             store = disk = DiskStore(catalog, direct=parts.direct)
             self.direct = disk.direct
+            store = checked(disk, catalog)
         else:
             self.direct = True
         if parts.read_limit is not None:
@@ -166,6 +170,8 @@ class Greenroom:
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._tier_base = 0, 0
+        self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
+        self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
@@ -250,14 +256,17 @@ class Greenroom:
             if (reason := unread(binding.experts)) is not None:
                 log.warning("%s: the kernels eager compute them, on the GPU too", reason)
 
-    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass begins; one without keys and values before it is the first of a prompt. Of an
         encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if given is None or given.is_meta:
-            return
-        cache = kwargs.get("past_key_values")
+            return None
+        cache = self._cache(model, kwargs)
+        if self.growth is not None:
+            self.growth.before(cache, *given.shape[:2])
+            self._sized()
         if model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
         batch, length = given.shape[:2]
@@ -271,9 +280,25 @@ class Greenroom:
             )
         )
         self._tokens += batch * length
+        return args, kwargs
+
+    def _cache(self, model: nn.Module, kwargs: dict[str, Any]) -> Any:
+        """The keys and values that a pass goes on with: of the kind that was asked for, where it
+        begins, and those of the usual kind growing in place."""
+        cache, kind = kwargs.get("past_key_values"), self.parts.kv
+        if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
+            cache = kwargs["past_key_values"] = kind.cache(model.config)
+        adopt(cache, max(self.parts.context, ROOM) + 1, in_blocks=self.engine is not None)
+        return cache
+
+    def _sized(self) -> None:
+        least, most = self._sizes
+        self._sizes = min(least, self.capacity), max(most, self.capacity)
 
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self.driver.end_pass()
+        if self.growth is not None:
+            self.growth.seen(getattr(out, "past_key_values", None))
         if self.engine is not None:  # a router's choice is known here when its experts run
             return
         if not self._preempting and self._shared is not None and self._shared.early:
@@ -325,6 +350,8 @@ class Greenroom:
             policy=driver.scheduler.cache.policy.name,
             kernels=described(self.kernel, [getattr(m, BINDING).experts for m in self._modules]),
             capacity=self.capacity,
+            capacity_least=self._sizes[0],
+            capacity_most=self._sizes[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -351,6 +378,7 @@ class Greenroom:
         if self._tier is not None:
             self._tier_base = self._tier.requests, self._tier.hits
         self._base = replace(driver.scheduler.counts), driver.meter.copy()
+        self._sizes = self.capacity, self.capacity
         driver.scheduler.lookahead.accuracy.reset()
 
     def timeline(self, on: bool = True) -> Timeline | None:
@@ -361,15 +389,24 @@ class Greenroom:
     def resize(self, cache: str | int) -> int:
         """Give the cache another size (`25%`, `2GiB`, bytes), also while it is in use.
 
-        Experts that no longer fit go by the policy, and their memory back to the system. Returns
-        the slots that there are now.
+        Experts that no longer fit go by the policy, and their memory back to the system. From here
+        on it has this size, whatever keys and values take. Returns the slots that there are now.
         """
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.parts.catalog, "cache")
         split_capacity(slots, len(self.parts.catalog.layers), self.parts.scope)  # or BudgetError
+        self.growth = None
         self.driver.resize(slots)
+        self._sized()
         return self.capacity
+
+    def grow(self, growth: Growth) -> None:
+        """Have as many slots as keys and values leave, from here on."""
+        self.driver.resize(growth.first())
+        self._sizes = self.capacity, self.capacity
+        self.growth = growth
+        growth.bind(self.driver)
 
     def detach(self) -> None:
         """Take out of the model what was put in, end the threads, free the slots.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from greenroom.config import Amount, show_bytes
@@ -65,24 +64,30 @@ def budget_bytes(memory: str | int | None) -> int:
 
 
 def needs(draft: Draft, parts: Parts) -> Needs:
-    """Before anything is loaded: the draft's model is on the meta device."""
+    """With a full context, before anything is loaded: the draft's model is on the meta device."""
     return Needs(
         process=rss_bytes() + COMPILERS,
         dense=draft.dense_bytes,
         kv_cache=parts.kv_cache_bytes,
-        workspace=workspace_bytes(draft.model, parts.catalog, parts.context) + SLACK,
+        workspace=workspace_bytes(draft, parts),
         staging=parts.readers * (CHUNK_BYTES + (1 << 20)),
     )
 
 
+def workspace_bytes(draft: Draft, parts: Parts) -> int:
+    """What activations take where the context is full and a block of a prompt ends it."""
+    space = Workspace.of(draft.model, parts.catalog)
+    return space.nbytes(1, min(parts.context, PREFILL_BLOCK), parts.context) + SLACK
+
+
 def capacity_for(
-    budget: int, need: Needs, catalog: Catalog, at_least: int = 1, of: str = ""
+    budget: int, need: Needs, catalog: Catalog, at_least: int = 1, of: str = "", devices: int = 1
 ) -> int:
     """Slots that a budget (`of` what, where it is not the process) leaves. BudgetError says how
-    much would do."""
-    slots = (budget - need.total) // catalog.slot_bytes
+    much would do. Of several GPUs it is each one's: all have as many slots as the first."""
+    slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < at_least:
-        enough = need.total + at_least * catalog.slot_bytes
+        enough = need.total + -(-at_least // devices) * catalog.slot_bytes
         raise BudgetError(
             f"a budget of {show_bytes(budget)}{of} is too small: {need} and {at_least}"
             f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
@@ -114,9 +119,9 @@ class DeviceBudget:
             )
 
     def before(self, draft: Draft, parts: Parts) -> Needs:
-        """What is needed beside the slots, before anything is loaded."""
-        workspace = workspace_bytes(draft.model, parts.catalog, parts.context)
-        return Needs(0, draft.dense_bytes, parts.kv_cache_bytes, workspace + SLACK, LIBRARIES)
+        """What is needed beside the slots with a full context, before anything is loaded."""
+        workspace = workspace_bytes(draft, parts)
+        return Needs(0, draft.dense_bytes, parts.kv_cache_bytes, workspace, LIBRARIES)
 
     def after(self, need: Needs, slots: int) -> Needs:
         """The same once everything is loaded, with so many bytes of slots: dense parts and
@@ -125,10 +130,13 @@ class DeviceBudget:
         return Needs(used, 0, need.kv_cache, need.workspace, 0)
 
 
-def host_slots(host_memory: str | int | None, catalog: Catalog, seats: int) -> tuple[int, int]:
+def host_slots(
+    host_memory: str | int | None, catalog: Catalog, seats: int, kv: int = 0
+) -> tuple[int, int]:
     """(budget in bytes, experts that it has room for in host memory beside the process).
 
-    Without an amount as much is taken as there is, within `AUTO_SHARE`; none is enough then.
+    `kv` bytes are for keys and values that are kept there. Without an amount as much is taken as
+    there is, within `AUTO_SHARE`; none is enough then.
     BudgetError where a budget does not even hold the process and its staging seats.
     """
     available, process = available_bytes() + rss_bytes(), rss_bytes()
@@ -138,11 +146,12 @@ def host_slots(host_memory: str | int | None, catalog: Catalog, seats: int) -> t
     else:
         budget = Amount.parse(host_memory, "--host-memory").of(available)  # type: ignore[arg-type]
     seat, slot = sizes(chunks_of(catalog))
-    least = process + SLACK + seats * seat
+    least = process + SLACK + seats * seat + kv
     if budget < least and not auto:
+        keys = f" and keys and values {show_bytes(kv)}" if kv else ""
         raise BudgetError(
             f"--host-memory {host_memory} is too small: the process takes {show_bytes(process)}"
-            f" and staging {show_bytes(seats * seat)};"
+            f" and staging {show_bytes(seats * seat)}{keys};"
             f" --host-memory {-(-least // (1 << 20))}MiB would do"
         )
     return budget, min(max(0, (budget - least) // slot), catalog.experts)
@@ -162,68 +171,47 @@ def experts_per_token(model: PreTrainedModel) -> int:
     return int(getattr(config, "num_experts_per_tok", None) or 1)
 
 
-def kv_cache_bytes(model: PreTrainedModel, context: int) -> int:
-    """Bytes of the cache for `context` tokens, and of the largest layer once more.
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Activations of a pass, in bytes: `fixed`, for each `token` of it, for each token of its
+    `context`, and for each `pair` of one of these and one of those."""
 
-    A layer's keys and values are copied as they grow. Measured by a pass on the meta device.
-    """
-    try:
-        layers = _cache_of(model)
-    except Exception:  # a model whose forward cannot run without data
-        return _kv_by_config(model, context)
-    per_token = sum(growing for growing, _ in layers) + max(growing for growing, _ in layers)
-    return per_token * context + sum(fixed for _, fixed in layers)
+    fixed: int
+    token: int
+    context: int
+    pair: int
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, catalog: Catalog) -> Workspace:
+        """Experts' inputs and outputs, the widest of the dense parts, attention, logits."""
+        config: Any = model.config.get_text_config()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        weights = [
+            layout.weight(spec.name)
+            for layout in catalog.layouts
+            for spec in layout.tensors
+            if "." not in spec.name  # a companion of an encoded matrix
+        ]
+        inner = max(max(weight.shape) for weight in weights)
+        widened = max(
+            2 * weight.parts[0].nbytes if weight.encoding == PLAIN else 16 * prod(weight.shape)
+            for weight in weights
+        )
+        experts = experts_per_token(model) * hidden * 8 + (hidden + inner) * 16
+        dense = max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
+        logits = 4 * config.vocab_size * 4
+        eager = config._attn_implementation == "eager"
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or hidden // heads
+        # Of grouped heads all get keys and values of their own; scores are torch's, or its masks.
+        repeated = 2 * heads * width * model.dtype.itemsize if kv_heads < heads else 0
+        return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
 
-def _cache_of(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Each layer's (bytes a token, bytes of states that do not grow with the tokens)."""
-    tokens = 47  # no other dimension is likely to be that
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        cache: Any = model(input_ids=ids, **answer, use_cache=True).past_key_values
-    sizes = []
-    layers = (
-        cache.layers
-        if not answer
-        else (cache.self_attention_cache.layers + cache.cross_attention_cache.layers)
-    )
-    for layer in layers:
-        tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        nbytes = [(t.numel() * t.element_size(), tokens in t.shape) for t in tensors]
-        growing = sum(n for n, grows in nbytes if grows) // tokens
-        sizes.append((growing, sum(n for n, grows in nbytes if not grows)))
-    return sizes
+    def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:
+        """Of a pass of `length` tokens of each sequence, `tokens` with those before them.
 
-
-def _kv_by_config(model: PreTrainedModel, context: int) -> int:
-    """Full attention in every layer: 2 x layers x heads x width x tokens."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = config.num_hidden_layers
-    return int(2 * (layers + 1) * heads * width * context * model.dtype.itemsize)
-
-
-def workspace_bytes(model: PreTrainedModel, catalog: Catalog, context: int) -> int:
-    """Activations of one block of a prompt: experts' inputs and outputs, attention, logits."""
-    config = model.config.get_text_config()
-    tokens = min(context, PREFILL_BLOCK)
-    rows = tokens * experts_per_token(model)
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    weights = [
-        layout.weight(spec.name)
-        for layout in catalog.layouts
-        for spec in layout.tensors
-        if "." not in spec.name  # a companion of an encoded matrix
-    ]
-    inner = max(max(weight.shape) for weight in weights)
-    experts = rows * hidden * 8 + tokens * (hidden + inner) * 16
-    widened = max(
-        2 * weight.parts[0].nbytes if weight.encoding == PLAIN else 16 * prod(weight.shape)
-        for weight in weights
-    )
-    dense = tokens * max(hidden, getattr(config, "intermediate_size", 0) or 0) * 24
-    scores = heads * tokens * context * 8 if config._attn_implementation == "eager" else 0
-    logits = 4 * config.vocab_size * 4
-    return int(experts + widened + dense + scores + logits)
+        Room for a block of a prompt is kept also while single tokens are decoded.
+        """
+        rows = max(batch * length, min(block, tokens))
+        attention = batch * tokens * (self.context + length * self.pair)
+        return self.fixed + rows * self.token + attention

@@ -91,6 +91,12 @@ class Draft:
         return total
 
     @property
+    def dense_tensors(self) -> list[str]:
+        """The checkpoint's tensors that the dense parameters are made of."""
+        routes = self._routes.values()
+        return [name for route in routes for own in route.sources.values() for name in own]
+
+    @property
     def expanded_bytes(self) -> int:
         """Bytes of all experts as transformers would have them, in the model's dtype."""
         return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
@@ -252,6 +258,8 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
     """The dtype to build in, also written into the config, as `from_pretrained` does."""
     if dtype != "auto" and dtype not in FLOATS:
         raise UnknownName("dtype", dtype, ["auto", *FLOATS])
+    if dtype == "auto" and checkpoint.pack is not None:
+        dtype = checkpoint.pack.header.dtype
     if dtype == "auto" and isinstance(checkpoint, Gguf):
         dtype = checkpoint.dtype()
     main: torch.dtype

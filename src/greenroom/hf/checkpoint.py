@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.header import Stored, read_header
 from greenroom.hf.quantised import encoded
 from greenroom.hf.read import read_tensor
+
+if TYPE_CHECKING:
+    from greenroom.hf.pack.reading import Pack
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,6 +32,7 @@ class Checkpoint:
     files:   absolute paths; `Stored.file` is a position in them
     tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
     stored:  by the names in the files
+    pack:    where the experts are, of a checkpoint that is a pack's dense parts
     """
 
     folder: Path
@@ -36,10 +40,11 @@ class Checkpoint:
     files: tuple[str, ...]
     tensors: Mapping[str, Stored]
     stored: Mapping[str, Stored]
+    pack: Pack | None = None
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Read the config and all headers: of a folder, or of a GGUF file (hf/gguf.py).
+        """Read the config and all headers: of a folder, a GGUF file (hf/gguf.py), or a pack.
 
         Raises NotAModel, UnsupportedModel or CheckpointError.
         """
@@ -48,6 +53,10 @@ class Checkpoint:
             from greenroom.hf.gguf import Gguf
 
             return Gguf.open(folder)
+        from greenroom.hf.pack.reading import is_pack, open_pack
+
+        if is_pack(folder):
+            return open_pack(folder)
         config = read_config(folder)
         names, wanted = _shards(folder)
         files = tuple(str(folder / name) for name in names)
@@ -136,6 +145,11 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     if text == "demo":
         return demo_folder()
     path = Path(text).expanduser()
+    from greenroom.hf.pack.reading import is_pack, refuse_unfinished
+
+    refuse_unfinished(path)
+    if is_pack(path):
+        return path
     if path.suffix == ".gguf" and not path.is_dir():
         if not path.exists():
             raise NotAModel(f"{text}: there is no such file")

@@ -16,8 +16,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Made of config.json's content and of each tensor's name, type, shape and size, as the headers
     say; no weight is read. So it tells architectures and sizes apart, but not two trainings of one
-    architecture.
+    architecture. A pack has that of the checkpoint it was made from: what is known of the one's
+    routing holds for the other.
     """
+    if checkpoint.pack is not None:
+        return checkpoint.pack.header.source.fingerprint
     tensors = [
         [name, stored.dtype, list(stored.shape), stored.nbytes]
         for name, stored in sorted(checkpoint.tensors.items())

@@ -39,6 +39,8 @@ def make_catalog(
     an expert's tensor is missing or of a wrong shape, UnsupportedModel where one is stored in a way
     that is not served.
     """
+    if checkpoint.pack is not None:
+        return checkpoint.pack.catalog(model, layers)
     indexer = _Indexer(model, checkpoint, routes)
     tables, layouts = [], []
     order: list[str] = []

@@ -1,20 +1,190 @@
-"""Room for one more token in a KV cache, without copying the tokens before it.
+"""Keys and values that grow in place, and what a KV cache holds.
 
 transformers' `DynamicCache` makes new tensors of all keys and values for every token: with 190
-tokens of context 0.2 ms a layer, and more as the context grows. Here a layer's tensors become
-views of larger ones with room for `SPARE` tokens, so that only every 64th token copies.
+tokens of context 0.2 ms a layer, and more as the context grows; and their memory comes back in
+pieces that fit nothing else. Here a layer's tensors are views of larger ones. In host memory those
+are address space: a page is there once it is written, and all are gone with the last view, so that
+nothing is ever copied within `room` tokens. On a GPU they grow by a BLOCK of tokens.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import gcd
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
-SPARE = 64  # tokens
-_ROOM = "_greenroom_room"  # on a layer: ((view, whole) of the keys, the same of the values)
+from greenroom.runtime.memory import reservation
+
+ROOM = 4096  # tokens of address space, where nothing else is said
+BLOCK = 256  # tokens that a GPU's tensors grow by
+FREED = 64 << 20  # bytes that a GPU's allocator may keep of tensors that were outgrown
+
+
+class _Room:
+    """A tensor [batch, heads, tokens, width] with room behind its tokens."""
+
+    def __init__(self, room: int, in_blocks: bool) -> None:
+        """`room` tokens of address space, or as many blocks of memory as it takes."""
+        self._room, self._in_blocks = room, in_blocks
+        self._view: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken; a page is, once it has been written."""
+        if self._whole is None or self._view is None:
+            return 0
+        if self._in_blocks:
+            return self._whole.nbytes
+        batch, heads, tokens, width = self._view.shape
+        row = tokens * width * self._view.element_size()
+        return batch * heads * -(-row // PAGESIZE) * PAGESIZE
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Is this the tensor that was given out last? Others (a copy, a part) are not built on."""
+        return tensor is self._view
+
+    def grown(self, tensor: Tensor, like: Tensor, by: int) -> Tensor:
+        """`tensor` (or nothing yet) with `by` more tokens, which are not set."""
+        tokens = tensor.shape[2] if tensor.dim() == 4 else 0
+        self.make(tensor, like, tokens + by)
+        assert self._whole is not None
+        self._view = self._whole[:, :, : tokens + by]
+        return self._view
+
+    def make(self, tensor: Tensor, like: Tensor, tokens: int) -> Tensor:
+        """Room for so many tokens; what `tensor` has of them, in its new place."""
+        have = tensor.shape[2] if tensor.dim() == 4 else 0
+        if not self.holds(tensor) or self._whole is None or tokens > self._whole.shape[2]:
+            batch, heads, _, width = like.shape
+            fresh = self._fresh((batch, heads, tokens, width), like)
+            if have:
+                fresh[:, :, :have] = tensor
+            self._whole, self._view = fresh, fresh[:, :, :have]
+        assert self._view is not None
+        return self._view
+
+    def _fresh(self, shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
+        """A tensor with room for `shape`'s tokens, and more."""
+        batch, heads, tokens, width = shape
+        with torch.inference_mode(False):  # else nobody outside could write to it
+            if self._in_blocks:
+                room = -(-tokens // BLOCK) * BLOCK
+                whole = like.new_empty((batch, heads, room, width))
+            else:
+                row = width * like.element_size()
+                each = PAGESIZE // gcd(PAGESIZE, row)  # tokens, so that a head begins on a page
+                room = tokens if tokens <= self._room else 2 * tokens
+                room = -(-max(room, self._room) // each) * each
+                whole = torch.frombuffer(
+                    reservation(batch * heads * room * row), dtype=like.dtype
+                ).view(batch, heads, room, width)
+        return whole
+
+
+class Growing(DynamicLayer):
+    """A `DynamicLayer` with room for the tokens to come."""
+
+    def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
+        super().__init__()
+        self._options = room, in_blocks
+        self._rooms = _Room(*self._options), _Room(*self._options)
+
+    @classmethod
+    def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> Growing:
+        """A layer that goes on where a plain one is."""
+        made = cls(room, in_blocks)
+        made.__dict__ |= vars(layer)
+        return made
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, tokens, width] with those that are given now."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._tensors()
+        # A search with beams makes new tensors for every token: they are not worth a room.
+        moved = keys.dim() == 4 and keys.shape[0] > 1 and not self._rooms[0].holds(keys)
+        if moved or key_states.requires_grad or key_states.dim() != 4:
+            return super().update(key_states, value_states, *args, **kwargs)
+        new = key_states.shape[2]
+        keys = self.keys = self._rooms[0].grown(keys, key_states, new)
+        values = self.values = self._rooms[1].grown(values, value_states, new)
+        keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
+        return keys, values
+
+    def one_more(self) -> tuple[Tensor, Tensor]:
+        """Add a token: keys and values [1, heads, tokens, width], the last one unset."""
+        keys, values = self._tensors()
+        keys = self.keys = self._rooms[0].grown(keys, keys, 1)
+        values = self.values = self._rooms[1].grown(values, values, 1)
+        return keys, values
+
+    def make(self, tokens: int) -> int:
+        """Room for so many tokens; the bytes that were left behind for it."""
+        if not self.is_initialized or self._tensors()[0].dim() != 4:
+            return 0
+        before = self.nbytes
+        keys, values = self._tensors()
+        self.keys = self._rooms[0].make(keys, keys, tokens)
+        self.values = self._rooms[1].make(values, values, tokens)
+        return before if self.keys is not keys else 0
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keys and values take."""
+        if not self.is_initialized:
+            return 0
+        return sum(
+            room.nbytes if room.holds(tensor) else tensor.nbytes
+            for room, tensor in zip(self._rooms, self._tensors(), strict=True)
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self._rooms = _Room(*self._options), _Room(*self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
+        """Its tokens without the room behind them."""
+        made = Growing(*self._options)
+        made.__dict__ |= {
+            name: copy.deepcopy(value, memo) if not isinstance(value, Tensor) else value.clone()
+            for name, value in vars(self).items()
+            if name != "_rooms"
+        }
+        return made
+
+
+def caches_of(cache: Any) -> tuple[Any, ...]:
+    """The caches of decoder layers that a cache is made of."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.self_attention_cache, cache.cross_attention_cache
+    return () if cache is None else (cache,)
+
+
+def adopt(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
+    """Let the plain layers of a cache grow in place, also those that it has yet to make."""
+    for part in caches_of(cache):
+        if type(part) is not DynamicCache or part.offloading:
+            continue
+        if part.layer_class_to_replicate is DynamicLayer:
+            part.layer_class_to_replicate = partial(Growing, room, in_blocks)
+        for index, layer in enumerate(part.layers):
+            if type(layer) is DynamicLayer:
+                part.layers[index] = Growing.of(layer, room, in_blocks)
 
 
 def reserve(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
@@ -25,20 +195,54 @@ def reserve(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
     if type(cache) is not DynamicCache or cache.offloading or layer_idx >= len(cache.layers):
         return None
     layer = cache.layers[layer_idx]
-    if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.shape[0] != 1:
+    if type(layer) is DynamicLayer:
+        layer = cache.layers[layer_idx] = Growing.of(layer)
+    if type(layer) is not Growing or not layer.is_initialized or layer.keys.shape[0] != 1:
         return None
-    keys, values = layer.__dict__.get(_ROOM, ((None, None), (None, None)))
-    keys, values = _grown(layer.keys, *keys), _grown(layer.values, *values)
-    setattr(layer, _ROOM, (keys, values))
-    layer.keys, layer.values = keys[0], values[0]
-    return keys[0], values[0]
+    return layer.one_more()
 
 
-def _grown(tensor: Tensor, view: Tensor | None, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One more token for `tensor`: in `whole` where it is a view of that with room, else a copy."""
-    tokens = tensor.shape[2]
-    if whole is None or tensor is not view or tokens == whole.shape[2]:
-        shape = (*tensor.shape[:2], tokens + SPARE, tensor.shape[3])
-        whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        whole[:, :, :tokens] = tensor
-    return whole[:, :, : tokens + 1], whole
+def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
+    """On a GPU: room for so many tokens, layer by layer. What was outgrown goes back as it adds
+    up, by `release`; else the allocator would keep all of it until the last layer has grown."""
+    freed = 0
+    for part in caches_of(cache):
+        for layer in part.layers:
+            if type(layer) is Growing:
+                freed += layer.make(tokens)
+            if freed > FREED:
+                release()
+                freed = 0
+    if freed:
+        release()
+
+
+def held(cache: Any) -> int:
+    """Bytes that a cache of any kind holds now."""
+    total = 0
+    for part in caches_of(cache):
+        for layer in part.layers:
+            grows = isinstance(layer, Growing)
+            total += layer.nbytes if grows else held_by(list(vars(layer).values()))
+    return total
+
+
+def held_by(values: Any) -> int:
+    """Bytes behind the tensors in lists, dicts and tensors that are made of others."""
+    storages = [tensor.untyped_storage() for tensor in _tensors(values)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The plain tensors in it; optimum-quanto's are made of others."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from _tensors([getattr(value, name) for name in names])
+        else:
+            yield value

@@ -17,25 +17,26 @@ from greenroom.hf.attach import Greenroom, Parts, engine_for, kernels_of, lanes_
 from greenroom.hf.budget import (
     PREFILL_BLOCK,
     DeviceBudget,
+    Workspace,
     budget_bytes,
     capacity_for,
     experts_per_token,
     host_slots,
-    kv_cache_bytes,
     needs,
 )
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.foresight import check
-from greenroom.hf.kv import SPARE
+from greenroom.hf.growth import Growth
+from greenroom.hf.kv_bytes import KVBytes, kv_bytes
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.kernels import ahead
 from greenroom.runtime.kernels.table import ON_GPUS
-from greenroom.runtime.memory import give_back, rss_bytes, uncollected
+from greenroom.runtime.memory import give_back, rss_bytes, trim_heap, uncollected
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def load(
     alone; they exclude each other, and neither means memory="auto". `device` is cpu, cuda, fake, or
     auto: cuda where torch has it; there `memory` is of the GPU's, and `host_memory` is the
     process's. `options` are the further fields of `greenroom.config.LoadConfig`: scope, context,
-    readers, direct, dtype, threads.
+    kv, readers, direct, dtype, threads.
 
     Returns (model, tokenizer): an ordinary transformers model, whose `generate` works and gives
     the tokens of the full model, with `model.greenroom` for `stats()`, `resize()` and `detach()`.
@@ -91,6 +92,7 @@ def _load(
     catalog, context = draft.catalog, context_of(draft.model, config.context)
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
+    keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
     fewest = len(catalog.layers) if config.scope == "per-layer" else 1
     parts = Parts(
         catalog,
@@ -111,7 +113,8 @@ def _load(
         if config.read_limit is None
         else Amount.parse(config.read_limit, "--read-limit").nbytes,
         context=context,
-        kv_cache_bytes=kv_cache_bytes(draft.model, context + SPARE),
+        kv_cache_bytes=keys_values.total(context),
+        kv=keys_values.kind,
     )
     kernels_of(parts)  # or UsageError
     tokenizer = _tokenizer(checkpoint)
@@ -119,7 +122,7 @@ def _load(
     if engine is not None:
         gpu = DeviceBudget(None if config.cache is not None else config.memory, engine.memory)
     if engine is not None or config.host_memory is not None:
-        parts = _with_host(parts, config)  # or BudgetError, before anything is loaded
+        parts = _with_host(parts, config, keys_values)  # or BudgetError, before anything is loaded
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
         split_capacity(parts.capacity, len(catalog.layers), config.scope)  # or BudgetError
@@ -142,11 +145,13 @@ def _load(
             model.to(engine.device)
     if decoder_only:  # an encoder reads a prompt as a whole
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK
+    for name, value in keys_values.kind.implementation.items():
+        setattr(model.generation_config, name, value)
     compile_for(chosen)
     ahead.wait()
     if parts.host_bytes is not None:
         give_back()
-        parts = _with_host(parts, config)  # the process is what it is now
+        parts = _with_host(parts, config, keys_values)  # the process is what it is now
     model.greenroom = greenroom = Greenroom(model, parts)
     try:
         greenroom.compile()
@@ -157,7 +162,12 @@ def _load(
                 need = gpu.after(need, parts.capacity * catalog.slot_bytes)
             else:
                 need = replace(need, process=rss_bytes(), dense=0)
-            greenroom.driver.resize(capacity_for(parts.budget_bytes, need, catalog, least, of))
+            release = trim_heap if engine is None else engine.release
+            growth = Growth(
+                parts.budget_bytes, need, catalog, keys_values, Workspace.of(model, catalog),
+                context=context, least=least, of=of, release=release,
+            )  # fmt: skip
+            greenroom.grow(growth)
         greenroom.warm_up()
     except BaseException:
         greenroom.detach()
@@ -185,10 +195,10 @@ def on_a_gpu(config: LoadConfig) -> bool:
     return chosen
 
 
-def _with_host(parts: Parts, config: LoadConfig) -> Parts:
+def _with_host(parts: Parts, config: LoadConfig, keys_values: KVBytes) -> Parts:
     """The host tier that the budget has room for."""
-    seats = staging_seats(lanes_of(parts))
-    budget, slots = host_slots(config.host_memory, parts.catalog, seats)
+    seats, beside = staging_seats(lanes_of(parts)), keys_values.on_host(parts.context)
+    budget, slots = host_slots(config.host_memory, parts.catalog, seats, beside)
     kept = choose(config.policy, slots, parts.catalog.experts).name
     return replace(parts, host_bytes=budget, host_capacity=slots, host_policy=kept)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from greenroom.core.layout import Catalog
+from greenroom.hf.kv_kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +38,5 @@ class Parts:
     budget_bytes: int | None = None  # of the memory that the slots are in
     host_bytes: int | None = None  # budget of host memory, where that is another one
     context: int = 0  # tokens that the KV cache has room for
-    kv_cache_bytes: int = 0  # what they take
+    kv_cache_bytes: int = 0  # what they take, and an update of them
+    kv: Kind = field(default_factory=Kind)  # how they are kept

@@ -25,6 +25,7 @@ from greenroom.hf.experts import Streamed
 from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.gguf_file import ENCODED
 from greenroom.hf.header import DTYPES, Stored
+from greenroom.hf.pack.reading import expanded
 from greenroom.hf.quantised import settings_of
 from greenroom.hf.routes import find_routes
 
@@ -49,8 +50,10 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 
 
 def loads_whole(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can load it: of a GGUF in parts it reads only one, and of gpt-oss's it
-    finds no gate and no up projection."""
+    """Whether transformers can load it: of a GGUF in parts it reads only one, of gpt-oss's it finds
+    no gate and no up projection, and it knows no packs."""
+    if checkpoint.pack is not None:
+        return False
     if not isinstance(checkpoint, Gguf):
         return True
     return len(checkpoint.files) == 1 and checkpoint.architecture != "gpt-oss"
@@ -80,6 +83,8 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
 
     Takes the layer's whole size in memory; the draft is not to be loaded after this.
     """
+    if draft.checkpoint.pack is not None:
+        return expanded(draft, draft.checkpoint.pack, layer)
     model, checkpoint, streamed = draft.model, draft.checkpoint, draft.layers[layer]
     module = model.get_submodule(streamed[0].module)
     for one in streamed:

@@ -20,9 +20,13 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
-    flags = [f"--cache {slots}B", f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
+    growth = greenroom.growth
+    gives = growth is not None and growth.least < stats.capacity
+    size = f"--memory {stats.budget_bytes}B" if gives else f"--cache {slots}B"
+    flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     for option in (
+        "kv",
         "scope",
         "device",
         "host_memory",
@@ -39,12 +43,15 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
     warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
+    fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
+    quantised = f" in {parts.kv.name}, which changes the output," if parts.kv.quantised else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
-        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}) and"
-        f" {show_bytes(parts.kv_cache_bytes)} of KV cache for {parts.context} tokens in"
+        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
+        " and"
+        f" {show_bytes(parts.kv_cache_bytes)} of KV cache{quantised} for {parts.context} tokens in"
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}){left} ·"

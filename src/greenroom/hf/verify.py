@@ -25,6 +25,7 @@ from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
 from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
+from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.passes import Passes
 from greenroom.hf.reference import loads_whole, whole_model
 from greenroom.runtime.memory import available_bytes, give_back
@@ -83,6 +84,7 @@ def verify(
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
 
     checkpoint = Checkpoint.open(resolve(source))
+    check_whole(checkpoint)
     draft = Draft.of(checkpoint, dtype)
     slots_for(cache, draft.catalog)  # a mistake shows before the work begins
     size = draft.dense_bytes + draft.expanded_bytes

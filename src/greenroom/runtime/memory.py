@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from greenroom.errors import DeviceError
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
 def available_bytes() -> int:
@@ -63,11 +69,30 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reservation(nbytes: int) -> mmap.mmap:
+    """Address space whose pages are there once they are written, by pages of the smallest size.
+
+    It goes back with its last reader. DeviceError where there is not so much.
+    """
+    try:
+        space = mmap.mmap(-1, max(nbytes, 1), flags=_PRIVATE | _NORESERVE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise DeviceError(f"no address space for {nbytes} bytes: {error}") from error
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without them has none to refuse
+        space.madvise(mmap.MADV_NOHUGEPAGE)
+    return space
+
+
+def trim_heap() -> None:
+    """Return freed heap pages to the system (glibc keeps them otherwise)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def give_back() -> None:
     """Collect garbage and return freed heap pages to the system (glibc keeps them otherwise)."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 @contextlib.contextmanager

@@ -83,6 +83,10 @@ class HostSlots:
                 self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         self.capacity = capacity
 
+    def fitting(self, capacity: int) -> int:
+        """The most slots that take the memory of no more than `capacity`: as many."""
+        return capacity
+
     def close(self) -> None:
         """Give the pages back now; the address range goes with the last view of it."""
         self._map.madvise(mmap.MADV_DONTNEED)

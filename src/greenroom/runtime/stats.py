@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class Stats(Mapping[str, Any]):
     """Counts since the last reset; also a mapping of its fields.
 
-    `capacity` is in slots; `expert_requests` counts one a distinct expert of each step; bytes are
-    those that experts have on disk; `stall_s` is time spent waiting with nothing to compute.
-    `budget_bytes` is None where the cache was sized alone.
+    `capacity` is in slots, those that there are now; where keys and values share their memory,
+    there were `capacity_least` to `capacity_most` since the last reset. `expert_requests` counts
+    one a distinct expert of each step; bytes are those that experts have on disk; `stall_s` is time
+    spent waiting with nothing to compute. `budget_bytes` is None where the cache was sized alone.
 
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
@@ -44,6 +45,8 @@ class Stats(Mapping[str, Any]):
     stalls: dict[str, float]
     links: list[dict[str, Any]]
     host: dict[str, int] | None = None
+    capacity_least: int = 0
+    capacity_most: int = 0
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:

@@ -35,6 +35,10 @@ class Engine(Protocol):
         """(free, total) bytes of the device now, of all processes."""
         ...
 
+    def release(self) -> None:
+        """Give memory back to the device that is unused and kept for later."""
+        ...
+
     def mark(self) -> Mark:
         """A mark behind everything that this thread has ordered to be computed so far."""
         ...
@@ -70,6 +74,11 @@ class Host:
         from greenroom.runtime.memory import available_bytes
 
         return available_bytes(), available_bytes()
+
+    def release(self) -> None:
+        from greenroom.runtime.memory import trim_heap
+
+        trim_heap()
 
     def mark(self) -> Mark:
         return None
@@ -107,6 +116,10 @@ class Cuda:
         with device_errors():
             free, total = torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
+
+    def release(self) -> None:
+        with device_errors():
+            torch.cuda.empty_cache()
 
     def mark(self) -> Mark:
         mark = torch.cuda.Event()

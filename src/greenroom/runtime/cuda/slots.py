@@ -127,6 +127,14 @@ class DeviceSlots:
             self._grow(capacity)
         self.capacity = capacity
 
+    def fitting(self, capacity: int) -> int:
+        """The most slots that take the memory of no more than `capacity`: a segment that is there
+        is given back as a whole, but for the first one."""
+        if capacity >= self._end:
+            return capacity
+        number = bisect_right(self._firsts, capacity) - 1
+        return self._firsts[number] or capacity
+
     def _grow(self, capacity: int) -> None:
         each, before, known = max(1, SEGMENT_BYTES // self.stride), len(self._segments), self._end
         try:

@@ -1,0 +1,65 @@
+"""`greenroom pack MODEL -o OUT --experts int8`: a checkpoint whose experts are one read each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from greenroom.config import show_bytes
+
+HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("pack", help=HELP, description=HELP)
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or demo"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, type=Path,
+        help="the folder to make; half-made, it is OUT.unfinished, and the same command goes on",
+    )  # fmt: skip
+    parser.add_argument(
+        "--experts", metavar="int8|int4|fp8|same", required=True,
+        help="what experts are stored in; same: as they are, only laid out anew",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int | None:
+    from tqdm import tqdm
+
+    from greenroom.cli.progress import bars
+    from greenroom.hf.pack.making import pack
+
+    bars(loading=False, wanted=not args.json)
+    shown = sys.stderr.isatty() and not args.json
+    try:
+        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=not shown) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            made = pack(args.model, args.out, args.experts, repair=args.repair, progress=progress)
+    except KeyboardInterrupt:
+        print("greenroom: interrupted: the same command goes on with the pack", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps({**asdict(made), "folder": str(made.folder)}))
+        return None
+    kept = f", {made.kept} of them as they were" if made.kept else ""
+    print(
+        f"{made.folder}: {show_bytes(made.nbytes)}, {made.experts} experts in"
+        f" {show_bytes(made.expert_bytes)} ({args.experts}; before"
+        f" {show_bytes(made.source_expert_bytes)}){kept}, {made.seconds:.1f} s"
+    )
+    return None

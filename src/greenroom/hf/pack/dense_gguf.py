@@ -1,0 +1,76 @@
+"""The dense parts of a GGUF model as a GGUF file: all of the metadata, without the experts.
+
+Metadata are copied byte by byte, but for those that say how a model is split into files. So config,
+tokenizer and names are read from it as from the original.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers.integrations.gguf import reader
+
+from greenroom.core.layout import PLAIN
+from greenroom.hf.gguf import Gguf
+from greenroom.hf.gguf_file import ENCODED, PLAIN_TYPES
+from greenroom.hf.header import Stored
+from greenroom.hf.pack.dense import Advance, copy_bytes, written
+from greenroom.hf.pack.format import File
+
+NAME = "dense.gguf"
+SPLIT = "split."  # metadata of a model in parts
+ALIGNMENT = 32
+_TYPES = {(PLAIN, dtype): name for name, dtype in PLAIN_TYPES.items()}
+_TYPES |= {(encoding, "uint8"): name for name, encoding in ENCODED.items()}
+
+
+def copy_gguf(checkpoint: Gguf, names: Sequence[str], path: Path, advance: Advance) -> File:
+    """Write a GGUF file of these tensors and all metadata."""
+    version, pairs = _metadata(checkpoint.files[0])
+    align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
+    tensors = [checkpoint.stored[name] for name in names]
+    head = [b"GGUF", struct.pack("<IQQ", version, len(names), len(pairs)), *pairs]
+    end = 0
+    for name, stored in zip(names, tensors, strict=True):
+        end = -(-end // align) * align
+        head.append(_entry(name, stored, end))
+        end += stored.nbytes
+    data = b"".join(head)
+    with written(path, advance) as out:
+        out(data + b"\0" * (-len(data) % align))
+        copy_bytes(checkpoint, tensors, out, align)
+    return out.file
+
+
+def _metadata(path: str) -> tuple[int, list[bytes]]:
+    """(version, each key with its value as they lie in a file, but for those of the split)."""
+    blob = reader._mapped(path)
+    version, _, count = struct.unpack_from("<IQQ", blob, 4)
+    return version, list(_pairs(blob, count))
+
+
+def _pairs(blob: object, count: int) -> Iterator[bytes]:
+    at = 24
+    for _ in range(count):
+        begin = at
+        key, at = reader._read_string(blob, at)
+        (kind,) = struct.unpack_from("<I", blob, at)  # type: ignore[arg-type]
+        _, at = reader._read_value(blob, at + 4, kind)
+        if not key.startswith(SPLIT):
+            yield bytes(blob[begin:at])  # type: ignore[index]
+
+
+def _entry(name: str, stored: Stored, offset: int) -> bytes:
+    """A line of the table of tensors; dimensions are in ggml's order, the fastest first."""
+    from gguf import GGMLQuantizationType
+
+    kind = _TYPES.get((stored.encoding, stored.dtype), stored.encoding)
+    key, shape = name.encode(), stored.shape[::-1]
+    return (
+        struct.pack("<Q", len(key))
+        + key
+        + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        + struct.pack("<IQ", GGMLQuantizationType[kind], offset)
+    )

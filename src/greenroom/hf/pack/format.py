@@ -1,0 +1,316 @@
+"""A pack's header: what its files hold. The format is described in docs/pack-format.md.
+
+greenroom.json names the checkpoint that the pack was made from, the files of the dense parts, and
+for each layer where its experts lie in `experts.greenroom` and how one of them is laid out. Its
+`identity` is a digest of all that but the checksums, and is repeated at the beginning of the data:
+a header of one pack and the data of another do not go together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from greenroom.core.layout import (
+    BLOCKS,
+    ITEMSIZE,
+    PLAIN,
+    Catalog,
+    Copy,
+    Extent,
+    SlotLayout,
+    TensorSpec,
+)
+from greenroom.errors import CheckpointError, OutputError, UnsupportedModel
+from greenroom.trace.container import beside
+
+HEADER = "greenroom.json"
+DATA = "experts.greenroom"
+KIND = "greenroom-pack"
+VERSION = 1
+BLOCK = 4096  # bytes; every expert begins at a multiple of it
+KINDS = ("int8", "int4", "fp8", "same")  # what experts can be packed to
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the dense parts: its size in bytes, and the CRC-32 of its content."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The experts of one layer: expert e lies at `offset + e * stride` of the data.
+
+    stride: `layout.nbytes`, rounded up to whole blocks
+    crc32:  of the `layout.nbytes` of each expert
+    """
+
+    name: str
+    experts: int
+    offset: int
+    layout: SlotLayout
+    crc32: tuple[int, ...] = ()
+
+    @property
+    def stride(self) -> int:
+        return -(-self.layout.nbytes // BLOCK) * BLOCK
+
+    def place(self, expert: int) -> int:
+        """The byte at which an expert begins."""
+        return self.offset + expert * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The checkpoint that a pack was made from: a folder, a file or a hub id, and its digests.
+
+    fingerprint: of the whole checkpoint (hf/fingerprint.py)
+    dense:       the same of its config and the dense tensors alone, which the pack has too
+    """
+
+    model: str
+    fingerprint: str
+    dense: str
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What greenroom.json says. `dtype` is what the model computes in."""
+
+    kind: str
+    dtype: str
+    source: Source
+    layers: tuple[Layer, ...]
+    files: tuple[File, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data file."""
+        last = self.layers[-1]
+        return last.place(last.experts)
+
+    @property
+    def experts(self) -> int:
+        """How many experts there are over all layers."""
+        return sum(layer.experts for layer in self.layers)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first expert's dense id of each layer, and the number of experts."""
+        return (0, *accumulate(layer.experts for layer in self.layers))
+
+    def layer_of(self, expert_id: int) -> tuple[Layer, int]:
+        """(the layer, the expert's number in it)."""
+        for layer in self.layers:
+            if expert_id < layer.experts:
+                return layer, expert_id
+            expert_id -= layer.experts
+        raise IndexError(expert_id)
+
+    @property
+    def identity(self) -> str:
+        """64 hexadecimal digits; checksums have no part in it."""
+        bare = replace(self, files=(), layers=tuple(replace(x, crc32=()) for x in self.layers))
+        return hashlib.sha256(json.dumps(as_json(bare), sort_keys=True).encode()).hexdigest()
+
+    def first_block(self) -> bytes:
+        """What the data file begins with."""
+        return f"{KIND} {VERSION} {self.identity}\n".encode().ljust(BLOCK, b"\0")
+
+    def with_checksums(self, crc32: Mapping[int, int]) -> Header:
+        """The header of experts with these checksums, by their ids."""
+        layers = tuple(
+            replace(layer, crc32=tuple(crc32[first + e] for e in range(layer.experts)))
+            for layer, first in zip(self.layers, self.offsets, strict=False)
+        )
+        return replace(self, layers=layers)
+
+    def command(self, folder: Path, *more: str) -> str:
+        """The command that makes this pack."""
+        words = ["greenroom", "pack", self.source.model, "-o", str(folder), "--experts", self.kind]
+        return shlex.join([*words, *more])
+
+    def save(self, folder: Path) -> None:
+        """Write greenroom.json as a whole, or OutputError."""
+        text = json.dumps({**as_json(self), "identity": self.identity}, indent=1)
+        with beside(folder / HEADER) as file:
+            file.write(text.encode())
+
+
+def as_json(header: Header) -> dict[str, Any]:
+    """The header as it is written, without its identity."""
+    return {
+        "format": KIND,
+        "version": VERSION,
+        "experts": header.kind,
+        "dtype": header.dtype,
+        "source": asdict(header.source),
+        "dense": [asdict(file) for file in header.files],
+        "data": {"name": DATA, "bytes": header.nbytes},
+        "layers": [
+            {
+                "name": layer.name,
+                "experts": layer.experts,
+                "offset": layer.offset,
+                "stride": layer.stride,
+                "bytes": layer.layout.nbytes,
+                "tensors": [asdict(spec) for spec in layer.layout.tensors],
+                "encodings": dict(layer.layout.encodings),
+                "crc32": list(layer.crc32),
+            }
+            for layer in header.layers
+        ],
+    }
+
+
+def read(folder: Path) -> Header:
+    """The header of a folder. UnsupportedModel where it is of another version, CheckpointError
+    where it is damaged."""
+    path = folder / HEADER
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] == KIND and raw["version"] != VERSION:
+            raise UnsupportedModel(
+                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION}"
+            )
+        header = _parsed(raw)
+        if raw["identity"] == header.identity and raw["format"] == KIND:
+            return header
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path}: damaged: not the header of a pack") from error
+    raise CheckpointError(f"{path}: damaged: its content is not what its identity says")
+
+
+def _parsed(raw: Any) -> Header:
+    layers = tuple(_layer(each, raw["dtype"]) for each in raw["layers"])
+    header = Header(
+        raw["experts"],
+        raw["dtype"],
+        Source(**raw["source"]),
+        layers,
+        tuple(File(**each) for each in raw["dense"]),
+    )
+    if any(len(layer.crc32) != layer.experts for layer in layers) or not layers:
+        raise ValueError
+    if any(Path(file.name).name != file.name for file in header.files) or not header.files:
+        raise ValueError
+    return header
+
+
+def _layer(raw: Any, dtype: str) -> Layer:
+    specs = tuple(
+        TensorSpec(each["name"], tuple(each["shape"]), each["dtype"], each["offset"])
+        for each in raw["tensors"]
+    )
+    encodings = dict(raw["encodings"])
+    if not {spec.dtype for spec in specs} <= ITEMSIZE.keys() or not {*encodings.values()} <= {
+        *BLOCKS
+    }:
+        raise ValueError
+    layout = SlotLayout(specs, raw["bytes"], encodings, dtype)
+    return Layer(raw["name"], raw["experts"], raw["offset"], layout, tuple(raw["crc32"]))
+
+
+def lay_out(layouts: Sequence[tuple[str, int, SlotLayout]]) -> tuple[Layer, ...]:
+    """Where the experts of (name, number of experts, layout) go: layer after layer."""
+    layers: list[Layer] = []
+    end = BLOCK
+    for name, experts, layout in layouts:
+        layers.append(Layer(name, experts, end, layout))
+        end = layers[-1].place(experts)
+    return tuple(layers)
+
+
+@dataclass(frozen=True)
+class PackCatalog(Catalog):
+    """The experts of a pack. `crc32` is by expert id; `said` names what they were packed to."""
+
+    crc32: tuple[int, ...] = ()
+    header: Header | None = None
+    folder: Path = Path()
+
+    def damaged(self, expert_id: int) -> str:
+        """What to say of an expert whose checksum is wrong."""
+        assert self.header is not None
+        layer, expert = self.header.layer_of(expert_id)
+        return (
+            f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
+            f" wrong): `{self.header.command(self.folder, '--repair')}` makes it anew"
+        )
+
+
+def catalog_of(header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]]) -> PackCatalog:
+    """The catalog of a pack for a model whose expert parameters have these dtypes, by layer.
+
+    They are the pack's own unless a user asks for another one: then plain tensors are cast on their
+    way into the slot.
+    """
+    layouts, copies = [], []
+    for layer, wanted in zip(header.layers, dtypes, strict=True):
+        layout, plan = _slot(layer.layout, wanted)
+        layouts.append(layout)
+        copies.append(plan)
+
+    def locate(layer: int, expert: int) -> tuple[Extent, ...]:
+        own = header.layers[layer]
+        return (Extent(0, own.place(expert), own.layout.nbytes, copies[layer]),)
+
+    return PackCatalog(
+        files=(str(folder / DATA),),
+        layers=tuple(layer.name for layer in header.layers),
+        offsets=header.offsets,
+        layouts=tuple(layouts),
+        locate=locate,
+        crc32=tuple(crc for layer in header.layers for crc in layer.crc32),
+        header=header,
+        folder=folder,
+    )
+
+
+def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
+    """The layout in slots of what is stored, and the copies that fill it."""
+    made = []
+    for spec in stored.tensors:
+        plain = spec.name in dtypes and stored.encodings.get(spec.name, PLAIN) == PLAIN
+        made.append((spec.name, spec.shape, dtypes[spec.name] if plain else spec.dtype))
+    dtype = next(iter(dtypes.values()))
+    layout = SlotLayout.pack(made, stored.encodings, dtype)
+    if layout.tensors == stored.tensors:
+        n = stored.nbytes
+        return layout, (Copy(0, 0, (1, n), (n, 1), (n, 1), "uint8", "uint8"),)
+    return layout, tuple(_cast(a, b) for a, b in zip(stored.tensors, layout.tensors, strict=True))
+
+
+def _cast(source: TensorSpec, target: TensorSpec) -> Copy:
+    a, b = ITEMSIZE[source.dtype], ITEMSIZE[target.dtype]
+    n = source.nbytes // a
+    return Copy(
+        source.offset,
+        target.offset,
+        (1, n),
+        (n * a, a),
+        (n * b, b),
+        source.dtype,
+        target.dtype,
+    )
+
+
+def check_free(folder: Path, what: str) -> None:
+    """OutputError where `folder` is not empty, or something else."""
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise OutputError(f"{folder}: is not empty: {what}")
+    elif folder.exists() or folder.is_symlink():
+        raise OutputError(f"{folder}: is not a folder")

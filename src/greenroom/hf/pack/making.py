@@ -1,0 +1,461 @@
+"""Make a pack: expert by expert, in bounded memory, resumable, never half-valid.
+
+A pack grows in a folder beside its final name and is renamed when all of it is on disk. Threads
+read experts, encode them and write them to their places, which are known beforehand; when some have
+been synced, the journal says so. A process that was killed loses what was not yet in the journal.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from greenroom.config import show_bytes
+from greenroom.core.layout import TensorSpec
+from greenroom.errors import OutputError, UnknownName, UsageError
+from greenroom.hf import attach as _registers_the_experts_implementation  # noqa: F401
+from greenroom.hf.build import Draft
+from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.gguf import Gguf
+from greenroom.hf.pack import dense
+from greenroom.hf.pack.checked import checked
+from greenroom.hf.pack.dense import unwritable
+from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
+from greenroom.hf.pack.dense_gguf import copy_gguf
+from greenroom.hf.pack.format import (
+    BLOCK,
+    DATA,
+    KINDS,
+    VERSION,
+    File,
+    Header,
+    Layer,
+    Source,
+    catalog_of,
+    check_free,
+    lay_out,
+    read,
+)
+from greenroom.hf.pack.journal import NAME as JOURNAL
+from greenroom.hf.pack.journal import Journal
+from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack, own_dtypes
+from greenroom.hf.pack.target import Maker, target_layout
+from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.store import DiskStore, Staging
+
+BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
+SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # what a kill may lose
+MARGIN = 16 << 20  # bytes; for the header, the journal and what file systems need
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What was made. Bytes are of the pack, and of the experts as they were stored; `kept` experts
+    had been made by an earlier run, or were not damaged."""
+
+    folder: Path
+    nbytes: int
+    expert_bytes: int
+    source_expert_bytes: int
+    experts: int
+    kept: int
+    seconds: float
+
+
+def pack(
+    source: str,
+    out: str | os.PathLike[str],
+    kind: str,
+    *,
+    repair: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Packed:
+    """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
+
+    What an earlier call left unfinished is gone on with. `repair` makes anew what is damaged in a
+    pack that is there. `progress(done, total)` is told of bytes. Raises a GreenroomError; after
+    OutputError and KeyboardInterrupt the same call goes on.
+    """
+    if kind not in KINDS:
+        raise UnknownName("kind of experts", kind, KINDS)
+    began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
+    checkpoint = Checkpoint.open(resolve(source))
+    inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
+    if not repair and folder.resolve() == inside.resolve():
+        raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
+    job = _Job(Draft.of(checkpoint), _named(source), kind, progress)
+    made = job.repair(folder) if repair else job.make(folder)
+    kept = job.experts - made
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    seconds = time.perf_counter() - began
+    target = sum(layer.experts * layer.layout.nbytes for layer in job.layers)
+    return Packed(folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds)
+
+
+def _named(source: str) -> str:
+    """How the source is called wherever one stands: a path, or a hub id."""
+    path = Path(source).expanduser()
+    return os.path.abspath(path) if source != "demo" and path.exists() else source
+
+
+class _Job:
+    """One source, packed to one kind."""
+
+    def __init__(self, draft: Draft, model: str, kind: str, progress: Progress) -> None:
+        self.draft, self.model, self.kind, self.progress = draft, model, kind, progress
+        self.checkpoint, self.catalog = draft.checkpoint, draft.catalog
+        self.experts = self.catalog.experts
+        self.makers = [self._maker(layer) for layer in range(len(self.catalog.layers))]
+        counts = np.diff(self.catalog.offsets).tolist()
+        named = zip(self.catalog.layers, counts, self.makers, strict=True)
+        self.layers = lay_out([(name, n, maker.target) for name, n, maker in named])
+        self.names = dense.dense_names(self.checkpoint, draft.dense_tensors)
+        self.done = 0  # bytes
+
+    def _maker(self, layer: int) -> Maker:
+        name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
+        module = self.draft.model.get_submodule(name)
+        target = target_layout(self.kind, source, module, name)
+        return Maker(self.kind, source, target, bool(module.is_transposed), name)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the pack, but for what is small."""
+        last: Layer = self.layers[-1]
+        return self.dense_bytes + last.place(last.experts)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(self.checkpoint.stored[name].nbytes for name in self.names)
+
+    def _advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        self.progress(min(self.done, self.total), self.total)
+
+    def _header(self, dense_digest: str, files: tuple[File, ...]) -> Header:
+        source = Source(self.model, fingerprint(self.checkpoint), dense_digest)
+        return Header(self.kind, str(self.draft.dtype)[6:], source, self.layers, files)
+
+    # ---- making
+
+    def make(self, folder: Path) -> int:
+        """Make the pack, or go on with it. Returns how many experts were made now."""
+        more = "name another folder for the pack"
+        check_free(folder, f"--repair mends a pack; {more}" if is_pack(folder) else more)
+        if not folder.parent.is_dir():
+            raise OutputError(f"{folder}: there is no folder {folder.parent}")
+        work = folder.with_name(folder.name + BESIDE)
+        self._check_room(work)
+        self._begin(work)
+        if is_pack(work) and not (work / JOURNAL).exists():
+            self._check_same(read(work), work)  # all but its name was done
+            made = 0
+        else:
+            journal = Journal(work, self._plan(), self._command(folder))
+            with journal:
+                made = self._fill(work, journal)
+                journal.remove()
+        try:
+            os.rename(work, folder)
+            _sync_folder(folder.parent)
+        except OSError as error:
+            raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
+        return made
+
+    def _begin(self, work: Path) -> None:
+        try:
+            work.mkdir(exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{work}: cannot be written: {error.strerror}") from error
+        others = any(work.iterdir()) and not (work / JOURNAL).exists()
+        if others and not is_pack(work):
+            raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
+
+    def _command(self, folder: Path) -> str:
+        return self._header("", ()).command(folder)
+
+    def _plan(self) -> dict[str, Any]:
+        """What must be the same for a half-made pack to be gone on with."""
+        files = sorted({*self.checkpoint.files, *self.catalog.files})
+        stats = [(path, os.stat(path)) for path in files]
+        return {
+            "version": VERSION,
+            "identity": self._header("", ()).identity,
+            "files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        }
+
+    def _check_same(self, header: Header, folder: Path) -> None:
+        mine = self._header(header.source.dense, ())
+        mine = replace(mine, source=replace(mine.source, model=header.source.model))
+        if mine.identity != header.identity:
+            raise OutputError(
+                f"{folder}: is another pack: experts {header.kind}, made from {header.source.model}"
+            )
+
+    def _check_room(self, work: Path) -> None:
+        there = sum(path.stat().st_size for path in work.iterdir()) if work.is_dir() else 0
+        need = self.total + MARGIN - there
+        free = shutil.disk_usage(work.parent).free
+        if need > free:
+            raise OutputError(
+                f"{work.parent}: the pack needs {show_bytes(need)} there, {show_bytes(free)} are"
+                " free"
+            )
+
+    def _fill(self, work: Path, journal: Journal) -> int:
+        if not isinstance(self.checkpoint, Gguf):
+            dense.copy_small(self.checkpoint.folder, work)
+        files = tuple(self._dense_files(work, journal))
+        header = self._header(fingerprint(dense_parts(work, files)), files)
+        size = (work / DATA).stat().st_size if (work / DATA).exists() else 0
+        for expert in [e for e in journal.experts if self._place(e)[1] > size]:
+            del journal.experts[expert]
+        todo = [e for e in range(self.experts) if e not in journal.experts]
+        self.done += sum(self._layer(e)[0].stride for e in journal.experts)
+        with _Data(work / DATA) as data:
+            data.begin(header)
+            self._experts(todo, data, journal.add_experts)
+        header.with_checksums(journal.experts).save(work)
+        return len(todo)
+
+    def _dense_files(self, work: Path, journal: Journal) -> Iterator[File]:
+        for name in self._shards():
+            file = journal.files.get(name)
+            path = work / name
+            if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
+                file = self._copy(name, work)
+                journal.add_file(file)
+            else:
+                self._advance(file.nbytes)
+            yield file
+
+    def _shards(self) -> dict[str, list[str]]:
+        if isinstance(self.checkpoint, Gguf):
+            return {GGUF_NAME: self.names}
+        return dense.shards(self.checkpoint, self.names)
+
+    def _copy(self, name: str, folder: Path) -> File:
+        names, path = self._shards()[name], folder / name
+        if isinstance(self.checkpoint, Gguf):
+            return copy_gguf(self.checkpoint, names, path, self._advance)
+        return dense.copy_safetensors(self.checkpoint, names, path, self._advance)
+
+    # ---- repairing
+
+    def repair(self, folder: Path) -> int:
+        """Make anew what is damaged in a pack. Returns how many experts that were."""
+        if not is_pack(folder):
+            raise UsageError(f"{folder}: holds no pack to repair")
+        header = read(folder)
+        self._check_same(header, folder)
+        files = tuple(
+            file
+            if (folder / file.name).is_file() and crc32_of(folder / file.name) == file.crc32
+            else self._copy(file.name, folder)
+            for file in header.files
+        )
+        crc32 = dict(enumerate(c for x in header.layers for c in x.crc32))
+        wrong = [e for e in crc32 if self._crc32(folder, header, e) != crc32[e]]
+        with _Data(folder / DATA) as data:
+            data.begin(header)
+            self._experts(wrong, data, crc32.update)
+        replace(header, files=files).with_checksums(crc32).save(folder)
+        return len(wrong)
+
+    def _crc32(self, folder: Path, header: Header, expert: int) -> int:
+        (extent,) = catalog_of(header, folder, own_dtypes(header)).extents(expert)
+        with open(folder / DATA, "rb", buffering=0) as stream:
+            stream.seek(extent.offset)
+            return zlib.crc32(stream.read(extent.length))
+
+    # ---- experts
+
+    def _layer(self, expert_id: int) -> tuple[Layer, int]:
+        """(the layer, the expert's number in it)."""
+        layer = self.catalog.layer_of(expert_id)
+        return self.layers[layer], expert_id - self.catalog.offsets[layer]
+
+    def _place(self, expert_id: int) -> tuple[int, int]:
+        """(first byte, the one after the last)."""
+        layer, expert = self._layer(expert_id)
+        return layer.place(expert), layer.place(expert + 1)
+
+    def _experts(
+        self, todo: list[int], data: _Data, note: Callable[[dict[int, int]], None]
+    ) -> None:
+        """Make these experts; `note` is told of checksums when the experts are on disk."""
+        if not todo:
+            return
+        done: dict[int, int] = {}
+        unsynced, at = 0, time.monotonic()
+
+        def flush() -> None:
+            data.sync()
+            note(done)
+            done.clear()
+
+        with _Benches(self, data) as benches:
+            try:
+                for expert, crc in benches.make(todo):
+                    done[expert] = crc
+                    stride = self._layer(expert)[0].stride
+                    unsynced += stride
+                    self._advance(stride)
+                    if unsynced >= SYNC_BYTES or time.monotonic() - at >= SYNC_S:
+                        flush()
+                        unsynced, at = 0, time.monotonic()
+            finally:  # what is done outlives an interruption
+                flush()
+
+
+class _Benches:
+    """Threads that make experts, each on a bench: room for one as it was and one as it shall be."""
+
+    def __init__(self, job: _Job, data: _Data) -> None:
+        self.job, self.data = job, data
+        stride = max(layer.stride for layer in job.layers)
+        self.store = checked(DiskStore(job.catalog), job.catalog)
+        longest = max(c.length for e in (0, job.experts - 1) for c in self.store.chunks(e))
+        each = job.catalog.slot_bytes + stride + longest
+        self.count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, job.experts))
+        self.sources = HostSlots(self.count, job.catalog.slot_bytes)
+        self.targets = HostSlots(self.count, stride)
+        self.free: SimpleQueue[tuple[int, Staging]] = SimpleQueue()
+        for slot in range(self.count):
+            self.free.put((slot, Staging()))
+
+    def make(self, todo: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """(expert, checksum) of each, in order, when it has been written."""
+        waiting: deque[Future[tuple[int, int]]] = deque()
+        with _one_thread_each(), ThreadPoolExecutor(self.count, "pack") as pool:
+            try:
+                for expert in todo:
+                    waiting.append(pool.submit(self._make, expert))
+                    if len(waiting) > 2 * self.count:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, expert_id: int) -> tuple[int, int]:
+        slot, staging = self.free.get()
+        try:
+            for chunk in self.store.chunks(expert_id):
+                data = self.store.read(chunk, staging)
+                self.sources.write(slot, chunk.extent.copies, data, chunk.start)
+            layer, expert = self.job._layer(expert_id)
+            target = self.targets.bytes(slot)[: layer.stride]
+            target.fill(0)
+            self.job.makers[self.job.layers.index(layer)](
+                lambda spec: self.sources.tensor(slot, spec), self._target(slot), expert
+            )
+            self.data.write(target, layer.place(expert))
+            return expert_id, zlib.crc32(target[: layer.layout.nbytes].data)
+        finally:
+            self.free.put((slot, staging))
+
+    def _target(self, slot: int) -> Callable[[TensorSpec], torch.Tensor]:
+        return lambda spec: self.targets.tensor(slot, spec)
+
+    def __enter__(self) -> _Benches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+        self.sources.close()
+        self.targets.close()
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """torch's operations on one core: there is a thread for each already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Data:
+    """The data file, written past the page cache where the file system has that. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._direct = hasattr(os, "O_DIRECT")
+        self._fd = self._open()
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            if self._direct:
+                try:
+                    return os.open(self.path, flags | os.O_DIRECT, 0o666)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                        raise
+                    self._direct = False
+            return os.open(self.path, flags, 0o666)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def begin(self, header: Header) -> None:
+        """Write the first block."""
+        first = HostSlots(1, BLOCK)
+        first.bytes(0)[:] = np.frombuffer(header.first_block(), np.uint8)
+        self.write(first.bytes(0), 0)
+        first.close()
+
+    def write(self, data: np.ndarray, at: int) -> None:
+        """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
+        view, done = memoryview(data), 0  # type: ignore[arg-type]
+        try:
+            while done < len(view):
+                n = os.pwritev(self._fd, [view[done:]], at + done)
+                n -= n % BLOCK if self._direct else 0
+                if n == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                done += n
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def sync(self) -> None:
+        """All that was written is on disk when this returns."""
+        try:
+            os.fdatasync(self._fd)
+            if not self._direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def __enter__(self) -> _Data:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

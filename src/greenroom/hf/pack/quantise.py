@@ -1,0 +1,162 @@
+"""Plain weights to Greenroom's own encodings: `int8`, `int4` and `fp8` (runtime/encodings).
+
+Each function takes rows of a matrix in float32 and fills codes and scales, on one core and outside
+the interpreter's lock; it returns whether every weight was a finite number.
+
+int8  scale = largest / 127, in float16; codes are rounded to the nearest
+int4  the largest weight of a group has the code -8, or one near it, under a scale of its opposite
+      sign. Of some scales of about that size the one with the smallest squared error is taken.
+      Scales have 5 significant bits: times a code they are exact in bfloat16, which the compiled
+      kernels use; the steps of the search are those of such scales
+fp8   scale = largest / 448 of a block, in float32; codes are rounded to the nearest, ties to even
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+
+FAST = {"reassoc", "contract", "nsz"}  # infinities and NaN keep their meaning, divisions are exact
+INFINITE = np.int32(0x7F800000)  # a float32 without its sign is finite where its bits are below
+EXACT = 5  # significant bits of a scale of int4
+HALF = 11  # of a float16
+TRIES = 6  # scales of int4 that are looked at, one after another
+FIRST = np.float32(0.85 / 8)  # the least of them, as a share of the largest weight
+SHIFT = np.float32(12582912.0)  # 1.5 * 2^23: in a sum with it, the nearest integer is in the bits
+SHIFTED = np.int32(0x4B400000)
+TINY = np.float32(2.0**-14)  # the smallest normal float16
+STEP = np.float32(2.0**24)  # one over its smallest step
+LARGEST = np.float32(65504.0)
+ONE, ZERO = np.float32(1), np.float32(0)
+E4M3_LEAST = np.float32(2.0**-6)  # the smallest normal value; below it steps are 2^-9
+E4M3_SHIFT = np.float32(
+    2.0**14
+)  # 2^23 steps: in a sum with it, the nearest multiple is in the bits
+E4M3_SHIFTED = np.int32(0x46800000)
+
+
+@njit(cache=True, nogil=True)
+def _nearest(x: np.float32) -> np.int32:
+    """The nearest integer to a number of less than 2^22, ties to even."""
+    return np.int32(np.float32(x + SHIFT).view(np.int32) - SHIFTED)
+
+
+@njit(cache=True, nogil=True)
+def _size(x: np.float32) -> np.int32:
+    """The bits of a number without its sign; in the order of sizes, infinities and NaN last."""
+    return np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF)
+
+
+@njit(cache=True, nogil=True)
+def _as_half(scale: np.float32, bits: int) -> np.float32:
+    """The nearest float16 of `bits` significant bits, as float32; not beyond the largest."""
+    if scale < TINY:
+        return np.float32(np.float32(_nearest(scale * STEP)) / STEP)
+    drop = 24 - bits
+    word = np.float32(scale).view(np.int32)
+    word = np.int32(word + (1 << (drop - 1)) - 1 + ((word >> drop) & 1))
+    return min(np.int32(word >> drop << drop).view(np.float32), LARGEST)
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
+    """w, codes [n, columns], scales [n, columns / group]."""
+    finite = True
+    for row in range(w.shape[0]):
+        for g in range(w.shape[1] // group):
+            x = w[row, g * group : (g + 1) * group]
+            largest = np.int32(0)
+            for i in range(group):
+                largest = max(largest, _size(x[i]))
+            finite &= largest < INFINITE
+            scale = _as_half(np.float32(np.int32(largest).view(np.float32) / np.float32(127)), HALF)
+            scales[row, g] = scale
+            over = ONE / scale if scale > ZERO else ZERO
+            out = codes[row, g * group : (g + 1) * group]
+            for i in range(group):
+                out[i] = min(max(_nearest(x[i] * over), np.int32(-127)), np.int32(127))
+    return finite
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
+    """w [n, columns], codes [n, columns / 2], scales [n, columns / group]."""
+    finite = True
+    for row in range(w.shape[0]):
+        for g in range(w.shape[1] // group):
+            x = w[row, g * group : (g + 1) * group]
+            out = codes[row, g * group // 2 : (g + 1) * group // 2]
+            # The branches are compiled apart: loops of a known length are vectors throughout.
+            scale = _int4(x, 32, out) if group == 32 else _int4(x, group, out)
+            scales[row, g] = scale
+            finite &= np.isfinite(scale)
+    return finite
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, inline="always")
+def _int4(x: F32, group: int, out: NDArray[np.uint8]) -> np.float32:
+    """One group's codes, and its scale: NaN where a weight is not finite."""
+    most, least, size = ZERO, ZERO, np.int32(0)
+    for i in range(group):
+        most, least, size = max(most, x[i]), min(least, x[i]), max(size, _size(x[i]))
+    if size >= INFINITE:
+        return np.float32(np.nan)
+    largest = max(most, -least)
+    sign = -ONE if most > -least else ONE
+    best = np.float32(_as_half(np.float32(largest / np.float32(8)), EXACT))
+    least_error = np.float32(np.inf)
+    word = np.float32(_as_half(np.float32(largest * FIRST), EXACT)).view(np.int32)
+    if TINY <= best < LARGEST:
+        for k in range(TRIES):
+            scale = np.int32(word + (k << (24 - EXACT))).view(np.float32)
+            over, signed, error = sign / scale, sign * scale, ZERO
+            for i in range(group):
+                q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
+                gap = x[i] - signed * q
+                error += gap * gap
+            better = error < least_error
+            best = scale if better else best
+            least_error = error if better else least_error
+    over = sign / best if best > ZERO else ZERO
+    for i in range(group // 2):
+        low = min(max(_nearest(x[2 * i] * over), np.int32(-8)), np.int32(7)) + 8
+        high = min(max(_nearest(x[2 * i + 1] * over), np.int32(-8)), np.int32(7)) + 8
+        out[i] = low | high << 4
+    return sign * best
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) -> bool:
+    """w, codes [n, K], scales [n / rows, K / columns], where a block is rows x columns."""
+    finite = True
+    for down in range(w.shape[0] // rows):
+        for across in range(w.shape[1] // columns):
+            left, right = across * columns, (across + 1) * columns
+            largest = np.int32(0)
+            for row in range(down * rows, (down + 1) * rows):
+                x = w[row, left:right]
+                for i in range(columns):
+                    largest = max(largest, _size(x[i]))
+            finite &= largest < INFINITE
+            scale = np.float32(np.int32(largest).view(np.float32) / np.float32(448))
+            scales[down, across] = scale
+            over = ONE / scale if scale > ZERO and np.isfinite(ONE / scale) else ZERO
+            for row in range(down * rows, (down + 1) * rows):
+                x, out = w[row, left:right], codes[row, left:right]
+                for i in range(columns):
+                    out[i] = _e4m3(x[i] * over)
+    return finite
+
+
+@njit(cache=True, nogil=True)
+def _e4m3(x: np.float32) -> np.uint8:
+    """The code of the nearest float8_e4m3fn; 448 where it is larger."""
+    value = np.float32(min(abs(x), np.float32(448)))
+    word = value.view(np.int32)
+    code = np.int32((word + ((word >> 20) & 1) + 0x7FFFF >> 20) - (127 - 7 << 3))
+    if value < E4M3_LEAST:
+        code = np.int32(np.float32(value + E4M3_SHIFT).view(np.int32) - E4M3_SHIFTED)
+    return np.uint8(code | (np.float32(x).view(np.int32) >> 24 & 0x80))

@@ -1,0 +1,233 @@
+"""What a model loses against its original: KL divergence and perplexity on a text.
+
+Both are streamed, one after the other, so that neither need fit into memory. The original's logits
+wait in a temporary file, in the type that it computes them in; what is in memory are those of one
+window of the text, and log-probabilities of a few tokens of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig, show_bytes
+from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
+from greenroom.hf.attach import slots_for
+from greenroom.hf.build import Draft
+from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.load import _tokenizer, context_of, load_with
+from greenroom.runtime.memory import give_back
+
+WINDOW = 512  # tokens that are read at a time, without what came before them
+ROWS = 16  # positions whose probabilities are computed at a time, in float64
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A model against its original, over `tokens` predictions.
+
+    kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
+    perplexity:      exp of the mean negative log-likelihood of the text
+    same_top:        how often both find the same token likeliest
+    """
+
+    model: str
+    original: str
+    tokens: int
+    kl_mean: float
+    kl_p99: float
+    perplexity: float
+    original_perplexity: float
+    same_top: float
+
+
+def quality(
+    source: str,
+    text: str,
+    against: str | None = None,
+    *,
+    cache: str | int = "10%",
+    dtype: str = "auto",
+    tokens: int | None = None,
+    say: Say = lambda line: None,
+) -> Quality:
+    """Compare a model with the one that it was made from; a pack knows which one that was.
+
+    The first `tokens` of the text are taken, or all. UsageError where there is nothing to compare,
+    or the two do not go together; OutputError where there is no room for the temporary file.
+    """
+    drafts = _drafts(source, against, dtype)
+    for draft in drafts.values():
+        slots_for(cache, draft.catalog)  # a mistake shows before the work begins
+    mine, original = drafts
+    whole = drafts[original]
+    windows = _windows(drafts, text, tokens)
+    size = whole.model.config.get_text_config().vocab_size
+    _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
+    found = _Sums()
+    with tempfile.TemporaryFile() as spool:
+        say(f"reading {sum(map(len, windows))} tokens with {original}")
+        with _streamed(original, cache, dtype) as model:
+            kinds = [_keep(_logits(model, window), spool) for window in windows]
+        say(f"reading them with {mine}")
+        spool.seek(0)
+        with _streamed(mine, cache, dtype) as model:
+            for window, kind in zip(windows, kinds, strict=True):
+                _compare(spool, kind, _logits(model, window), window[1:], found)
+    return found.result(mine, original)
+
+
+def _drafts(source: str, against: str | None, dtype: str) -> dict[str, Draft]:
+    """The model and its original, which must be of one architecture."""
+    checkpoint = Checkpoint.open(resolve(source))
+    if against is None and checkpoint.pack is None:
+        raise UsageError(f"--quality compares with an original: --against names that of {source}")
+    original = against or checkpoint.pack.header.source.model  # type: ignore[union-attr]
+    try:
+        other = Checkpoint.open(resolve(original))
+    except ModelError as error:
+        if against is not None:
+            raise
+        raise NotAModel(
+            f"{source}: its original is not there (--against FOLDER): {error}"
+        ) from error
+    if other.folder == checkpoint.folder:
+        raise UsageError(f"{source} and its original are the same model")
+    drafts = {source: Draft.of(checkpoint, dtype), original: Draft.of(other, dtype)}
+    kinds = [type(draft.model).__name__ for draft in drafts.values()]
+    if kinds[0] != kinds[1]:
+        raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
+    sizes = [draft.model.config.get_text_config().vocab_size for draft in drafts.values()]
+    if sizes[0] != sizes[1]:
+        raise UsageError(f"{source} has {sizes[0]} tokens and {original} has {sizes[1]}")
+    if next(iter(drafts.values())).model.config.is_encoder_decoder:
+        raise UsageError(
+            f"{source} is an encoder-decoder: --quality reads a text as a decoder does"
+        )
+    return drafts
+
+
+def _windows(drafts: dict[str, Draft], text: str, tokens: int | None) -> list[list[int]]:
+    """The text's token ids, cut into windows; both tokenizers must agree on them."""
+    found = [_tokenizer(d.checkpoint)(text)["input_ids"] for d in drafts.values()]
+    names = list(drafts)
+    if found[0] != found[1]:
+        raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
+    ids = found[0][:tokens]
+    window = min(WINDOW, *(context_of(draft.model, WINDOW) for draft in drafts.values()))
+    cut = [ids[at : at + window] for at in range(0, len(ids), window)]
+    windows = [each for each in cut if len(each) > 1]  # what has nothing before it is not predicted
+    if not windows:
+        raise UsageError("--quality: the text is too short: it has no two tokens")
+    return windows
+
+
+def _check_room(nbytes: int) -> None:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise OutputError(
+            f"{folder}: the original's logits need {show_bytes(nbytes)} there, {show_bytes(free)}"
+            f" are free: fewer --tokens, or set TMPDIR"
+        )
+
+
+@contextmanager
+def _streamed(source: str, cache: str | int, dtype: str) -> Iterator[PreTrainedModel]:
+    model, _ = load_with(source, LoadConfig(cache=cache, dtype=dtype), remember=False)
+    try:
+        yield model
+    finally:
+        model.greenroom.detach()
+        del model
+        gc.collect()
+        give_back()
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, window: Sequence[int]) -> Tensor:
+    """What follows each token of a window but the last: [n - 1, V]."""
+    ids = torch.tensor([window], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return logits.cpu()
+
+
+def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
+    """Append logits to the file."""
+    try:
+        for row in logits:
+            spool.write(row.contiguous().view(torch.uint8).numpy().data)
+    except OSError as error:
+        raise OutputError(
+            f"{tempfile.gettempdir()}: cannot be written: {error.strerror}"
+        ) from error
+    return logits.shape, logits.dtype
+
+
+@torch.inference_mode()
+def _compare(
+    spool: BinaryIO,
+    kind: tuple[torch.Size, torch.dtype],
+    logits: Tensor,
+    targets: Sequence[int],
+    into: _Sums,
+) -> None:
+    """Add a window: the original's logits are the next in the file."""
+    (count, size), dtype = kind
+    for row in range(0, count, ROWS):
+        stop = min(row + ROWS, count)
+        raw = bytearray(spool.read((stop - row) * size * dtype.itemsize))
+        original = torch.frombuffer(raw, dtype=dtype).view(stop - row, size)
+        wanted = torch.tensor(targets[row:stop])[:, None]
+        p, q = (each.double().log_softmax(-1) for each in (original, logits[row:stop]))
+        share = p.exp()
+        gap = torch.where(share > 0, p - q, 0)  # what has no chance has logits of minus infinity
+        into.kl += (share * gap).sum(-1).tolist()
+        into.original += -float(p.gather(1, wanted).sum())
+        into.mine += -float(q.gather(1, wanted).sum())
+        into.same += int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+class _Sums:
+    """What is added up: divergences, negative log-likelihoods, agreements."""
+
+    def __init__(self) -> None:
+        self.kl: list[float] = []
+        self.mine = self.original = 0.0
+        self.same = 0
+
+    def result(self, model: str, original: str) -> Quality:
+        count, kl = len(self.kl), torch.tensor(self.kl, dtype=torch.float64)
+        return Quality(
+            model=model,
+            original=original,
+            tokens=count,
+            kl_mean=float(kl.mean()),
+            kl_p99=float(kl.quantile(0.99)),
+            perplexity=exp(self.mine / count),
+            original_perplexity=exp(self.original / count),
+            same_top=self.same / count,
+        )
+
+
+def text_in(path: Path) -> str:
+    """A text file's content; UsageError where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text") from error

@@ -1,0 +1,182 @@
+"""`greenroom pack`, and what other commands say of packs, as their user sees it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, start
+from tests.hf.pack.rig import header, packed, source
+
+SLOW = """
+import sys, time
+from greenroom.hf.pack import making, target
+real = target.Maker.__call__
+def slow(self, *args):
+    time.sleep(0.1)
+    real(self, *args)
+target.Maker.__call__ = slow
+making.SYNC_S = 0
+from greenroom.cli import main
+sys.exit(main())
+"""
+
+
+def test_pack_and_run(cli: Run, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    ran = cli("pack", source(), "-o", out, "--experts", "int8")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"{out}: ")
+    assert "16 experts in" in ran.out
+    assert ran.err == ""
+    answer = cli("run", out, "The green", "--cache", "25%", "--max-new-tokens", 3, "--json")
+    assert answer.json["new_tokens"] == 3
+    ran = cli("pack", source(), "-o", out, "--experts", "int8")
+    assert "is not empty: --repair mends a pack" in ran.mistake
+
+
+def test_json(cli: Run, tmp_path: Path) -> None:
+    ran = cli("pack", source(), "-o", tmp_path / "pack", "--experts", "int4", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json["experts"] == 16
+    assert ran.json["kept"] == 0
+    assert ran.json["expert_bytes"] < ran.json["source_expert_bytes"] / 3
+    assert ran.json["folder"] == str(tmp_path / "pack")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nowhere/at/all", "-o", "x", "--experts", "int8"), "there is no such folder"),
+        ((source(), "-o", "/dev/null", "--experts", "int8"), "is not a folder"),
+        ((source(), "-o", "x", "--experts", "int3"), "choose one of int8, int4, fp8, same"),
+        ((source(), "-o", "x"), "required: --experts"),
+        ((source(), "-o", "nowhere", "--experts", "int8", "--repair"), "holds no pack to repair"),
+    ],
+)
+def test_mistakes(
+    cli: Run,
+    arguments: tuple[object, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in cli("pack", *arguments).mistake
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_for(path: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    """Until the journal tells of some experts."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        if path.is_file() and path.read_bytes().count(b"\nexpert ") >= lines:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"it did not get there: {process.communicate()}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_in_the_middle(cli: Run, how: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    arguments = [str(a) for a in ("pack", source(), "-o", out, "--experts", "int8")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments], text=True, stderr=subprocess.PIPE
+    )
+    wait_for(tmp_path / "pack.unfinished" / "unfinished", 3, process)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert err == "greenroom: interrupted: the same command goes on with the pack\n"
+    refused = cli("run", out, "The green")
+    assert f"a half-made pack: `greenroom pack {source()} -o {out}" in refused.mistake
+    ran = cli(*arguments, "--json")
+    assert 3 <= ran.json["kept"] < 16
+    for name in ("greenroom.json", "experts.greenroom"):
+        assert (out / name).read_bytes() == (packed("int8") / name).read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == ["pack"]
+
+
+def test_the_disk_is_full(cli: Run, tmp_path: Path) -> None:
+    """No file may become larger than 150 kB: the dense parts fit, the experts do not."""
+    out = tmp_path / "pack"
+    limit = 150_000
+
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    arguments = ("pack", source(), "-o", out, "--experts", "int8")
+    process = start(*arguments, preexec_fn=small)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2, err
+    assert err.count("\n") == 1
+    assert "experts.greenroom: cannot be written" in err
+    assert "the same command goes on" in err
+    assert not out.exists()
+    ran = cli(*arguments, "--json")
+    assert ran.code == 0
+    assert ran.json["kept"] > 0
+    assert header(out) == header(packed("int8"))
+
+
+def test_quality(cli: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The green room is where the performers wait before they go on stage. " * 3)
+    ran = cli("verify", packed("int4"), "--quality", text, "--cache", "25%")
+    assert ran.code == 0, ran.err
+    assert ran.err == ""
+    last = ran.out.splitlines()[-2:]
+    assert last[0].startswith(f"KL divergence from {source()}: mean ")
+    assert last[1].startswith("perplexity ")
+    ran = cli("verify", packed("int4"), "--quality", text, "--tokens", 9, "--json")
+    assert ran.json["tokens"] == 8
+    assert ran.json["kl_mean"] > 0
+    assert set(ran.json) >= {"kl_p99", "perplexity", "original_perplexity", "same_top", "original"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--quality", "none.txt"), "none.txt: cannot be read"),
+        (("--quality", "binary"), "binary: is not UTF-8 text"),
+        (("--quality", "text", "--layers"), "--layers does not go with --quality"),
+        (("--quality", "text", "--prompt", "x"), "--prompt does not go with --quality"),
+        (("--quality", "text", "--tokens", "1"), "--tokens must be at least 2"),
+        (("--against", "demo"), "--against is for --quality"),
+        (("--tokens", "5"), "--tokens is for --quality"),
+    ],
+)
+def test_quality_s_mistakes(
+    cli: Run,
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("binary").write_bytes(b"\xff\xfe\xff")
+    Path("text").write_text("some text")
+    assert words in cli("verify", packed("int8"), *arguments).mistake
+
+
+def test_a_damaged_pack_is_named(cli: Run, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(packed("int8"), tmp_path / "pack")
+    raw = json.loads((folder / "greenroom.json").read_text())
+    layer = raw["layers"][0]
+    with open(folder / "experts.greenroom", "r+b") as file:
+        for expert in range(layer["experts"]):
+            file.seek(layer["offset"] + expert * layer["stride"])
+            file.write(b"\x55\xaa\x55")
+    ran = cli("run", folder, "The green", "--cache", "25%", "--max-new-tokens", 2)
+    assert ran.code == 2
+    assert "is damaged (its checksum is wrong): `greenroom pack" in ran.err

@@ -1,0 +1,397 @@
+"""A pack computes what its experts decode to, bit for bit, whatever it was made from."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.errors import CheckpointError, OutputError, UnknownName, UsageError
+from greenroom.hf.build import Draft
+from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.header import read_header
+from greenroom.hf.load import load
+from greenroom.hf.pack import making
+from greenroom.hf.pack.making import pack
+from greenroom.hf.reference import whole_model
+from greenroom.runtime.slots import HostSlots
+from tests.gguf_models import write
+from tests.hf.conftest import one_line
+from tests.hf.pack.rig import experts, fill, header, packed, source
+from tests.hf.test_parity import assert_same, ids, streamed
+from tests.quantised import compressed, fp8, mxfp4
+
+KINDS = ("int8", "int4", "fp8", "same")
+FAR = {"int8": 0.02, "int4": 0.15, "fp8": 0.06, "same": 0.0}  # of the weights' own size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_logits_are_those_of_the_decoded_experts(kind: str, name: str) -> None:
+    folder = packed(kind, name)
+    whole = whole_model(Draft.of(source(name)))
+    before = {
+        layer: dict(whole.get_submodule(layer).named_parameters()) for layer in experts(folder)
+    }
+    before = {k: {n: p.data.clone() for n, p in v.items()} for k, v in before.items()}
+    fill(whole, folder)
+    for layer, parameters in before.items():
+        for key in experts(folder)[layer]:
+            after = whole.get_submodule(layer).get_parameter(key).data.float()
+            gap = (after - parameters[key].float()).pow(2).mean().sqrt()
+            assert gap <= FAR[kind] * parameters[key].float().pow(2).mean().sqrt()
+    with streamed(folder, capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(key)), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_path: Path) -> None:
+    folder, batch = packed(kind), ids(2, 9)
+    whole = whole_model(Draft.of(source()))
+    fill(whole, folder)
+    whole.save_pretrained(tmp_path)
+    outputs = []
+    for where in (folder, tmp_path):
+        for capacity in (2, 16):
+            with streamed(where, capacity=capacity) as model, torch.inference_mode():
+                assert not any(layer.unfused for layer in _layers(model))
+                outputs.append(model(input_ids=batch, use_cache=False).logits)
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def _layers(model: Any) -> list[Any]:
+    from greenroom.runtime.forward import BINDING
+
+    modules = [model.get_submodule(name) for name in model.greenroom.parts.catalog.layers]
+    return [getattr(module, BINDING).experts for module in modules]
+
+
+def gguf(folder: Path) -> Path:
+    return write(
+        folder / "tiny.gguf", "qwen3_moe", {"down_exps": "Q6_K", "_exps": "Q4_K", "": "Q8_0"}
+    )
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "fp8": fp8,
+    "mxfp4": mxfp4,
+    "compressed": compressed,
+    "gguf": gguf,
+}
+
+
+@pytest.mark.parametrize("made", SOURCES)
+@pytest.mark.parametrize("kind", ["int8", "same"])
+def test_from_every_format(made: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    origin = SOURCES[made](tmp_path / "source")
+    pack(str(origin), tmp_path / "pack", kind)
+    mine, theirs = Draft.of(tmp_path / "pack"), Draft.of(origin)
+    whole = whole_model(theirs)
+    if kind == "same":
+        assert [x.encodings for x in mine.catalog.layouts] == [
+            x.encodings for x in theirs.catalog.layouts
+        ]
+        assert mine.catalog.expert_bytes == theirs.catalog.expert_bytes
+    else:
+        fill(whole, tmp_path / "pack")
+    with streamed(tmp_path / "pack", capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+    assert fingerprint(Checkpoint.open(tmp_path / "pack")) == fingerprint(Checkpoint.open(origin))
+
+
+def test_a_gguf_in_parts_becomes_one(tmp_path: Path) -> None:
+    import gguf as library
+
+    (tmp_path / "source").mkdir()
+    whole = write(tmp_path / "source" / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    reader = library.GGUFReader(whole)
+    split = max(
+        range(len(reader.tensors)), key=lambda i: reader.tensors[i].name == "blk.1.attn_q.weight"
+    )
+    for number, tensors in enumerate((reader.tensors[:split], reader.tensors[split:])):
+        _part(library, reader, tensors, number, tmp_path / f"tiny-{number + 1:05}-of-00002.gguf")
+    pack(str(tmp_path / "tiny-00002-of-00002.gguf"), tmp_path / "pack", "int8")
+    with streamed(tmp_path / "pack", capacity=3, kernels="eager") as model:
+        reference = whole_model(Draft.of(whole))
+        fill(reference, tmp_path / "pack")
+        assert_same(model, reference, ids(1, 9))
+
+
+def _part(library: Any, reader: Any, tensors: Any, number: int, path: Path) -> None:
+    writer = library.GGUFWriter(path, "qwen3moe")
+    skip = ("GGUF.", "general.architecture")
+    for key, one in reader.fields.items():
+        if number == 0 and not key.startswith(skip):
+            kinds = one.types
+            sub = kinds[1] if len(kinds) > 1 else None
+            writer.add_key_value(key, one.contents(), kinds[0], sub)
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", 2)
+    writer.add_int32("split.tensors.count", len(reader.tensors))
+    for tensor in tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_the_layout_on_disk() -> None:
+    """One aligned read an expert, checksums of all of them, dense tensors as they were."""
+    folder = packed("int8")
+    head, data = header(folder), (folder / "experts.greenroom").read_bytes()
+    assert head["version"] == 1
+    assert len(data) == head["data"]["bytes"]
+    assert data[:4096].rstrip(b"\0").decode() == f"greenroom-pack 1 {head['identity']}\n"
+    for layer in head["layers"]:
+        for expert in range(layer["experts"]):
+            start = layer["offset"] + expert * layer["stride"]
+            assert start % 4096 == 0
+            own = data[start : start + layer["stride"]]
+            assert zlib.crc32(own[: layer["bytes"]]) == layer["crc32"][expert]
+            assert not any(own[layer["bytes"] :])
+    catalog = Draft.of(folder).catalog
+    for expert_id in range(catalog.experts):
+        (extent,) = catalog.extents(expert_id)
+        assert extent.offset % 4096 == 0
+        (copy,) = extent.copies
+        assert copy.contiguous
+        assert copy.nbytes == extent.length == catalog.layouts[0].nbytes
+    before = Checkpoint.open(source())
+    (name,) = [file["name"] for file in head["dense"]]
+    for key in read_header(folder / name, 0):
+        assert torch.equal(before.read(key), Checkpoint.open(folder).read(key))
+    assert not any(".experts." in key for key in read_header(folder / name, 0))
+    for small in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (folder / small).read_bytes() == (source() / small).read_bytes()
+
+
+def test_dense_parts_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making.dense, "SHARD", 40_000)
+    pack(str(source()), tmp_path / "pack", "int8")
+    assert len(header(tmp_path / "pack")["dense"]) > 2
+    with (
+        streamed(tmp_path / "pack", capacity=3) as mine,
+        streamed(packed("int8"), capacity=3) as theirs,
+        torch.inference_mode(),
+    ):
+        assert_same(mine, theirs, ids(1, 9))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_type_to_compute_in(dtype: str) -> None:
+    for kind in ("same", "int4"):
+        model, _ = load(str(packed(kind)), cache="25%", kernels="eager", dtype=dtype)
+        try:
+            whole = whole_model(Draft.of(source(), dtype))
+            fill(whole, packed(kind), dtype)
+            assert_same(model, whole, ids(1, 9))
+        finally:
+            model.greenroom.detach()
+
+
+def test_inputs_that_the_groups_do_not_divide(tmp_path: Path) -> None:
+    """Groups become as short as they must be."""
+    from tests.models import tiny
+
+    origin = tiny("qwen3_moe", tmp_path / "source", dtype="bfloat16", moe_intermediate_size=24)
+    for kind in ("int8", "int4", "fp8"):
+        pack(str(origin), tmp_path / kind, kind)
+        whole = whole_model(Draft.of(origin))
+        fill(whole, tmp_path / kind)
+        with streamed(tmp_path / kind, capacity=3, kernels="eager") as model:
+            assert_same(model, whole, ids(1, 9))
+
+
+def test_a_pack_of_a_pack(tmp_path: Path) -> None:
+    pack(str(packed("same")), tmp_path / "pack", "int8")
+    mine, theirs = experts(tmp_path / "pack"), experts(packed("int8"))
+    for layer, matrices in theirs.items():
+        assert all(torch.equal(mine[layer][name], full) for name, full in matrices.items())
+    assert header(tmp_path / "pack")["source"]["model"] == str(packed("same"))
+
+
+# Memory
+
+
+def test_memory_does_not_grow_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many experts are in memory as there are threads, and no more than the buffers allow."""
+    slots: list[int] = []
+
+    class Counted(HostSlots):
+        def __init__(self, capacity: int, stride: int, reserve: int | None = None) -> None:
+            slots.append(capacity * stride)
+            super().__init__(capacity, stride, reserve)
+
+    monkeypatch.setattr(making, "HostSlots", Counted)
+    sizes = {}
+    for limit in (1, 200_000):
+        monkeypatch.setattr(making, "BUFFERS", limit)
+        slots.clear()
+        pack(str(source()), tmp_path / str(limit), "int8")
+        sizes[limit] = sum(slots)
+    stride = header(tmp_path / "1")["layers"][0]["stride"]
+    assert sizes[1] == 4096 + stride + Draft.of(source()).catalog.slot_bytes  # one at a time
+    assert sizes[1] < sizes[200_000] <= 200_000
+    assert experts(tmp_path / "1").keys() == experts(tmp_path / "200000").keys()
+
+
+# Going on
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(at: float) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done >= at * total:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("at", [0.05, 0.5, 0.99])
+def test_what_was_done_is_kept(at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "pack"
+    with pytest.raises(Stop):
+        pack(str(source()), out, "int8", progress=stopping(at))
+    assert not out.exists()
+    assert (tmp_path / "pack.unfinished" / "unfinished").is_file()
+    made = pack(str(source()), out, "int8")
+    assert (made.kept > 0) == (at > 0.4)
+    assert not (tmp_path / "pack.unfinished").exists()
+    for name in ("greenroom.json", "experts.greenroom", "dense-00001-of-00001.safetensors"):
+        assert (out / name).read_bytes() == (packed("int8") / name).read_bytes()
+
+
+def test_a_line_that_was_being_written_is_ignored(tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    with pytest.raises(Stop):
+        pack(str(source()), out, "int8", progress=stopping(0.9))
+    journal = tmp_path / "pack.unfinished" / "unfinished"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b"expert 15 12")
+    assert pack(str(source()), out, "int8").kept == whole.count(b"\nexpert ")
+    assert (out / "greenroom.json").read_bytes() == (packed("int8") / "greenroom.json").read_bytes()
+
+
+def test_data_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    with pytest.raises(Stop):
+        pack(str(source()), out, "int8", progress=stopping(0.9))
+    (tmp_path / "pack.unfinished" / "experts.greenroom").unlink()
+    assert pack(str(source()), out, "int8").kept == 0
+    assert (out / "greenroom.json").read_bytes() == (packed("int8") / "greenroom.json").read_bytes()
+
+
+def test_all_but_its_name_was_done(tmp_path: Path) -> None:
+    shutil.copytree(packed("int8"), tmp_path / "pack.unfinished")
+    made = pack(str(source()), tmp_path / "pack", "int8")
+    assert made.kept == made.experts
+    shutil.copytree(packed("int8"), tmp_path / "other.unfinished")
+    with pytest.raises(OutputError, match="is another pack: experts int8"):
+        pack(str(source()), tmp_path / "other", "int4")
+
+
+def test_another_pack_was_begun_there(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        pack(str(source()), tmp_path / "pack", "int8", progress=stopping(0.5))
+    with pytest.raises(OutputError) as error:
+        pack(str(source()), tmp_path / "pack", "int4")
+    assert "another half-made pack: finish it with `greenroom pack" in one_line(error)
+    assert "--experts int8`" in one_line(error)
+
+
+def test_the_source_has_changed_meanwhile(tmp_path: Path) -> None:
+    origin = Path(shutil.copytree(source(), tmp_path / "source"))
+    with pytest.raises(Stop):
+        pack(str(origin), tmp_path / "pack", "int8", progress=stopping(0.5))
+    shard = next(origin.glob("*.safetensors"))
+    shard.touch()
+    with pytest.raises(OutputError, match="holds another half-made pack"):
+        pack(str(origin), tmp_path / "pack", "int8")
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    import fcntl
+
+    with pytest.raises(Stop):
+        pack(str(source()), tmp_path / "pack", "int8", progress=stopping(0.5))
+    with open(tmp_path / "pack.unfinished" / "unfinished", "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another process is making this pack"):
+            pack(str(source()), tmp_path / "pack", "int8")
+
+
+# Mistakes
+
+
+def test_an_unknown_kind(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="int8, int4, fp8, same"):
+        pack(str(source()), tmp_path / "pack", "int2")
+
+
+def test_the_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="is not empty"):
+        pack(str(source()), tmp_path / "pack", "int8")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is not a folder"):
+        pack(str(source()), tmp_path / "file", "int8")
+    with pytest.raises(UsageError, match="is the model's own folder"):
+        pack(str(source()), source(), "int8")
+    with pytest.raises(OutputError, match="there is no folder"):
+        pack(str(source()), tmp_path / "none" / "pack", "int8")
+    (tmp_path / "other.unfinished").mkdir()
+    (tmp_path / "other.unfinished" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="is in the way"):
+        pack(str(source()), tmp_path / "other", "int8")
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    pack(str(source()), tmp_path / "pack", "int8")
+    assert (tmp_path / "pack" / "greenroom.json").is_file()
+
+
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(OutputError) as error:
+        pack(str(source()), tmp_path / "pack", "int8")
+    assert "the pack needs" in one_line(error)
+    assert "1000 B are free" in one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    origin = Path(shutil.copytree(source(), tmp_path / "source"))
+    path = next(p for p in sorted(origin.glob("*.safetensors")) if _experts_in(p))
+    tensors = load_file(path)
+    name = _experts_in(path)[0]
+    tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="has weights that are no finite numbers"):
+        pack(str(origin), tmp_path / "pack", "int8")
+    pack(str(origin), tmp_path / "same", "same")  # bytes are bytes
+
+
+def _experts_in(path: Path) -> list[str]:
+    return [name for name in read_header(path, 0) if ".experts." in name]
