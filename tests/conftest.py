@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
 
 
 def threads() -> list[str]:

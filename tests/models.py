@@ -305,6 +305,9 @@ WHOLE: dict[str, dict[str, Any]] = {
 # Where the config of several models has that of the one that is served.
 PARTS: dict[str, str] = {"qwen3_omni_moe": "thinker_config"}
 
+# Whose experts transformers keeps in another form than the socket's; tests compare their outputs.
+OTHERWISE = {"dbrx", "jetmoe"}
+
 # Models that come with a vision tower: what the config of their text part needs beside COMMON.
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma4": ARCHITECTURES["gemma4_text"],

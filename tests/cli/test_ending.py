@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,7 @@ def test_ctrl_c_while_it_answers() -> None:
     assert "experts in slots" in process.stderr.readline()
     assert process.stdout.read(1)  # it is answering
     process.send_signal(signal.SIGINT)
-    begun = time.monotonic()
     out, err = process.communicate(timeout=30)
-    assert time.monotonic() - begun < 5
     assert Ran(process.returncode, out, err).line == "interrupted"
     assert process.returncode == 130
     assert out.endswith("\n")

@@ -49,7 +49,7 @@ def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: P
     asked = ("simulate", recorded, *LRU)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4")
     assert "disk to host to device: this way to the processor has 1" in failed.mistake
-    failed = cli(*asked, "--host-capacity", "4")
+    failed = cli("simulate", recorded, *LRU[:4], "--host-capacity", "4")
     assert "--host-capacity is of use with --machine only" in failed.mistake
     machine = profile(tmp_path / "gpu.json", DISK, BUS)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4,5")

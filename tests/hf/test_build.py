@@ -39,7 +39,8 @@ def assert_dense_equal(model: PreTrainedModel, wanted: PreTrainedModel) -> None:
         assert tensor.device.type == "cpu"
         assert tensor.dtype == theirs[name].dtype, name
         assert torch.equal(tensor, theirs[name]), name
-    assert all(".experts." in name for name in set(theirs) - set(mine))
+    streamed = ".experts.", "put_linear."  # the latter are JetMoE's
+    assert all(any(part in name for part in streamed) for name in set(theirs) - set(mine))
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MULTIMODAL])

@@ -71,7 +71,7 @@ def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.Monkey
 
 
 def test_prefetching_that_cannot_be():
-    with pytest.raises(UsageError, match="needs the experts of a step to be safe: pin step"):
+    with pytest.raises(UsageError, match="need the experts of a step to be safe: pin step"):
         sweep(TIMED, [Cell("lru", 8, "none", "oracle")])
     with pytest.raises(UsageError, match="policy opt decides by the whole trace beforehand"):
         sweep(TIMED, [Cell("opt", 8, prefetch="oracle")])

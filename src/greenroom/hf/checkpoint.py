@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,10 @@ class Checkpoint:
     def source(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` methods are to be called with."""
         return {"pretrained_model_name_or_path": self.folder, "local_files_only": True}
+
+    def read_by_transformers(self) -> AbstractContextManager[None]:
+        """To be held while transformers reads the files by itself."""
+        return nullcontext()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor in ordinary memory, cast to `dtype`, expanded where it is encoded."""

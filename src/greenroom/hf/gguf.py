@@ -7,6 +7,8 @@ metadata (the experts' width) or by the experts module's flags (how gate and up 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -79,10 +81,31 @@ class Gguf(Checkpoint):
             "local_files_only": True,
         }
 
+    @contextmanager
+    def read_by_transformers(self) -> Iterator[None]:
+        """transformers takes a scaling of rotary embeddings from the wrong bytes of the file, an
+        array, which NumPy from 2.4 on makes no number of. So it is not shown any; see `_scaling`.
+        """
+        import gguf
+
+        class Reader(gguf.GGUFReader):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                for key in [key for key in self.fields if ".rope.scaling." in key]:
+                    del self.fields[key]
+
+        own = gguf.GGUFReader
+        gguf.GGUFReader = Reader
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = own
+
     def hf_config(self) -> PreTrainedConfig:
         """transformers' config of the model, with what its mapping leaves out."""
         try:
-            values = load_gguf_checkpoint(str(self.folder))["config"]
+            with self.read_by_transformers():
+                values = load_gguf_checkpoint(str(self.folder))["config"]
             values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
             config = AutoConfig.for_model(**values)
         except Exception as error:  # each config class validates in its own way

@@ -211,7 +211,8 @@ def context_of(model: PreTrainedModel, context: int) -> int:
 
 def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
+        with checkpoint.read_by_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
     except Exception as error:  # each tokenizer class fails in its own way
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: {reason}") from error

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():  # read when a kernel is defined: before any is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
