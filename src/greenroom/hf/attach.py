@@ -45,7 +45,7 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.forward import BINDING, Binding, experts_forward
+from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
 from greenroom.runtime.kernels import LayerExperts, described, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
@@ -222,7 +222,7 @@ class Greenroom:
         self.kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
         if self.kernel.name == "numba":
-            self.accelerated = accelerate(model, reserve)
+            self.accelerated = accelerate(model, reserve, experts_onto)
         self._shared = shared(model, self._modules)
         for layer, module in enumerate(self._modules):
             binding = Binding(
