@@ -80,7 +80,7 @@ class Scheduler:
         self.counts = Counts()
         self.step: Step | None = None
         self._now = 0.0
-        self._whole: Whole | None = None  # where every piece has its slot
+        self._whole: Whole | None = None  # where there is a slot for every piece
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -106,15 +106,16 @@ class Scheduler:
     # ---- a step, from its routing to its end
 
     def straight(self, pieces: Ints) -> Ints | None:
-        """The slots of a step's pieces (ascending), where all pieces there are have one: the step
-        is over with this, and its pieces are to be computed. None where it must be `Routed`."""
-        if self._whole is None:
+        """The slots of a step's pieces (ascending), where all of them have one and nothing will be
+        evicted: the step is over with this, and its pieces are to be computed. None where it must
+        be `Routed`."""
+        if self._whole is None or (used := self._whole.use(pieces)) is None:
             return None
         counts = self.counts
         counts.steps += 1
         counts.requests += pieces.size
         counts.hits += pieces.size
-        slots: Ints = self.place[self._whole.use(pieces)]
+        slots: Ints = self.place[used]
         return slots
 
     def _no_longer_whole(self) -> None:
