@@ -25,6 +25,8 @@ EXACT = 5  # significant bits of a scale of int4
 HALF = 11  # of a float16
 TRIES = 6  # scales of int4 that are looked at, one after another
 FIRST = np.float32(0.85 / 8)  # the least of them, as a share of the largest weight
+# One over a scale, by its 4 bits after the first: there is a division a try otherwise.
+OVER = np.array([16 / (16 + k) for k in range(16)], np.float32)
 SHIFT = np.float32(12582912.0)  # 1.5 * 2^23: in a sum with it, the nearest integer is in the bits
 SHIFTED = np.int32(0x4B400000)
 TINY = np.float32(2.0**-14)  # the smallest normal float16
@@ -120,16 +122,24 @@ def _int4_scale(x: F32) -> np.float32:
         word = np.float32(_as_half(np.float32(largest * FIRST), EXACT)).view(np.int32)
         least_error = np.float32(np.inf)
         for k in range(TRIES):
-            scale = np.int32(word + (k << (24 - EXACT))).view(np.float32)
-            over, signed, error = sign / scale, sign * scale, ZERO
-            for i in range(len(x)):
-                q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
-                gap = x[i] - signed * q
-                error += gap * gap
-            better = error < least_error
-            best = scale if better else best
-            least_error = error if better else least_error
+            bits = np.int32(word + (k << (24 - EXACT)))
+            power = np.int32((254 << 23) - (bits & INFINITE)).view(np.float32)  # one over its own
+            scale, over = bits.view(np.float32), sign * power * OVER[bits >> 24 - EXACT & 15]
+            error = _error(x, sign * scale, over)
+            if error < least_error:
+                best, least_error = scale, error
     return sign * best
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _error(x: F32, scale: np.float32, over: np.float32) -> np.float32:
+    """The squared error of a group's codes under a scale; `over` is one over it."""
+    error = ZERO
+    for i in range(len(x)):
+        q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
+        gap = x[i] - scale * q
+        error += gap * gap
+    return error
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
