@@ -1,9 +1,9 @@
 """How near the expert kernels come to the memory's speed, and what a call costs in Python.
 
-    python benchmarks/kernels.py [--threads N] [--wall] [--encodings]
+    python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]]
 
---encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, in turns with bf16
-and with the floor; medians.
+--encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, by both compiled
+kernels, in turns with bf16 and with the floor; medians.
 
 Weights are random and larger than the caches. Every row stands beside a floor measured right
 before it: the speed at which `torch.sum` reads memory. Best of several; with one thread CPU time
@@ -83,6 +83,8 @@ def expert_rows(clock: Clock) -> None:
 
 
 STORED = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "mxfp4", "int8", "int4", "fp8")
+ENCODED_KERNELS = ("numba", "unrounded")
+KERNELS_OF = {name: kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
 HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}
 
@@ -126,38 +128,47 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
     return {name: codes.view(kind), f"{name}.scale": scale}
 
 
-def encoded_rows(wall: bool) -> None:
-    """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes."""
-    chosen = kernel("numba")
+def encoded_rows(wall: bool, only: list[str]) -> None:
+    """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes.
+
+    Everything takes turns: the floor, then each encoding by each kernel, then all again.
+    """
     now = time.perf_counter if wall else time.thread_time
-    print(f"{'encoded experts':22}{'tokens':>7}{'us/expert':>11}{'x bf16':>8}{'GB/s':>7}", end="")
-    print(f"{'floor':>7}{'ratio':>7}")
+    print(
+        f"{'encoded experts':24}{'tokens':>7}{'kernel':>11}{'us/expert':>11}{'x bf16':>8}", end=""
+    )
+    print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}")
     for hidden, inner in ENCODED_SHAPES:
-        layers = {name: encoded_layer(name, hidden, inner) for name in ("bf16", *STORED)}
+        names = ["bf16", *(name for name in STORED if name in only or not only)]
+        layers = {name: encoded_layer(name, hidden, inner) for name in names}
         for tokens in (1, 64, 512):
             x, weights = (
                 torch.randn(tokens, hidden).bfloat16(),
                 torch.ones(tokens, TOP_K).bfloat16(),
             )
-            times: dict[str, list[float]] = {name: [] for name in layers}
+            cases = [("bf16", "numba"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
+            times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
             floors: list[float] = []
-            for turn in range(24 if tokens == 1 else 3):
+            for turn in range(-1, 24 if tokens == 1 else 3):  # the first compiles
                 start = now()
                 _READ.sum()
                 floors.append(_READ.nbytes / (now() - start))
-                for name, experts in layers.items():
-                    first = TOP_K * turn % (experts.num_experts - TOP_K + 1)
+                for name, chosen in cases:
+                    experts = layers[name]
+                    first = TOP_K * (turn + 1) % (experts.num_experts - TOP_K + 1)
                     index = torch.arange(first, first + TOP_K).expand(tokens, -1).contiguous()
                     start = now()
-                    step(chosen, experts, x, index, weights)
-                    times[name].append((now() - start) / TOP_K)
-            floor, plain = float(np.median(floors)), float(np.median(times["bf16"]))
-            for name, experts in layers.items():
-                each = float(np.median(times[name]))
-                speed = experts.layout.nbytes / each
-                print(f"{f'{name} {hidden}x{inner}':22}{tokens:7}{each * 1e6:11.1f}", end="")
-                print(f"{plain / each:8.2f}{speed / 1e9:7.1f}{floor / 1e9:7.1f}", end="")
-                print(f"{speed / floor:7.2f}")
+                    step(KERNELS_OF[chosen], experts, x, index, weights)
+                    if turn >= 0:
+                        times[name, chosen].append((now() - start) / TOP_K)
+            floor = float(np.median(floors))
+            plain = float(np.median(times["bf16", "numba"]))
+            for (name, chosen), taken in times.items():
+                each = float(np.median(taken))
+                speed = layers[name].layout.nbytes / each
+                print(f"{f'{name} {hidden}x{inner}':24}{tokens:7}{chosen:>11}", end="")
+                print(f"{each * 1e6:11.1f}{plain / each:8.2f}", end="")
+                print(f"{speed / 1e9:7.1f}{floor / 1e9:7.1f}{speed / floor:7.2f}", flush=True)
 
 
 def dense_rows(clock: Clock) -> None:
@@ -202,7 +213,9 @@ def call_rows(clock: Clock) -> None:
 def options() -> SimpleNamespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--encodings", action="store_true", help="encoded experts instead")
+    parser.add_argument(
+        "--encodings", nargs="*", metavar="NAME", help="encoded experts instead: all, or these"
+    )
     parser.add_argument("--wall", action="store_true", help="wall time; always with two threads")
     return SimpleNamespace(**vars(parser.parse_args()))
 
@@ -213,8 +226,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(chosen.threads)
     clock = Clock(chosen.wall or chosen.threads > 1)
-    if chosen.encodings:
-        encoded_rows(chosen.wall or chosen.threads > 1)
+    if chosen.encodings is not None:
+        encoded_rows(chosen.wall or chosen.threads > 1, chosen.encodings)
     else:
         expert_rows(clock)
         dense_rows(clock)

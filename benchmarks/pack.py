@@ -115,7 +115,7 @@ def main() -> None:
                 f"{made['seconds'] / least:.2f}",
                 f"{source / made['seconds'] / 1e9:.2f}",
                 f"{measured.cpu_s:.1f}",
-                f"{(measured.peak_bytes or 0) / 1e6:.0f}",
+                f"{made['peak_rss_bytes'] / 1e6:.0f}",
             ]
         )
         note(f"{kind}: {made['seconds']:.1f} s, floor {least:.1f} s")

@@ -65,6 +65,31 @@ def show_bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
+def devices_of(device: str) -> tuple[str, tuple[int, ...]]:
+    """A `--device`: what computes, and the numbers of the devices that do.
+
+    `cuda:0,cuda:2` is ("cuda", (0, 2)), `cuda` the first GPU, `fake,fake` two fake devices.
+    UnknownName or UsageError for what is none.
+    """
+    parts = [part.strip() for part in device.split(",")]
+    names, numbers = [], []
+    for part in parts:
+        name, colon, number = part.partition(":")
+        if name not in DEVICES or (colon and name != "cuda"):
+            raise UnknownName("device", part, DEVICES)
+        if colon and not (number.isascii() and number.isdecimal()):
+            raise UsageError(f"--device {device}: GPUs are numbered, as cuda:0 or cuda:1")
+        names.append(name)
+        numbers.append(int(number or 0))
+    if names == ["fake"] * len(parts):
+        return "fake", tuple(range(len(parts)))
+    if len(parts) > 1 and not all(part.startswith("cuda:") for part in parts):
+        raise UsageError(f"--device {device}: several devices are GPUs, as cuda:0,cuda:1")
+    if len(set(numbers)) < len(parts):
+        raise UsageError(f"--device {device}: each GPU once")
+    return names[0], tuple(numbers)
+
+
 def _option(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
     return field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
 
@@ -98,7 +123,10 @@ class LoadConfig:
     )
     no_guard: bool = _option(False, "prefetch also where that is slower")
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)
-    device: str = _option("auto", "where the experts are computed", None, DEVICES)
+    device: str = _option(
+        "auto", "where the experts are computed; over several GPUs, as cuda:0,cuda:1, they are"
+        " spread", "auto|cpu|cuda[:N][,cuda:N...]|fake",
+    )  # fmt: skip
     context: int = _option(4096, "tokens that the KV cache must have room for", "N")
     kv: str = _option(
         "dynamic", "how keys and values are kept: dynamic as they are computed; fp8, int4, int2"
@@ -136,6 +164,7 @@ class LoadConfig:
                 raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        devices_of(self.device)
         _check_choices(self)
 
 

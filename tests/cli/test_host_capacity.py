@@ -54,3 +54,22 @@ def test_it_is_of_memory_between_two_links(cli: Run, recorded: Path, tmp_path: P
     machine = profile(tmp_path / "gpu.json", DISK, BUS)
     failed = cli(*asked, "--machine", machine, "--host-capacity", "4,5")
     assert "--host-capacity is one number, got 4,5" in failed.mistake
+
+
+def test_experts_over_devices(cli: Run, recorded: Path, tmp_path: Path):
+    machine = profile(tmp_path / "gpu.json", DISK, BUS)
+    asked = ("simulate", recorded, *LRU, "--machine", machine, "--host-capacity", "100%")
+    one, two = (cli(*asked, "--devices", n).json for n in (1, 2))
+    assert one["requests"] == two["requests"]
+    assert two["tpot_mean_s"] < one["tpot_mean_s"]
+    ahead = cli(*asked, "--devices", 2, "--prefetch", "oracle").json
+    assert ahead["prefetches"] > 0
+    for wrong, why in (
+        (("--devices", 0), "--devices must be at least 1, got 0"),
+        (("--devices", 99), "experts can be spread over 1 to"),
+        (("--devices", 2, "--policy", "opt"), "policy opt decides"),
+        (("--devices", 2, "--pin", "none"), "several devices need the experts of a step"),
+        (("--devices", 2, "--capacity", 1), "2 devices need a slot each, there are 1"),
+    ):
+        assert why in cli(*asked, *wrong).mistake
+    assert "--devices is of use with" in cli("simulate", recorded, *LRU, "--devices", 2).mistake

@@ -31,8 +31,8 @@ LAYERS, EXPERTS = 2, 6
 OFFSETS = [0, 6, 12]
 
 
-def pieces(chunks: int = 1) -> Pieces:
-    return Pieces.whole(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1])
+def pieces(chunks: int = 1, devices: int = 1) -> Pieces:
+    return Pieces.whole(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
 
 
 def ids(*experts: int) -> np.ndarray:
@@ -125,12 +125,13 @@ class Theatre:
 
     def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
         self.s, self.rng, self.failing = s, rng, failing
-        self.last = len(s.queue.lanes) - 1
+        self.chained = len(s.queue.paths[0]) > 1
+        self.lasts = {path[-1] for path in s.queue.paths}
         self.memory: dict[int, int] = {}
         self.landed: dict[tuple[int, int], int] = {}  # (piece, slot) -> chunks
         self.seats: dict[int, tuple[int, int]] = {}
         self.moving: list[StartChunk] = []
-        self.wave: Compute | None = None
+        self.waves: dict[int, Compute] = {}
         self.computed: list[int] = []
         self.finish: Finish | None = None
         self.now = 0.0
@@ -141,11 +142,12 @@ class Theatre:
             match action:
                 case StartChunk():
                     self._start(action)
-                case Compute(experts, slots):
-                    assert self.wave is None
+                case Compute(experts, slots, device):
+                    assert device not in self.waves
+                    assert {*self.s.pieces.home[experts].tolist()} == {device}
                     assert [self.memory.get(int(slot)) for slot in slots] == experts.tolist()
                     assert not {m.slot for m in self.moving} & set(slots.tolist())
-                    self.wave = action
+                    self.waves[device] = action
                 case Move(piece, source, target):
                     assert self.memory[source] == piece
                     assert not self.moving
@@ -159,19 +161,31 @@ class Theatre:
     def _start(self, action: StartChunk) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
         chunk = (action.piece, action.chunk)
-        if action.link == 0 and self.last > 0:
+        if action.link == 0 and self.chained:
             assert action.seat not in {m.seat for m in self.moving}
             self.seats[action.seat] = chunk
-        elif self.last > 0:
+        elif self.chained:
             assert self.seats[action.seat] == chunk, "the seat was given away"
-        if action.link == 0 and action.chunk == 0:  # from the start, whatever came before
+        self._at_home(action)
+        if (
+            action.link in self.s.queue.links_from_store and action.chunk == 0
+        ):  # from the start, whatever came before
             self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
             self.landed[action.piece, action.slot] = 0
-        if action.link == self.last:
+        if action.link in self.lasts:
             self.memory.pop(action.slot, None)
-            if self.wave is not None:
-                assert action.slot not in self.wave.slots
+            self._spare(action)
         self.moving.append(action)
+
+    def _spare(self, action: StartChunk) -> None:
+        """Nothing is written to a slot that is being computed from."""
+        assert not any(action.slot in wave.slots for wave in self.waves.values())
+
+    def _at_home(self, action: StartChunk) -> None:
+        """A piece goes to its own device, on that device's own link."""
+        home = int(self.s.pieces.home[action.piece])
+        assert action.link in self.s.queue.paths[home]
+        assert action.slot % self.s.pieces.devices == home
 
     def _check(self) -> None:
         """What lies in the buffer and is not moving is there, whole."""
@@ -181,18 +195,18 @@ class Theatre:
                 assert self.memory.get(int(self.s.place[held.slot])) == piece
 
     def run(self, step: int, layer: int, experts: np.ndarray, cancel: bool, prefill: bool) -> None:
-        self.computed, self.finish, self.wave = [], None, None
+        self.computed, self.finish, self.waves = [], None, {}
         self.tell(Routed(step, layer, experts, prefill=prefill))
         while self.finish is None:
-            choices = ["land"] * len(self.moving) + ["compute"] * (self.wave is not None)
+            choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
             assert choices, "deadlock"
             if cancel and self.rng.random() < 0.2:
-                cancel, self.wave = False, None
+                cancel, self.waves = False, {}
                 self.tell(Cancelled())
             elif self.rng.choice(choices) == "compute":
-                self.computed += self.wave.experts.tolist()
-                self.wave = None
-                self.tell(Computed())
+                wave = self.waves.pop(self.rng.choice(sorted(self.waves)))
+                self.computed += wave.experts.tolist()
+                self.tell(Computed(wave.device))
             else:
                 self.land()
 
@@ -202,7 +216,7 @@ class Theatre:
             self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
             self.tell(Failed(action.lane, action.piece, action.link))
             return
-        if action.link == self.last:
+        if action.link in self.lasts:
             key = action.piece, action.slot
             if key in self.landed:
                 self.landed[key] += 1
@@ -231,16 +245,20 @@ class Theatre:
     scope=st.sampled_from(["shared", "per-layer"]),
     ahead=st.sampled_from([0, 0, 1, 2, 5]),
     failing=st.sampled_from([0.0, 0.1]),
+    devices=st.sampled_from([1, 1, 2, 3]),
+    named=st.sampled_from(["lru", "next-use", "moe-infinity", "arc"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
-    steps, capacity, lanes, chunks, scope, ahead, failing, seed
+    steps, capacity, lanes, chunks, scope, ahead, failing, devices, named, seed
 ):
-    s = Scheduler(pieces(chunks), capacity, policy("lru"), lanes=lanes, scope=scope, ahead=ahead)
+    groups = devices * (LAYERS if scope == "per-layer" else 1)
+    every, capacity = pieces(chunks, devices), max(groups, capacity)
+    s = Scheduler(every, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
     theatre = Theatre(s, random.Random(seed), failing)
     reference = ReferenceCache(OFFSETS, [s.cache.capacity], "lru")
-    clean, hits = scope == "shared", 0
+    clean, hits = scope == "shared" and devices == 1 and named == "lru", 0
     for number, (layer, chosen, chance) in enumerate(steps):
         experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
         cancel, prefill = chance == 0, chance in (1, 2)
@@ -254,7 +272,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         else:
             assert sorted(theatre.computed) == experts.tolist()
         if chance == 9:
-            theatre.tell(Resized(1 + seed % 13 if scope == "shared" else 2 + seed % 12, number % 4))
+            theatre.tell(Resized(groups + seed % 12, number % 4))
             clean = False
         for piece in s.cache.residents().tolist():  # what counts as resident is there, whole
             assert theatre.memory[int(s.place[s.cache.state.slot_of[piece]])] == piece
@@ -266,7 +284,10 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         theatre.land()
     assert len(s.queue) == 0
     assert not s._resizing
-    assert sorted(s.place) == list(range(s.capacity))
+    places = [
+        n * devices + d for d, share in enumerate(every.shares(s.capacity)) for n in range(share)
+    ]
+    assert sorted(s.place) == sorted(places)
     loans = len(s.buffer.held)
     assert loans + int(s.cache.state.free_count.sum()) + s.cache.residents().size == s.capacity
     c = s.counts

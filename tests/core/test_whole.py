@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,7 +34,7 @@ def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> N
     while scheduler.step is not None:
         landings = [Landed(a.lane, a.piece) for a in actions if isinstance(a, StartChunk)]
         actions = [a for e in landings for a in scheduler.on(e)]
-        if scheduler.step is not None and scheduler.step.wave:
+        if scheduler.step is not None and scheduler.step.waves:
             actions += scheduler.on(Computed())
 
 
@@ -44,6 +46,20 @@ def test_a_step_is_straight_once_every_piece_has_its_slot() -> None:
     assert slots is not None
     assert slots.tolist() == scheduler.place[scheduler.cache.state.slot_of[[1, 3]]].tolist()
     assert (scheduler.counts.requests, scheduler.counts.hits, scheduler.counts.steps) == (10, 2, 3)
+
+
+def test_what_was_never_asked_for_keeps_nobody_waiting_but_itself() -> None:
+    scheduler = Scheduler(PIECES, 8, policy("lru"))
+    serve(scheduler, 0, 0, np.array([0, 2]))
+    assert scheduler.straight(np.array([0, 2])) is not None
+    counts = replace(scheduler.counts)
+    assert scheduler.straight(np.array([0, 1])) is None
+    assert scheduler.counts == counts
+    serve(scheduler, 1, 0, np.array([0, 1]))
+    assert scheduler.straight(np.array([0, 1, 2])) is not None
+    assert scheduler.straight(np.array([5])) is None
+    scheduler.on(Resized(2))
+    assert scheduler.cache.residents().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("lru", 7), ("lfu", 8), ("next-use", 8)])

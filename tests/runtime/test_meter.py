@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from greenroom.core.scheduler import Counts
+from greenroom.core.step import Counts
 from greenroom.runtime.meter import CAUSES, LinkMeter, Meter, minus
 
 

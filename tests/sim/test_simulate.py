@@ -51,3 +51,45 @@ def test_chunks_of_a_piece_add_up():
     result = simulate(steps([0]), pieces, 4, policy("lru"), costs=costs)
     assert result.bytes_moved == 1001
     assert result.seconds == pytest.approx(1.0)
+
+
+# ---- several devices: experts 0 and 2 of layer 0 are at home on the first, 1 and 3 on the second
+
+TWO = Pieces.whole([0, 4], [1000], devices=2)
+
+
+def test_two_links_halve_the_transfers_of_an_even_load():
+    costs = costs_of(Link(bandwidth=1000, latency=0.25, lanes=1))
+    asked = steps([0, 1, 2, 3])
+    one = simulate(asked, PIECES, 4, policy("lru"), costs=costs)
+    two = simulate(asked, TWO, 4, policy("lru"), costs=costs)
+    assert (one.misses, one.bytes_moved) == (two.misses, two.bytes_moved) == (4, 4000)
+    assert one.seconds == pytest.approx(4 * 1.25)
+    assert two.seconds == pytest.approx(2 * 1.25)
+
+
+def test_an_uneven_load_is_as_slow_as_its_slowest_link():
+    costs = costs_of(Link(bandwidth=1000, lanes=1), expert=0.5)
+    uneven = simulate(steps([0, 1, 2]), TWO, 4, policy("lru"), costs=costs)
+    # 0 and 1 land at 1 and are computed side by side until 1.5; 2 lands at 2.
+    assert uneven.seconds == pytest.approx(2.5)
+    assert uneven.stall == pytest.approx(1.5)
+
+
+def test_devices_share_the_way_to_host_memory():
+    costs = costs_of(Link(bandwidth=1000, lanes=1), Link(bandwidth=500, lanes=1))
+    one = simulate(steps([0, 1, 2, 3]), PIECES, 4, policy("lru"), costs=costs)
+    two = simulate(steps([0, 1, 2, 3]), TWO, 4, policy("lru"), costs=costs)
+    assert one.seconds == pytest.approx(1 + 4 * 2)
+    assert two.seconds == pytest.approx(4 + 2)  # the disk carries one after another
+    assert two.bytes_moved == 4000
+
+
+def test_what_is_resident_is_computed_side_by_side():
+    costs = costs_of(Link(bandwidth=float("inf")), expert=1.0)
+    twice = steps([0, 1, 2, 3], [0, 1, 2, 3])
+    one = simulate(twice, PIECES, 4, policy("lru"), costs=costs)
+    two = simulate(twice, TWO, 4, policy("lru"), costs=costs)
+    assert one.misses == two.misses == 4
+    assert (one.seconds, two.seconds) == (pytest.approx(8), pytest.approx(4))
+    assert one.compute == two.compute == pytest.approx(8)

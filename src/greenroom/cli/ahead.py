@@ -12,7 +12,7 @@ ROOM = 2 << 30  # bytes; with less the second process could break the budget
 
 def compile_ahead(model: str, config: LoadConfig) -> None:
     """Start the second process where the budget has room for it."""
-    if config.device == "cuda":  # Triton compiles there, when the model is loaded
+    if config.device.startswith("cuda"):  # Triton compiles there, when the model is loaded
         return
     from greenroom.runtime.kernels import ahead
     from greenroom.runtime.memory import available_bytes

@@ -57,6 +57,9 @@ def add_to(commands: Any) -> None:
     times.add_argument("--host-capacity", metavar="N", help="slots in host memory that keep experts"
                        " between the disk and a device, or 25%% of all experts (default: none)",
                        )  # fmt: skip
+    times.add_argument("--devices", type=int, metavar="N", help="spread the experts over so many"
+                       " alike processors, each with a last link of its own; --capacity is that of"
+                       " all together (default: 1)")  # fmt: skip
     times.add_argument("--prefetch", metavar="NAME[:D][,...]", help="fetch experts before they are"
                        " asked for, by a predictor: markov, next-gate:2, oracle, ...; off"
                        " (default) among several is the run without, to compare with")  # fmt: skip
@@ -113,12 +116,14 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("expert_bytes", "dense_bytes", "store", "processor", "host_capacity",
-                     "prefetch", "ahead"):  # fmt: skip
+        for name in ("host_capacity", "devices", "prefetch", "ahead", "expert_bytes",
+                     "dense_bytes", "store", "processor"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
         raise UsageError("--machine times real passes: leave out --order, or give --order runtime")
+    if args.devices is not None and args.devices < 1:
+        raise UsageError(f"--devices must be at least 1, got {args.devices}")
     if args.ahead is not None and args.ahead < 1:
         raise UsageError(f"--ahead must be at least 1 slot, got {args.ahead}")
     if args.ahead is not None and args.prefetch is None:
@@ -144,6 +149,7 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
     if args.machine is None:
         return {}
     from greenroom.cli.doctor import default_profile
+    from greenroom.core.homes import homes
     from greenroom.core.machine import Machine
 
     machine = Machine.load(default_profile() if args.machine == "auto" else args.machine)
@@ -154,7 +160,13 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
         )
     dense = nbytes(args, trace, "dense_bytes") or 0
     costs = machine.costs(expert, dense, processor=args.processor, store=args.store)
-    return {"costs": costs, "expert_bytes": expert, "host": host_slots(args, trace, costs)}
+    homes(trace.offsets.tolist(), args.devices or 1)  # or UsageError
+    return {
+        "costs": costs,
+        "expert_bytes": expert,
+        "host": host_slots(args, trace, costs),
+        "devices": args.devices or 1,
+    }
 
 
 def host_slots(args: argparse.Namespace, trace: Trace, costs: Costs) -> int:
@@ -214,8 +226,8 @@ def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
     for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
-                 "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "prefetch",
-                 "ahead", "ray",
+                 "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
+                 "prefetch", "ahead", "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:

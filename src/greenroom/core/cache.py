@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,7 @@ from greenroom.core.policy import (
     Weights,
 )
 from greenroom.core.stream import Stream
-from greenroom.errors import BudgetError, UnknownName
+from greenroom.errors import BudgetError, UnknownName, UsageError
 
 SCOPES = ("shared", "per-layer")
 PINS = ("step", "none")
@@ -52,8 +53,19 @@ def check_pin(pin: str) -> None:
         raise UnknownName("pin", pin, PINS)
 
 
-def empty_state(layer: Ints, sizes: Sequence[int]) -> State:
-    """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's."""
+def group_sizes(pieces: Pieces, capacity: int, scope: str) -> list[int]:
+    """Slots of each group: a device has groups of its own, and theirs follow one another."""
+    each = pieces.shares(capacity)
+    return [n for share in each for n in split_capacity(share, pieces.layers, scope)]
+
+
+def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> State:
+    """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's.
+
+    Without `group_of` [P] there is one group for all layers, or one a layer.
+    """
+    if group_of is None:
+        group_of = np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64)
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     total = int(first[-1])
     # Stacks: the lowest slot of a group is on top.
@@ -62,7 +74,7 @@ def empty_state(layer: Ints, sizes: Sequence[int]) -> State:
         slot_of=np.full(layer.size, -1, np.int64),
         piece_in=np.full(total, -1, np.int64),
         pinned=np.zeros(layer.size, np.int64),
-        group_of=np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64),
+        group_of=group_of,
         free=np.array(free, np.int64),
         first=first,
         free_count=np.asarray(sizes, np.int64),
@@ -158,6 +170,9 @@ def compile_for(policy: Policy) -> None:
 class Cache:
     """Slots for pieces, in groups of a fixed capacity, under one policy.
 
+    A piece has a slot of its home's alone. Each of several devices has a policy of its own, which
+    knows the pieces that live there; their slots lie in the same arrays, one after another.
+
     A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
     pieces of a step are pinned while it is served, unless their group has fewer slots than the
     step asks of it. `trace` is for policies that must know the whole of it.
@@ -174,15 +189,44 @@ class Cache:
     ) -> None:
         self.pieces, self.policy, self.scope = pieces, policy, scope
         self._bound = bind(policy)
-        sizes = split_capacity(capacity, pieces.layers, scope)
-        self.state = empty_state(pieces.layer, sizes)
-        setup = policy.setup(
-            pieces.layer, self.state.group_of, tuple(sizes), pieces.layers, seed, trace
-        )
-        self.own = policy.memory(setup)
-        if policy.preload is not None:
-            preload(self.state, policy.preload(setup))
+        if pieces.devices > 1 and policy.needs_trace:
+            raise UsageError(f"policy {policy.name} decides beforehand, for one device alone")
+        sizes = group_sizes(pieces, capacity, scope)
+        self.state = self._empty(sizes)
+        self._parts = self._divided()
+        each, self._own = len(sizes) // pieces.devices, []
+        for device, part in enumerate(self._parts):
+            own = tuple(sizes[device * each : (device + 1) * each])
+            setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
+            self._own.append(policy.memory(setup))
+            if policy.preload is not None:
+                preload(self.state, policy.preload(setup))
         self.now = Now(0, 0, -1, 0, 0)  # of the step served last
+        self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
+
+    def _empty(self, sizes: list[int]) -> State:
+        pieces, each = self.pieces, len(sizes) // self.pieces.devices
+        if pieces.devices == 1:
+            return empty_state(pieces.layer, sizes)
+        return empty_state(
+            pieces.layer, sizes, pieces.home * each + (pieces.layer if each > 1 else 0)
+        )
+
+    def _divided(self) -> list[State]:
+        """The state as each device's policy sees it: its own groups, in the same arrays."""
+        devices, state, layer = self.pieces.devices, self.state, self.pieces.layer
+        if devices == 1:
+            return [state]
+        each = state.free_count.size // devices
+        group_of = layer.astype(np.int64) if each > 1 else np.zeros(layer.size, np.int64)
+        return [
+            state._replace(
+                group_of=group_of,
+                first=state.first[d * each : (d + 1) * each + 1],
+                free_count=state.free_count[d * each : (d + 1) * each],
+            )
+            for d in range(devices)
+        ]
 
     @property
     def capacity(self) -> int:
@@ -208,9 +252,7 @@ class Cache:
         """
         check_pin(pin)
         piece = int(pieces[0]) if pieces.size else 0
-        group = self.state.group_of[piece]
-        room = self.state.first[group + 1] - self.state.first[group]
-        pinned = pin == "step" and (fill >= 0 or pieces.size <= room)
+        pinned = pin == "step" and (fill >= 0 or self._fits(pieces))
         at = Now(
             now,
             now // self.pieces.layers if token is None else token,
@@ -218,23 +260,69 @@ class Cache:
             int(self.pieces.layer[piece]),
             self.now.index,
         )
-        out = np.empty((3, pieces.size), np.int64)
-        served = self._bound.serve(
-            self.state,
-            self.own,
-            pieces,
-            NO_ROWS if rows is None else rows,
-            NO_WEIGHTS if weights is None else weights,
-            at,
-            request != self.now.request,
-            pinned,
-            fill,
-            out,
-        )
+        rows = NO_ROWS if rows is None else rows
+        weights = NO_WEIGHTS if weights is None else weights
+        if self.pieces.devices == 1:
+            out = self._serve(0, pieces, rows, weights, at, pinned, fill)
+        else:
+            out = np.empty((3, pieces.size), np.int64)
+            home, devices = self.pieces.home[pieces], self.pieces.devices
+            for device in {*home.tolist()}:
+                mine = np.flatnonzero(home == device)
+                share = fill if fill < 0 else fill // devices + (device < fill % devices)
+                out[:, mine] = self._serve(
+                    device,
+                    pieces[mine],
+                    rows[mine] if rows.size else rows,
+                    weights[mine] if weights.size else weights,
+                    at,
+                    pinned,
+                    share,
+                )
         self.now = at._replace(index=at.index + pieces.size)
-        if not served:
-            raise RuntimeError("no piece can be evicted: every resident is pinned")
         return Served(out[0], out[1], out[2], pinned)
+
+    def _serve(
+        self,
+        device: int,
+        pieces: Ints,
+        rows: Rows,
+        weights: Weights,
+        at: Now,
+        pinned: bool,
+        fill: int,
+    ) -> Ints:
+        """A step's pieces of one device: out [3, n], as `Served` has it."""
+        request, index = self._told[device]
+        at = at._replace(index=index)
+        out, begins = np.empty((3, pieces.size), np.int64), at.request != request
+        self._told[device] = at.request, index + pieces.size
+        part, own = self._parts[device], self._own[device]
+        if not self._bound.serve(part, own, pieces, rows, weights, at, begins, pinned, fill, out):
+            raise RuntimeError("no piece can be evicted: every resident is pinned")
+        return out
+
+    def _at(self, piece: int) -> tuple[State, Any, Now]:
+        """What a policy is asked with about a piece, between steps."""
+        device = int(self.pieces.home[piece])
+        now = self.now._replace(index=self._told[device][1])
+        return self._parts[device], self._own[device], now
+
+    def _fits(self, pieces: Ints) -> bool:
+        """Whether a step's pieces can all have slots at the same time."""
+        return all(size <= self.size(group) for group, size in self.asked(pieces).items())
+
+    def asked(self, pieces: Ints) -> dict[int, int]:
+        """How many slots a step's pieces ask of each group."""
+        if not pieces.size:
+            return {}
+        if self.pieces.devices == 1:  # a step is of one layer
+            return {int(self.state.group_of[pieces[0]]): int(pieces.size)}
+        return Counter(self.state.group_of[pieces].tolist())
+
+    def size(self, group: int) -> int:
+        """Slots of a group."""
+        return int(self.state.first[group + 1] - self.state.first[group])
 
     def release(self, pieces: Ints) -> None:
         """Undo the pins of a step that is over."""
@@ -243,7 +331,8 @@ class Cache:
     def remove(self, piece: int, now: int) -> None:
         """Forget a piece whose bytes did not arrive."""
         if self.state.slot_of[piece] >= 0:
-            self._bound.evict(self.state, self.own, piece, self.now)
+            state, own, at = self._at(piece)
+            self._bound.evict(state, own, piece, at)
 
     def borrow(self, piece: int) -> tuple[int, int]:
         """Take a slot that this piece may have out of the cache, by evicting where none is free.
@@ -251,7 +340,8 @@ class Cache:
         (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
         insertion. It is to come back by `give_back`.
         """
-        slot, evicted = self._bound.borrow(self.state, self.own, piece, self.now)
+        state, own, at = self._at(piece)
+        slot, evicted = self._bound.borrow(state, own, piece, at)
         return int(slot), int(evicted)
 
     def give_back(self, slot: int) -> None:
@@ -262,9 +352,11 @@ class Cache:
         state.free_count[group] += 1
 
     def room(self, layer: int) -> int:
-        """Slots that a layer's pieces may have: those of its group."""
-        group = self.state.group_of[self.pieces.offsets[layer]]
-        return int(self.state.first[group + 1] - self.state.first[group])
+        """Slots that a layer's pieces may have: those of its groups."""
+        begin, end = self.pieces.offsets[layer : layer + 2]
+        if self.pieces.devices == 1:
+            end = begin + 1
+        return sum(map(self.size, {*self.state.group_of[begin:end].tolist()}))
 
     def residents(self) -> Ints:
         """Pieces that have a slot, ascending."""
@@ -272,12 +364,15 @@ class Cache:
 
     def resize(self, capacity: int) -> None:
         """Change the number of slots; victims go by the policy, others may change their slot."""
-        state, sizes = self.state, split_capacity(capacity, self.pieces.layers, self.scope)
+        state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
+        each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]
             for _ in range(len(held) - size):
-                if self._bound.evict_victim(state, self.own, group, self.now) < 0:
+                part, own, at = self._at(held[0])
+                if self._bound.evict_victim(part, own, group % each, at) < 0:
                     raise RuntimeError("a pinned piece cannot be evicted")
         residents = self.residents()
-        self.state = empty_state(self.pieces.layer, sizes)._replace(pinned=state.pinned)
+        self.state = self._empty(sizes)._replace(pinned=state.pinned)
+        self._parts = self._divided()
         preload(self.state, residents)

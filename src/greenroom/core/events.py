@@ -60,6 +60,8 @@ class Failed:
 class Computed:
     """The wave that was ordered has been computed."""
 
+    device: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
@@ -102,10 +104,14 @@ class StartChunk:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute these experts of the step (dense ids) from these slots, in one call."""
+    """Compute these experts of the step (dense ids) from these slots, in one call.
+
+    They are all on one device.
+    """
 
     experts: Ints
     slots: Ints
+    device: int = 0
 
 
 @dataclass(frozen=True, slots=True)

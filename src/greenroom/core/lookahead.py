@@ -22,7 +22,7 @@ prompts used them; predictors of single tokens have nothing to say there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -220,25 +220,34 @@ class Lookahead:
         """Wish for nothing."""
         self._wishes.clear()
 
-    def nearest(self, slot_of: Ints | None = None, held: Container[int] = ()) -> Wish | None:
+    def nearest(
+        self,
+        slot_of: Ints | None = None,
+        held: Container[int] = (),
+        may: Callable[[int], bool] | None = None,
+    ) -> Wish | None:
         """The next wish worth its transfer; those before it that are not are given up, and so are
-        those that are there: resident by `slot_of` (negative where not), or `held`."""
-        while self._wishes:
-            layer = min(self._wishes, key=self.ahead)
-            wishes, ahead = self._wishes[layer], self.ahead(layer)
-            while wishes:
-                piece, chance = wishes[0]
+        those that are there: resident by `slot_of` (negative where not), or `held`. Pieces that
+        `may` not begin now are passed over."""
+        for layer in sorted(self._wishes, key=self.ahead):
+            wishes, ahead, passed = self._wishes[layer], self.ahead(layer), 0
+            while len(wishes) > passed:
+                piece, chance = wishes[passed]
                 there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
-                if not there and self.value(self._chunks[piece], chance, ahead) > 0:
+                if there or self.value(self._chunks[piece], chance, ahead) <= 0:
+                    del wishes[passed]
+                elif may is None or may(piece):
                     return Wish(piece, layer, chance)
-                wishes.popleft()
-            del self._wishes[layer]
+                else:
+                    passed += 1
+            if not wishes:
+                del self._wishes[layer]
         return None
 
     def fulfil(self, wish: Wish) -> None:
         """The wish is on its way, or not needed."""
         wishes = self._wishes[wish.layer]
-        wishes.popleft()
+        wishes.remove((wish.piece, wish.chance))
         if not wishes:
             del self._wishes[wish.layer]
 

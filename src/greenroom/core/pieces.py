@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.homes import homes, shares
+
 Ints = NDArray[np.int64]
 
 
@@ -30,6 +32,7 @@ class Pieces:
     """All pieces of a model under dense ids: `table[id]`, and their layer, bytes and chunks by id.
 
     `variants[expert]` lists, best first, the sets of piece ids that suffice to compute an expert.
+    `home[id]` is the device that the piece is moved to and kept on, of so many `devices`.
     """
 
     table: tuple[Piece, ...]
@@ -38,10 +41,16 @@ class Pieces:
     nbytes: Ints
     chunks: Ints
     variants: tuple[tuple[tuple[int, ...], ...], ...]
+    home: Ints
+    devices: int = 1
 
     @classmethod
     def whole(
-        cls, offsets: Sequence[int], nbytes: Sequence[int], chunks: Sequence[int] | None = None
+        cls,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        chunks: Sequence[int] | None = None,
+        devices: int = 1,
     ) -> Pieces:
         """One piece an expert, so that piece ids are expert ids.
 
@@ -58,7 +67,15 @@ class Pieces:
             nbytes=np.asarray(nbytes, np.int64)[layer],
             chunks=np.ones(experts, np.int64) if chunks is None else np.asarray(chunks, np.int64),
             variants=tuple(((e,),) for e in range(experts)),
+            home=homes(offsets, devices),
+            devices=devices,
         )
+
+    def shares(self, capacity: int) -> list[int]:
+        """Slots of each device, of so many on all of them. BudgetError where one has none."""
+        if self.devices == 1:
+            return [capacity]
+        return shares(capacity, np.bincount(self.home, minlength=self.devices).tolist())
 
     @property
     def layers(self) -> int:

@@ -9,6 +9,8 @@ In a chain a chunk sits in a *seat* of staging memory, from the start of its fir
 end of its last. Seats are few; prefetches leave one for every lane, so that a demand never
 waits for a seat that a prefetch keeps. Where a tier between two links keeps pieces (`tiers`), a
 piece goes by its slot there instead, and one that is kept comes over the last link alone.
+
+Where there are several devices, each has a last link of its own, and what leads there is shared.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from greenroom.core.homes import spread
 from greenroom.core.tiers import HostTier
 
 
@@ -31,7 +34,8 @@ class Urgency(IntEnum):
 class Entry:
     """A piece on its way: `started` chunks were given to the first link, `landed` are in the slot.
 
-    `staged[h]` are the (chunk, seat) that wait for link h; `moving` chunks are on some lane now.
+    `path` are the links that lead to its device; `staged[h]` are the (chunk, seat) that wait for
+    the h-th of them; `moving` chunks are on some lane now.
     `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
     `host` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there, and
     `kept` says that all of it was there from the start.
@@ -41,6 +45,7 @@ class Entry:
     slot: int
     chunks: int
     urgency: Urgency
+    path: tuple[int, ...] = (0,)
     staged: list[deque[tuple[int, int]]] = field(default_factory=list)
     started: int = 0
     landed: int = 0
@@ -75,33 +80,40 @@ class Transfer(NamedTuple):
     @property
     def begins(self) -> bool:
         """Whether nothing of the piece has moved before."""
-        return self.chunk == 0 and self.link == int(self.entry.kept)
+        return self.chunk == 0 and self.link == self.entry.path[int(self.entry.kept)]
 
 
 class TransferQueue:
     """Entries by piece; those with chunks to start wait in one line a link and urgency."""
 
     def __init__(
-        self, lanes: Sequence[int] = (2,), seats: int | None = None, host: HostTier | None = None
+        self,
+        lanes: Sequence[int] = (2,),
+        seats: int | None = None,
+        host: HostTier | None = None,
+        devices: int = 1,
     ) -> None:
-        """`lanes[h]` transfers at a time on link h; `seats` for chunks in a chain of links; `host`
-        is the tier between two links."""
-        self.lanes, self.host = tuple(lanes), host
-        if host is not None and len(self.lanes) != 2:
-            raise ValueError(f"a middle tier is between two links, not {len(self.lanes)}")
-        # The link whose pace says what a transfer takes: the first, unless nothing needs it.
-        self.paced = 1 if host is not None and host.holds_all else 0
+        """`lanes[h]` transfers at a time on the h-th link of a chain, whose last one there is for
+        each device; `seats` for chunks in a chain of several; `host` is the tier between two."""
+        if host is not None and len(lanes) != 2:
+            raise ValueError(f"a middle tier is between two links, not {len(lanes)}")
+        self.host, before = host, len(lanes) - 1
+        self.paths = [(*range(before), before + device) for device in range(devices)]
+        chained, self.lanes = before > 0, spread(lanes, devices)
+        # The links whose pace says what a transfer takes: the first, unless nothing needs it.
+        first = 1 if host is not None and host.holds_all else 0
+        self.paced = {path[first] for path in self.paths}
         self.entries: dict[int, Entry] = {}
         self.demands = 0  # entries that are demands
         self._lines: list[dict[Urgency, OrderedDict[int, Entry]]] = [
-            {u: OrderedDict() for u in Urgency} for _ in lanes
+            {u: OrderedDict() for u in Urgency} for _ in self.lanes
         ]
-        self._idle = [list(range(n))[::-1] for n in lanes]
+        self._idle = [list(range(n))[::-1] for n in self.lanes]
         self._carried: dict[tuple[int, int], Transfer] = {}
-        self.seats = staging_seats(lanes) if seats is None else seats
-        if len(lanes) > 1 and self.seats <= lanes[0]:
+        self.seats = staging_seats(self.lanes) if seats is None else seats
+        if chained and self.seats <= lanes[0]:
             raise ValueError(f"{lanes[0]} lanes need more than {lanes[0]} seats: {self.seats}")
-        self._seats = list(range(self.seats))[::-1] if len(lanes) > 1 else None
+        self._seats = list(range(self.seats))[::-1] if chained else None
 
     def __contains__(self, piece: int) -> bool:
         return piece in self.entries
@@ -111,44 +123,58 @@ class TransferQueue:
 
     @property
     def moving(self) -> int:
-        """Chunks on lanes of the link that sets the pace now."""
-        return self.lanes[self.paced] - len(self._idle[self.paced])
+        """Chunks on lanes of the links that set the pace now."""
+        return sum(self.lanes[link] - len(self._idle[link]) for link in self.paced)
 
-    def add(self, piece: int, slot: int, chunks: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
+    @property
+    def links_from_store(self) -> set[int]:
+        """The links that what is brought crosses first."""
+        return {path[0] for path in self.paths}
+
+    def add(
+        self,
+        piece: int,
+        slot: int,
+        chunks: int,
+        urgency: Urgency = Urgency.DEMAND,
+        device: int = 0,
+    ) -> Entry:
         """Ask for a piece. One that is on its way keeps its entry, upgraded if this is a demand."""
         entry = self.entries.get(piece)
         if entry is None:
-            staged: list[deque[tuple[int, int]]] = [deque() for _ in self.lanes]
-            entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, staged)
+            path = self.paths[device]
+            staged: list[deque[tuple[int, int]]] = [deque() for _ in path]
+            entry = self.entries[piece] = Entry(piece, slot, chunks, urgency, path, staged)
             if self.host is not None:
                 entry.host, entry.kept = self.host.ask(piece)
             if entry.kept:
                 entry.started = entry.read = chunks
                 staged[1].extend((chunk, -1) for chunk in range(chunks))
-            self._lines[1 if entry.kept else 0][urgency][piece] = entry
+            self._lines[path[int(entry.kept)]][urgency][piece] = entry
             self.demands += urgency is Urgency.DEMAND
         elif urgency < entry.urgency:
-            for lines in self._lines:
-                if lines[entry.urgency].pop(piece, None) is not None:
-                    lines[urgency][piece] = entry
+            for link in entry.path:
+                if self._lines[link][entry.urgency].pop(piece, None) is not None:
+                    self._lines[link][urgency][piece] = entry
             entry.urgency, entry.upgraded = urgency, True
             self.demands += 1
         return entry
 
     def start(self) -> Iterator[Transfer]:
-        """Give idle lanes chunks, the last link first, until none is idle or none may start."""
+        """Give idle lanes chunks, the last links first, until none is idle or none may start."""
         for link in reversed(range(len(self.lanes))):
             while (transfer := self._start(link)) is not None:
                 yield transfer
 
-    def open_for(self, urgency: Urgency) -> bool:
-        """Whether one more piece of this urgency could begin at once.
+    def open_for(self, urgency: Urgency, device: int = 0) -> bool:
+        """Whether one more piece of this urgency could begin at once, on its way to a device.
 
         With a middle tier it may need the last link alone, so nothing may wait for that.
         """
-        if self.host is not None and any(self._lines[-1].values()):
+        path = self.paths[device]
+        if self.host is not None and any(self._lines[path[-1]].values()):
             return False
-        return bool(self._idle[0]) and self._seated(urgency)
+        return bool(self._idle[path[0]]) and self._seated(urgency)
 
     def _seated(self, urgency: Urgency) -> bool:
         """Whether there is a seat beyond the first link; prefetches leave one for every lane."""
@@ -162,20 +188,21 @@ class TransferQueue:
         for urgency, line in self._lines[link].items():
             if line:
                 entry = next(iter(line.values()))
-                if link == 0 and entry.host < 0 and not self._seated(urgency):
+                if link == entry.path[0] and entry.host < 0 and not self._seated(urgency):
                     return None
                 return self._carry(link, line, entry)
         return None
 
     def _carry(self, link: int, line: OrderedDict[int, Entry], entry: Entry) -> Transfer | None:
-        if link == 0:
+        hop = entry.path.index(link)
+        if hop == 0:
             seatless = self._seats is None or entry.host >= 0
             chunk, seat = entry.started, -1 if seatless else self._seats.pop()  # type: ignore[union-attr]
             entry.started += 1
             more = entry.started < entry.chunks
         else:
-            chunk, seat = entry.staged[link].popleft()
-            more = bool(entry.staged[link])
+            chunk, seat = entry.staged[hop].popleft()
+            more = bool(entry.staged[hop])
         if not more:
             del line[entry.piece]
         entry.moving += 1
@@ -191,8 +218,9 @@ class TransferQueue:
         entry, chunk, _, _, seat = self._carried.pop((link, lane))
         self._idle[link].append(lane)
         entry.moving -= 1
-        entry.read += link == 0 and ok
-        last = link + 1 == len(self.lanes)
+        hop = entry.path.index(link) + 1
+        entry.read += hop == 1 and ok
+        last = hop == len(entry.path)
         if not ok and not entry.dropped:
             entry.failed = True
             self.drop(entry.piece)
@@ -200,8 +228,8 @@ class TransferQueue:
             entry.landed += last and ok
             self._vacate(seat)
         else:
-            entry.staged[link + 1].append((chunk, seat))
-            self._lines[link + 1][entry.urgency].setdefault(entry.piece, entry)
+            entry.staged[hop].append((chunk, seat))
+            self._lines[entry.path[hop]][entry.urgency].setdefault(entry.piece, entry)
         if entry.gone and entry.piece in self.entries:
             self._leave(entry)
         return entry
@@ -213,10 +241,10 @@ class TransferQueue:
         """
         entry = self.entries[piece]
         entry.dropped = True
-        for link, lines in enumerate(self._lines):
-            lines[entry.urgency].pop(piece, None)
-            while entry.staged[link]:
-                self._vacate(entry.staged[link].popleft()[1])
+        for link, staged in zip(entry.path, entry.staged, strict=True):
+            self._lines[link][entry.urgency].pop(piece, None)
+            while staged:
+                self._vacate(staged.popleft()[1])
         if entry.moving:
             return False
         self._leave(entry)

@@ -12,12 +12,11 @@ With slots on loan from the cache, predictions are fetched while a link is free 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from greenroom.core.buffer import Buffer, Held, Use
-from greenroom.core.cache import Cache, Served
+from greenroom.core.cache import Cache
 from greenroom.core.events import (
     Action,
     Cancelled,
@@ -37,64 +36,17 @@ from greenroom.core.lookahead import Expected, Lookahead, Wish
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.queue import Entry, TransferQueue, Urgency
-from greenroom.core.reshape import reshape
+from greenroom.core.reshape import first_places, reshape
+from greenroom.core.step import Counts, Step
 from greenroom.core.tiers import HostTier
 from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start.
-
-    Requests are experts of steps; a hit was in its slot when it was asked for, and `useful` ones
-    because they had been prefetched. Prefetches that were begun end as useful, `late` (still on its
-    way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
-    `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
-    `failed`; others are under way or wait for their layer.
-    """
-
-    steps: int = 0
-    requests: int = 0
-    hits: int = 0
-    useful: int = 0
-    prefetches: int = 0
-    late: int = 0
-    wasted: int = 0
-    dropped: int = 0
-    displaced: int = 0
-    failed: int = 0
-
-    @property
-    def misses(self) -> int:
-        return self.requests - self.hits
-
-
-@dataclass(slots=True)
-class Step:
-    """The step under way. Requests are numbered in its order."""
-
-    now: int
-    layer: int
-    experts: Ints
-    served: Served
-    slots: Ints  # of each request: where it is computed, -1 as long as it has no slot
-    ready: list[int]  # landed or resident, to be computed
-    missing: dict[int, int]  # piece -> request, on its way or to be asked for
-    blocked: dict[int, int]  # request -> the later request that takes over its slot
-    uncomputed: int
-    waiting: list[int] = field(default_factory=list)  # requests without a slot, the next one last
-    passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
-    freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
-    wave: list[int] = field(default_factory=list)  # being computed
-    late: set[int] = field(default_factory=set)  # pieces that were being prefetched
-    failed: int = -1
-    ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
-    prefill: bool = False
-
-
 class Scheduler:
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
+
+    Where `pieces` has several devices, each has slots, a last link and waves of its own.
 
     Up to `ahead` of the slots, and no more than a quarter, may be on loan to prefetches at a time.
     """
@@ -119,14 +71,16 @@ class Scheduler:
         self.pieces, self.pin = pieces, pin
         self._capacity, self._ahead = capacity, ahead
         self.cache = Cache(pieces, capacity, policy, scope, seed)
-        self.place = np.arange(capacity, dtype=np.int64)  # the tier's slot of each of the cache's
+        self.place = first_places(pieces, capacity)  # the tier's slot of each of the cache's
         self.buffer = Buffer(self._loans())
-        self.queue = TransferQueue((lanes,) if isinstance(lanes, int) else lanes, seats, host)
+        chain = (lanes,) if isinstance(lanes, int) else lanes
+        self.queue = TransferQueue(chain, seats, host, pieces.devices)
+        self._home: list[int] = pieces.home.tolist()
         self.lookahead = Lookahead(pieces)
         self.counts = Counts()
         self.step: Step | None = None
         self._now = 0.0
-        self._whole: Whole | None = None  # where every piece has its slot
+        self._whole: Whole | None = None  # where there is a slot for every piece
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -152,15 +106,16 @@ class Scheduler:
     # ---- a step, from its routing to its end
 
     def straight(self, pieces: Ints) -> Ints | None:
-        """The slots of a step's pieces (ascending), where all pieces there are have one: the step
-        is over with this, and its pieces are to be computed. None where it must be `Routed`."""
-        if self._whole is None:
+        """The slots of a step's pieces (ascending), where all of them have one and nothing will be
+        evicted: the step is over with this, and its pieces are to be computed. None where it must
+        be `Routed`."""
+        if self._whole is None or (used := self._whole.use(pieces)) is None:
             return None
         counts = self.counts
         counts.steps += 1
         counts.requests += pieces.size
         counts.hits += pieces.size
-        slots: Ints = self.place[self._whole.use(pieces)]
+        slots: Ints = self.place[used]
         return slots
 
     def _no_longer_whole(self) -> None:
@@ -179,7 +134,7 @@ class Scheduler:
         ahead = self.buffer.size > 0 or bool(self.buffer.held)
         expected = self._judge(event) if ahead else None
         here = self._here(event.experts) if self.buffer.held else {}
-        streamed = ahead and (event.prefill or not self._make_room(layer, size, here))
+        streamed = ahead and (event.prefill or not self._make_room(event.experts, here))
         if not streamed:
             for piece in here:  # the cache gives them a slot now, and theirs are free
                 self._give_back(piece)
@@ -216,8 +171,7 @@ class Scheduler:
             else:
                 self._demand(step, absent)
         else:  # nothing to choose: the usual step of a large cache
-            step.wave = list(range(size))
-            actions.append(Compute(event.experts, step.slots))
+            step.ready = list(range(size))
         if expected is not None:
             self._note_in_time(step, expected)
         if misses or ahead:
@@ -239,26 +193,37 @@ class Scheduler:
             holder[slot] = request
 
     def _add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        return self.queue.add(piece, slot, int(self.pieces.chunks[piece]), urgency)
+        chunks = int(self.pieces.chunks[piece])
+        return self.queue.add(piece, slot, chunks, urgency, self._home[piece])
 
     def _advance(self, actions: list[Action]) -> None:
         """Order the next wave, or finish."""
         step = self.step
-        if step is None or step.wave:
+        if step is None:
             return
         if step.ending:
-            if not any(piece in self.queue for piece in step.missing):
+            if not step.waves and not any(piece in self.queue for piece in step.missing):
                 self._finish(step, actions)
         elif step.ready:
-            step.wave, step.ready = step.ready, []
-            chosen = np.array(step.wave, np.int64)
-            actions.append(Compute(step.experts[chosen], step.slots[chosen]))
+            self._order(step, actions)
         elif step.uncomputed == 0:
             self._finish(step, actions)
 
+    def _order(self, step: Step, actions: list[Action]) -> None:
+        """A wave for every device that computes none now, of what is ready there."""
+        ready, step.ready = step.ready, []
+        waves: dict[int, list[int]] = {}
+        for request in ready:
+            device = self._home[int(step.experts[request])]
+            (step.ready if device in step.waves else waves.setdefault(device, [])).append(request)
+        for device, wave in sorted(waves.items()):
+            chosen = np.array(wave, np.int64)
+            actions.append(Compute(step.experts[chosen], step.slots[chosen], device))
+        step.waves |= waves
+
     def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
         entry = self.queue.land(event.link, event.lane, ok=isinstance(event, Landed))
-        if event.link == self.queue.paced:
+        if event.link in self.queue.paced:
             self._note_link(landed=True)
         if entry.gone:
             self._gone(entry)
@@ -302,10 +267,11 @@ class Scheduler:
 
     def _computed(self, event: Computed, actions: list[Action]) -> None:
         step = self.step
-        if step is None or not step.wave:
+        if step is None or event.device not in step.waves:
             raise RuntimeError("no wave was ordered")
-        step.uncomputed -= len(step.wave)
-        for request in step.wave:
+        wave = step.waves.pop(event.device)
+        step.uncomputed -= len(wave)
+        for request in wave:
             piece = int(step.experts[request])
             if piece in step.passing:
                 step.passing.remove(piece)
@@ -316,13 +282,12 @@ class Scheduler:
             successor = step.blocked.pop(request, None)
             if successor is not None and not step.ending:
                 self._add(int(step.experts[successor]), int(step.slots[successor]))
-        step.wave = []
         self._pump(actions)
         self._advance(actions)
 
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
-            self.step.wave = []
+            self.step.waves.clear()
             self._end(self.step)
             self._advance(actions)
 
@@ -391,22 +356,19 @@ class Scheduler:
         held = self.buffer.held
         return {piece: held[piece] for piece in experts.tolist() if piece in held}
 
-    def _make_room(self, layer: int, size: int, here: Collection[int]) -> bool:
+    def _make_room(self, experts: Ints, here: Collection[int]) -> bool:
         """Whether a step fits beside what is on loan; prefetches for later layers yield to it."""
-        room = self.cache.room(layer)
-        while size + self._on_loan(layer) - len(here) > room:
-            if (least := self.buffer.least(2.0, but=here)) is None:
-                return False
-            self.counts.displaced += 1
-            self._give_back(least.piece)
+        held, group_of = self.buffer.held, self.cache.state.group_of
+        alone = self.cache.state.first.size == 2  # one group for all
+        for group, asked in self.cache.asked(experts).items():
+            others = set() if alone else {piece for piece in held if group_of[piece] != group}
+            size = asked - len({*here} - others)  # those here have theirs
+            while size + len(held) - len(others) > self.cache.size(group):
+                if (least := self.buffer.least(2.0, but=others.union(here))) is None:
+                    return False
+                self.counts.displaced += 1
+                self._give_back(least.piece)
         return True
-
-    def _on_loan(self, layer: int) -> int:
-        """Slots of the layer's group that are on loan."""
-        if self.cache.scope == "shared":
-            return len(self.buffer.held)
-        begin, end = self.pieces.offsets[layer : layer + 2]
-        return sum(begin <= piece < end for piece in self.buffer.held)
 
     def _fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
         """Use what was prefetched, in its slot or on its way; demand the others."""
@@ -458,22 +420,30 @@ class Scheduler:
         return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
 
     def _seat(self, step: Step) -> None:
-        """Give slots to requests that stream through."""
-        while step.waiting:
-            request = step.waiting[-1]
+        """Give slots to requests that stream through, in their order on each device."""
+        behind: set[int] = set()  # devices that have none now
+        for request in step.waiting[::-1]:
             piece = int(step.experts[request])
-            crowded = self.buffer.full and step.passing  # one slot it may have in any case
-            slot = -1 if crowded else self.cache.borrow(piece)[0]
-            if slot < 0:
-                if step.missing or step.wave or step.ready or not self._reclaim():
-                    return
+            if self._home[piece] in behind:
                 continue
-            step.waiting.pop()
+            slot = self._passage(step, piece)
+            if slot < 0:
+                behind.add(self._home[piece])
+                continue
+            step.waiting.remove(request)
             self.buffer.occupy(piece, slot)
             step.passing.add(piece)
             step.missing[piece] = request
             step.slots[request] = self.place[slot]
             self._add(piece, int(self.place[slot]))
+
+    def _passage(self, step: Step, piece: int) -> int:
+        """A slot that a piece can stream through; -1 where it must wait for one."""
+        while True:
+            crowded = self.buffer.full and step.passing  # one slot it may have in any case
+            slot = -1 if crowded else self.cache.borrow(piece)[0]
+            if slot >= 0 or step.missing or step.waves or step.ready or not self._reclaim():
+                return slot
 
     def _reclaim(self) -> bool:
         """A step could not go on: prefetches for later layers yield. True where a slot is free."""
@@ -494,7 +464,7 @@ class Scheduler:
             self._seat(step)
         self._start(actions)
         if self.buffer.size and not (step is not None and step.waiting) and not self._resizing:
-            while self.queue.open_for(Urgency.PREFETCH) and self._prefetch():
+            while self._prefetch():
                 self._start(actions)
 
     def _start(self, actions: list[Action]) -> None:
@@ -509,8 +479,12 @@ class Scheduler:
         self._note_link()
 
     def _prefetch(self) -> bool:
-        """Begin the next prefetch that is worth it; False where there is none."""
-        wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held)
+        """Begin the next prefetch that is worth it; False where there is none, or no way open."""
+        ways = [self.queue.open_for(Urgency.PREFETCH, d) for d in range(self.pieces.devices)]
+        if not any(ways):
+            return False
+        may = None if all(ways) else lambda piece: ways[self._home[piece]]
+        wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held, may)
         if wish is None:
             return False
         slot = self._loan(wish)

@@ -10,6 +10,8 @@ A prompt's experts are taken in where slots are free, and evict nobody: what dec
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from greenroom.core.cache import Cache
@@ -23,6 +25,7 @@ class HostTier:
 
     The slots of pieces on their way to the device are pinned: from `ask` to `leave` nobody else
     gets them. A piece for which no slot can be had goes by the staging seats, and is not kept.
+    On several devices each has its own part of the slots, which follow one another.
     """
 
     def __init__(self, pieces: Pieces, capacity: int, policy: Policy, *, seed: int = 0) -> None:
@@ -31,6 +34,7 @@ class HostTier:
         self.cache = Cache(pieces, capacity, policy, seed=seed)
         self.requests = self.hits = 0
         self._under_way: set[int] = set()  # pieces whose slots are pinned
+        self._pinned = Counter[int]()  # how many of them each group has
         self._clock, self._request, self._prefill = 0, 0, False
 
     @property
@@ -50,8 +54,9 @@ class HostTier:
     def ask(self, piece: int) -> tuple[int, bool]:
         """A piece is wanted on the device: (its slot here or -1, whether its bytes are in it)."""
         self.requests += 1
-        kept = bool(self.cache.state.slot_of[piece] >= 0)
-        if not kept and len(self._under_way) >= self.capacity:  # no slot that may be taken
+        state = self.cache.state
+        kept, group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
+        if not kept and self._pinned[group] >= self.cache.size(group):  # none that may be taken
             return -1, False
         wanted = np.array([piece], np.int64)
         served = self.cache.serve(
@@ -62,6 +67,7 @@ class HostTier:
             self.cache.release(wanted)
             return -1, False
         self._under_way.add(piece)
+        self._pinned[group] += 1
         self.hits += kept
         return slot, kept
 
@@ -71,6 +77,7 @@ class HostTier:
         Its copy stays where it is `whole`; half a copy is no copy.
         """
         self._under_way.remove(piece)
+        self._pinned[int(self.cache.state.group_of[piece])] -= 1
         self.cache.release(np.array([piece], np.int64))
         if not whole:
             self.cache.remove(piece, self._clock)

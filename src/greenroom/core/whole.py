@@ -1,4 +1,5 @@
-"""A cache that holds every piece: nothing is to be decided, and only the order of use is kept.
+"""A cache with room for every piece: where a step's are there, nothing is to be decided, and only
+the order of use is kept.
 
 LRU remembers nothing but that order while it evicts nothing, so it can be told of it later, when
 the cache shrinks. Told of every step, it takes ten microseconds of a layer's thirty, five times as
@@ -23,17 +24,19 @@ class Whole:
 
     @staticmethod
     def of(cache: Cache) -> Whole | None:
-        """One for a cache that holds every piece, under a policy to which this does no harm."""
-        slot_of = cache.state.slot_of
-        if cache.policy.name != "lru" or cache.capacity < slot_of.size or (slot_of < 0).any():
+        """One for a cache that will evict nothing, under a policy to which this does no harm."""
+        if cache.policy.name != "lru" or cache.capacity < cache.state.slot_of.size:
             return None
         return Whole(cache)
 
-    def use(self, pieces: Ints) -> Ints:
-        """The slots of a step's pieces (the cache's numbers)."""
+    def use(self, pieces: Ints) -> Ints | None:
+        """The slots of a step's pieces (the cache's numbers); None, and nothing noted, where one of
+        them has none."""
+        slots: Ints = self._cache.state.slot_of[pieces]
+        if slots.min() < 0:
+            return None
         self._steps += 1
         self._used[pieces] = self._steps
-        slots: Ints = self._cache.state.slot_of[pieces]
         return slots
 
     def tell(self) -> None:

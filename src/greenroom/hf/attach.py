@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from greenroom.config import Amount
 from greenroom.core.buffer import slots_ahead
-from greenroom.core.cache import split_capacity
+from greenroom.core.cache import group_sizes
 from greenroom.core.events import Resized
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
@@ -43,9 +44,10 @@ from greenroom.runtime.copier import Store
 from greenroom.runtime.cuda.engine import Cuda, Engine, Host
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.cuda.spread import Spread, SpreadSlots
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.forward import BINDING, Binding, experts_forward
+from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
 from greenroom.runtime.kernels import LayerExperts, described, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.routing import Routing
@@ -60,6 +62,7 @@ from greenroom.runtime.timeline import Timeline
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
 LINKS = ("disk -> host", "host -> device")
+AnySlots = HostSlots | DeviceSlots | SpreadSlots
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +84,22 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     return min(slots, catalog.experts)
 
 
-def engine_for(parts: Parts) -> Engine | None:
-    """The GPU; None where slots are in host memory."""
-    return Cuda() if parts.cuda else None
+def pieces_of(parts: Parts, chunks: Sequence[int] | None = None) -> Pieces:
+    """All experts of a model, each with its home."""
+    catalog = parts.catalog
+    nbytes = [layout.nbytes for layout in catalog.layouts]
+    return Pieces.whole(catalog.offsets, nbytes, chunks, len(parts.devices))
+
+
+def engine_for(parts: Parts, number: int = 0) -> Engine | None:
+    """A GPU, the first one has the dense parts; None where slots are in host memory."""
+    return Cuda(parts.devices[number]) if parts.cuda else None
+
+
+def engines_for(parts: Parts) -> list[Engine]:
+    """Every GPU; none where slots are in host memory."""
+    found = [engine_for(parts), *(engine_for(parts, i) for i in range(1, len(parts.devices)))]
+    return [engine for engine in found if engine is not None]
 
 
 def lanes_of(parts: Parts) -> tuple[int, ...]:
@@ -129,13 +145,12 @@ class Greenroom:
             store = FakeStore(store, bandwidth=parts.read_limit)
         if parts.fake:
             store = FakeStore(store, jitter=0.002, seed=parts.seed)
-        self.engine = engine_for(parts)
-        slots = self._slots()
+        self.engines = engines_for(parts)
+        self.engine = self.engines[0] if self.engines else None
         chunks = [store.chunks(expert) for expert in range(catalog.experts)]
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        pieces = Pieces.whole(
-            catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
-        )
+        pieces = pieces_of(parts, [len(each) for each in chunks])
+        slots = self._slots(pieces)
         self._tier = self._host_tier(pieces)
         scheduler = Scheduler(
             pieces,
@@ -149,8 +164,12 @@ class Greenroom:
         )
         between = None
         if parts.cuda or self._tier is not None:
-            seats = scheduler.queue.seats
-            between = HostMemory(self.engine or Host(), chunks, seats, parts.host_capacity)
+            seats, kept = scheduler.queue.seats, parts.host_capacity
+            nodes = []
+            if self.engines and self._tier is not None:
+                each = zip(pieces.shares(kept), self.engines, strict=True)
+                nodes = [(share, engine.node) for share, engine in each]
+            between = HostMemory(self.engine or Host(), chunks, seats, kept, nodes)
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
@@ -160,7 +179,7 @@ class Greenroom:
             slots,
             foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
-            links=LINKS[: len(lanes_of(parts))],
+            links=self._links(),
             between=between,
         )
         key = parts.fingerprint if parts.remember else ""
@@ -185,17 +204,30 @@ class Greenroom:
             self.detach()
             raise
 
-    def _slots(self) -> HostSlots | DeviceSlots:
+    def _slots(self, pieces: Pieces) -> AnySlots:
         parts, catalog = self.parts, self.parts.catalog
-        if self.engine is not None:
-            return DeviceSlots(self.engine, parts.capacity, catalog.slot_bytes, catalog.experts)
-        kind = FakeSlots if parts.fake else HostSlots
-        return kind(parts.capacity, catalog.slot_bytes, reserve=catalog.experts)
+        each: list[HostSlots | DeviceSlots] = []
+        for number, share in enumerate(pieces.shares(parts.capacity)):
+            if self.engines:
+                engine = self.engines[number]
+                each.append(DeviceSlots(engine, share, catalog.slot_bytes, catalog.experts))
+            else:
+                kind = FakeSlots if parts.fake else HostSlots
+                each.append(kind(share, catalog.slot_bytes, reserve=catalog.experts))
+        return each[0] if len(each) == 1 else SpreadSlots(each, pieces.shares)
+
+    def _links(self) -> tuple[str, ...]:
+        """What the links are called; the last one there is for each of several devices."""
+        chain = LINKS[: len(lanes_of(self.parts))]
+        if len(self.parts.devices) == 1:
+            return chain
+        name = "cuda" if self.parts.cuda else "fake"
+        return (*chain[:-1], *(f"host -> {name}:{number}" for number in self.parts.devices))
 
     def _host_tier(self, pieces: Pieces) -> HostTier | None:
         """What keeps experts in host memory, where there is room for any."""
         parts = self.parts
-        if not parts.host_capacity:
+        if parts.host_capacity < len(parts.devices):
             return None
         return HostTier(
             pieces, parts.host_capacity, named_policy(parts.host_policy), seed=parts.seed
@@ -216,24 +248,31 @@ class Greenroom:
             seed=parts.seed,
         )
 
-    def _bind(self, model: PreTrainedModel, slots: HostSlots | DeviceSlots) -> None:
+    def _bind(self, model: PreTrainedModel, slots: AnySlots) -> None:
         """Give every experts module what it needs to be served."""
         parts, policy = self.parts, self.driver.scheduler.cache.policy
         self.kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
         if self.kernel.name == "numba":
-            self.accelerated = accelerate(model, reserve)
+            self.accelerated = accelerate(model, reserve, experts_onto)
         self._shared = shared(model, self._modules)
+        first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
+        spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
+        places = [engine.device for engine in self.engines] or [model.device] * len(parts.devices)
+        computed = None if isinstance(slots, HostSlots) else slots.computed
         for layer, module in enumerate(self._modules):
+            experts = LayerExperts(module, parts.catalog.layouts[layer], first)
+            if spread is not None:
+                spread.over(experts, places)
             binding = Binding(
                 self.driver,
-                self.kernel,
+                spread or self.kernel,
                 layer,
-                LayerExperts(module, parts.catalog.layouts[layer], slots),
+                experts,
                 policy.weighs,
                 inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
-                computed=slots.computed if isinstance(slots, DeviceSlots) else None,
+                computed=computed,
             )
             setattr(module, BINDING, binding)
             if layer == 0:
@@ -395,7 +434,7 @@ class Greenroom:
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.parts.catalog, "cache")
-        split_capacity(slots, len(self.parts.catalog.layers), self.parts.scope)  # or BudgetError
+        group_sizes(pieces_of(self.parts), slots, self.parts.scope)  # or BudgetError
         self.growth = None
         self.driver.resize(slots)
         self._sized()

@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig
-from greenroom.core.cache import compile_for, split_capacity
+from greenroom.config import Amount, LoadConfig, devices_of
+from greenroom.core.cache import compile_for, group_sizes
+from greenroom.core.homes import spread
 from greenroom.core.queue import staging_seats
 from greenroom.errors import CheckpointError, DeviceError, UsageError
-from greenroom.hf.attach import Greenroom, Parts, engine_for, kernels_of, lanes_of, slots_for
+from greenroom.hf.attach import (
+    Greenroom,
+    Parts,
+    engines_for,
+    kernels_of,
+    lanes_of,
+    pieces_of,
+    slots_for,
+)
 from greenroom.hf.budget import (
     PREFILL_BLOCK,
     DeviceBudget,
@@ -93,7 +102,8 @@ def _load(
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
-    fewest = len(catalog.layers) if config.scope == "per-layer" else 1
+    kind, devices = devices_of(config.device)
+    fewest = len(devices) * (len(catalog.layers) if config.scope == "per-layer" else 1)
     parts = Parts(
         catalog,
         capacity=fewest,
@@ -105,8 +115,9 @@ def _load(
         fingerprint=digest,
         remember=remember,
         kernels=config.kernels,
-        fake=config.device == "fake",
+        fake=kind == "fake",
         cuda=cuda,
+        devices=devices,
         readers=config.readers,
         direct=config.direct,
         read_limit=None
@@ -116,23 +127,26 @@ def _load(
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
     )
-    kernels_of(parts)  # or UsageError
+    pieces_of(parts), kernels_of(parts)  # or UsageError
     tokenizer = _tokenizer(checkpoint)
-    engine, gpu = engine_for(parts), None
+    engines, gpu = engines_for(parts), None
+    engine = engines[0] if engines else None
     if engine is not None:
-        gpu = DeviceBudget(None if config.cache is not None else config.memory, engine.memory)
+        memory = None if config.cache is not None else config.memory
+        gpu = DeviceBudget(memory, lambda: min(each.memory() for each in engines))
     if engine is not None or config.host_memory is not None:
         parts = _with_host(parts, config, keys_values)  # or BudgetError, before anything is loaded
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
-        split_capacity(parts.capacity, len(catalog.layers), config.scope)  # or BudgetError
+        group_sizes(pieces_of(parts), parts.capacity, config.scope)  # or BudgetError
         room = parts.capacity
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
         need = gpu.before(draft, parts) if gpu else needs(draft, parts)
         of = gpu.OF if gpu else ""
         least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
-        room = capacity_for(budget, need, catalog, least, of)  # before anything is loaded
+        over = max(1, len(engines))
+        room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
     chosen = choose(config.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
@@ -159,13 +173,13 @@ def _load(
         if parts.budget_bytes is not None:
             # All that is there for good is there now: what is left of the budget becomes slots.
             if gpu is not None:
-                need = gpu.after(need, parts.capacity * catalog.slot_bytes)
+                need = gpu.after(need, parts.capacity // over * catalog.slot_bytes)
             else:
                 need = replace(need, process=rss_bytes(), dense=0)
             release = trim_heap if engine is None else engine.release
             growth = Growth(
                 parts.budget_bytes, need, catalog, keys_values, Workspace.of(model, catalog),
-                context=context, least=least, of=of, release=release,
+                context=context, least=least, of=of, devices=over, release=release,
             )  # fmt: skip
             greenroom.grow(growth)
         greenroom.warm_up()
@@ -180,15 +194,18 @@ def on_a_gpu(config: LoadConfig) -> bool:
 
     DeviceError where there is none, UsageError for options that go with one only.
     """
-    there = torch.cuda.is_available()
-    if config.device == "cuda" and not there:
+    there, (kind, numbers) = torch.cuda.is_available(), devices_of(config.device)
+    if kind == "cuda" and not there:
         built = torch.version.cuda or torch.version.hip
         reason = "no GPU answers" if built else "this torch was built without CUDA"
-        raise DeviceError(f"--device cuda: {reason}; --device cpu computes here")
-    chosen = config.device == "cuda" or (config.device == "auto" and there)
-    if config.host_memory is not None and not (chosen or config.device == "fake"):
+        raise DeviceError(f"--device {config.device}: {reason}; --device cpu computes here")
+    if kind == "cuda" and max(numbers) > 0 and max(numbers) >= (count := torch.cuda.device_count()):
+        known = ", ".join(f"cuda:{number}" for number in range(count))
+        raise DeviceError(f"--device {config.device}: the GPUs here are {known}")
+    chosen = kind == "cuda" or (kind == "auto" and there)
+    if config.host_memory is not None and not (chosen or kind == "fake"):
         raise UsageError("--host-memory is for a GPU: on a CPU, --memory is all there is")
-    if config.kernels == ON_GPUS and not (chosen or config.device == "fake"):
+    if config.kernels == ON_GPUS and not (chosen or kind == "fake"):
         raise UsageError(
             "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
         )
@@ -197,7 +214,8 @@ def on_a_gpu(config: LoadConfig) -> bool:
 
 def _with_host(parts: Parts, config: LoadConfig, keys_values: KVBytes) -> Parts:
     """The host tier that the budget has room for."""
-    seats, beside = staging_seats(lanes_of(parts)), keys_values.on_host(parts.context)
+    lanes = spread(lanes_of(parts), len(parts.devices))
+    seats, beside = staging_seats(lanes), keys_values.on_host(parts.context)
     budget, slots = host_slots(config.host_memory, parts.catalog, seats, beside)
     kept = choose(config.policy, slots, parts.catalog.experts).name
     return replace(parts, host_bytes=budget, host_capacity=slots, host_policy=kept)

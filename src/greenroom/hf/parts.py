@@ -29,6 +29,7 @@ class Parts:
     kernels: str = "auto"
     fake: bool = False
     cuda: bool = False
+    devices: tuple[int, ...] = (0,)  # their numbers; experts are spread over several
     host_capacity: int = 0
     host_policy: str = "auto"
     readers: int = 2

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.hf.attach import Greenroom
+from greenroom.hf.pack.format import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
 
 
@@ -46,6 +47,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
     quantised = f" in {parts.kv.name}, which changes the output," if parts.kv.quantised else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
+    packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
     kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
@@ -54,8 +56,8 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {show_bytes(parts.kv_cache_bytes)} of KV cache{quantised} for {parts.context} tokens in"
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
-        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}){left} ·"
-        f" same again: {' '.join(flags)}"
+        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
+        f"{left} · same again: {' '.join(flags)}"
     )
 
 

@@ -44,7 +44,8 @@ ComputeWave = Callable[[np.ndarray, np.ndarray], None]
 class Slots(Protocol):
     """What the driver needs of the tier that experts are computed from."""
 
-    capacity: int
+    @property
+    def capacity(self) -> int: ...
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None: ...
 
@@ -202,7 +203,7 @@ class Driver:
                     compute(order.experts - first, order.slots)
                     if self.timeline is not None:
                         self._show_wave(layer, order, begin)
-                    self._tell(Computed())
+                    self._tell(Computed(order.device))
             except BaseException:
                 self._abandon()
                 raise

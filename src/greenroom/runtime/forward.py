@@ -15,6 +15,7 @@ from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver import Driver
+from greenroom.runtime.kernels.fused import Step
 from greenroom.runtime.kernels.routing import Routing
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
@@ -64,16 +65,35 @@ def experts_forward(
         return _step(binding, int(module.num_experts), hidden_states, top_k_index, top_k_weights)  # type: ignore[arg-type]
 
 
+def experts_onto(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """As `experts_forward` on a CPU without gradients, plus a residual [T, H]."""
+    binding: Binding | None = getattr(module, BINDING, None)
+    if binding is None:
+        return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    number = int(module.num_experts)  # type: ignore[arg-type]
+    return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
+
+
 def _step(
     binding: Binding,
     num_experts: int,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     chosen, weights = to_host(top_k_index, top_k_weights if binding.weighs else None)
     routing, kernel = Routing.of(chosen, num_experts), binding.kernel
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
+    joins = residual is not None and isinstance(step, Step)
+    if joins:
+        step.residual = residual
 
     def wave(experts: Any, slots: Any) -> None:
         kernel.wave(step, experts.tolist(), slots.tolist())
@@ -88,4 +108,5 @@ def _step(
         seen=lambda inputs: binding.seen(chosen, inputs),
         meanwhile=binding.meanwhile,
     )
-    return kernel.combine(step)
+    result = kernel.combine(step)
+    return result if residual is None or joins else residual + result

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from greenroom.core.predictor import Predictor
-from greenroom.core.scheduler import Counts
+from greenroom.core.step import Counts
 from greenroom.runtime.meter import Meter
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
-from greenroom.core.scheduler import Counts, Scheduler
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.step import Counts
 from greenroom.core.stream import Stream
 from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
@@ -68,9 +69,11 @@ def proactive(
     reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     host: int = 0,
+    devices: int = 1,
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
-    order. `host` slots between the two links of `costs` keep experts, under the same policy.
+    order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
+    several `devices` experts are spread, and `capacity` is that of all together.
 
     Up to `ahead` slots are on loan to prefetches (default: as a run has it). With `reset` every
     request begins with an empty cache; what was learned stays. UsageError where the predictor needs
@@ -79,7 +82,7 @@ def proactive(
     check_policy(policy)
     offsets = trace.offsets.tolist()
     chunks = max(1, -(-expert_bytes // chunk_bytes))
-    pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1])
+    pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1], devices)
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
     if prefetch == OFF:

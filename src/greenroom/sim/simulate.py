@@ -21,6 +21,7 @@ from greenroom.core.events import (
     StartChunk,
 )
 from greenroom.core.foresight import Foresight
+from greenroom.core.homes import spread
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.predictor import Ids, PassBegins, Seen
@@ -84,7 +85,8 @@ def simulate(
 ) -> Result:
     """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
 
-    `host` keeps pieces between the two links of `costs`.
+    `host` keeps pieces between the two links of `costs`. `pieces` says over how many devices they
+    are spread; `costs` are those of each, and `capacity` is of all together.
     """
     scheduler = Scheduler(
         pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host
@@ -115,7 +117,11 @@ def simulate(
 
 
 class Clock:
-    """Simulated time: an event heap, one processor and one chain of links."""
+    """Simulated time: an event heap, a chain of links and a processor for each device.
+
+    Several devices share the chain's first link, and have a last one each, as fast as if it were
+    alone; `compute` is the sum over them. What is sent between them takes no time.
+    """
 
     def __init__(
         self, scheduler: Scheduler, costs: Costs, foresight: Foresight | None = None
@@ -126,7 +132,9 @@ class Clock:
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
-        self._link_free = [0.0] * len(costs.links)
+        self._links = spread(costs.links, scheduler.pieces.devices)
+        self._link_free = [0.0] * len(self._links)
+        self._from_store = scheduler.queue.links_from_store
         self._step: TraceStep
 
     def begin(self, at: PassBegins) -> None:
@@ -151,7 +159,7 @@ class Clock:
             for predicted in self.foresight.routed(Seen(step.layer, step.chosen)):
                 finished |= self._tell(predicted)
         while not finished:
-            idle = self.scheduler.step is not None and not self.scheduler.step.wave
+            idle = self.scheduler.step is not None and not self.scheduler.step.waves
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now
@@ -175,21 +183,21 @@ class Clock:
             match action:
                 case StartChunk():
                     self._send(action)
-                case Compute(experts, _):
+                case Compute(experts, _, device):
                     seconds = self._seconds(experts)
                     self.compute += seconds
-                    self._at(self.now + seconds, Computed())
+                    self._at(self.now + seconds, Computed(device))
                 case Finish():
                     finished = True
         return finished
 
     def _send(self, action: StartChunk) -> None:
         """A link carries a chunk as soon as it has carried what it was given before."""
-        nbytes, link = self._nbytes(action.piece, action.chunk), self.costs.links[action.link]
+        nbytes, link = self._nbytes(action.piece, action.chunk), self._links[action.link]
         free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
         self._link_free[action.link] = free
         self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
-        if action.link == 0:
+        if action.link in self._from_store:
             self.bytes_moved += nbytes
         if action.begins:
             self.fetched.append(action.piece)

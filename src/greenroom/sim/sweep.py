@@ -62,6 +62,7 @@ class Study:
     expert_bytes: int = 0
     ahead: int | None = None
     host: int = 0  # slots that keep experts between the two links of the costs
+    devices: int = 1  # that the experts are spread over
 
     @classmethod
     def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
@@ -77,7 +78,7 @@ class Study:
         if self.costs is None:
             done = replay(self.requests, self.trace.offsets, cell.capacity, chosen, **how)  # type: ignore[arg-type]
             requests, misses = done.requests, done.misses
-        elif cell.prefetch == OFF and not self.host:
+        elif cell.prefetch == OFF and not self.host and self.devices == 1:
             found = times(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
@@ -87,12 +88,13 @@ class Study:
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching and a host tier need the experts of a step to be safe: pin step"
+                    "prefetching, a host tier and several devices need the experts of a step to be"
+                    " safe: pin step"
                 )
             played = proactive(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
-                reset=self.reset, host=self.host,
+                reset=self.reset, host=self.host, devices=self.devices,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}

@@ -235,11 +235,17 @@ def lay_out(layouts: Sequence[tuple[str, int, SlotLayout]]) -> tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
-    """The experts of a pack. `crc32` is by expert id; `said` names what they were packed to."""
+    """The experts of a pack. `crc32` is by expert id."""
 
     crc32: tuple[int, ...] = ()
     header: Header | None = None
     folder: Path = Path()
+
+    @property
+    def kind(self) -> str:
+        """What the experts were packed to, and of which model."""
+        assert self.header is not None
+        return f"{self.header.kind} from {self.header.source.model}"
 
     def damaged(self, expert_id: int) -> str:
         """What to say of an expert whose checksum is wrong."""

@@ -55,6 +55,7 @@ from greenroom.hf.pack.journal import NAME as JOURNAL
 from greenroom.hf.pack.journal import Journal
 from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack, own_dtypes
 from greenroom.hf.pack.target import Maker, target_layout
+from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.store import DiskStore, Staging
 
@@ -68,7 +69,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What was made. Bytes are of the pack, and of the experts as they were stored; `kept` experts
-    had been made by an earlier run, or were not damaged."""
+    had been made by an earlier run, or were not damaged. `peak_rss_bytes` is the process's."""
 
     folder: Path
     nbytes: int
@@ -77,6 +78,7 @@ class Packed:
     experts: int
     kept: int
     seconds: float
+    peak_rss_bytes: int
 
 
 def pack(
@@ -106,7 +108,9 @@ def pack(
     size = sum(path.stat().st_size for path in folder.iterdir())
     seconds = time.perf_counter() - began
     target = sum(layer.experts * layer.layout.nbytes for layer in job.layers)
-    return Packed(folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds)
+    return Packed(
+        folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds, peak_rss_bytes()
+    )
 
 
 def _named(source: str) -> str:

@@ -25,6 +25,8 @@ EXACT = 5  # significant bits of a scale of int4
 HALF = 11  # of a float16
 TRIES = 6  # scales of int4 that are looked at, one after another
 FIRST = np.float32(0.85 / 8)  # the least of them, as a share of the largest weight
+# One over a scale, by its 4 bits after the first: there is a division a try otherwise.
+OVER = np.array([16 / (16 + k) for k in range(16)], np.float32)
 SHIFT = np.float32(12582912.0)  # 1.5 * 2^23: in a sum with it, the nearest integer is in the bits
 SHIFTED = np.int32(0x4B400000)
 TINY = np.float32(2.0**-14)  # the smallest normal float16
@@ -85,47 +87,59 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
 def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
     """w [n, columns], codes [n, columns / 2], scales [n, columns / group]."""
     finite = True
+    apart = np.empty(w.shape[1], np.uint8)  # a row's codes, one a byte
+    pairs = apart.view(np.uint16)
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
             x = w[row, g * group : (g + 1) * group]
-            out = codes[row, g * group // 2 : (g + 1) * group // 2]
-            # The branches are compiled apart: loops of a known length are vectors throughout.
-            scale = _int4(x, 32, out) if group == 32 else _int4(x, group, out)
+            scale = _int4_scale(x)
             scales[row, g] = scale
             finite &= np.isfinite(scale)
+            over = ONE / scale if scale != ZERO else ZERO
+            out = apart[g * group : (g + 1) * group]
+            for i in range(group):
+                q = min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7))
+                out[i] = np.uint8(q + np.int32(8))
+        out = codes[row]
+        for i in range(len(out)):
+            out[i] = np.uint8((pairs[i] | pairs[i] >> 4) & 255)
     return finite
 
 
-@njit(cache=True, nogil=True, fastmath=FAST, inline="always")
-def _int4(x: F32, group: int, out: NDArray[np.uint8]) -> np.float32:
-    """One group's codes, and its scale: NaN where a weight is not finite."""
-    most, least, size = ZERO, ZERO, np.int32(0)
-    for i in range(group):
-        most, least, size = max(most, x[i]), min(least, x[i]), max(size, _size(x[i]))
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _int4_scale(x: F32) -> np.float32:
+    """The scale of one group: NaN where a weight is not finite."""
+    most, size = np.int32(0), np.int32(0)  # compared as integers: loops become vectors
+    for i in range(len(x)):
+        most = max(most, np.float32(x[i]).view(np.int32))
+        size = max(size, _size(x[i]))
     if size >= INFINITE:
         return np.float32(np.nan)
-    largest = max(most, -least)
-    sign = -ONE if most > -least else ONE
+    sign = ONE if size > most else -ONE
+    largest = np.int32(size).view(np.float32)
     best = np.float32(_as_half(np.float32(largest / np.float32(8)), EXACT))
-    least_error = np.float32(np.inf)
-    word = np.float32(_as_half(np.float32(largest * FIRST), EXACT)).view(np.int32)
     if TINY <= best < LARGEST:
+        word = np.float32(_as_half(np.float32(largest * FIRST), EXACT)).view(np.int32)
+        least_error = np.float32(np.inf)
         for k in range(TRIES):
-            scale = np.int32(word + (k << (24 - EXACT))).view(np.float32)
-            over, signed, error = sign / scale, sign * scale, ZERO
-            for i in range(group):
-                q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
-                gap = x[i] - signed * q
-                error += gap * gap
-            better = error < least_error
-            best = scale if better else best
-            least_error = error if better else least_error
-    over = sign / best if best > ZERO else ZERO
-    for i in range(group // 2):
-        low = min(max(_nearest(x[2 * i] * over), np.int32(-8)), np.int32(7)) + 8
-        high = min(max(_nearest(x[2 * i + 1] * over), np.int32(-8)), np.int32(7)) + 8
-        out[i] = low | high << 4
+            bits = np.int32(word + (k << (24 - EXACT)))
+            power = np.int32((254 << 23) - (bits & INFINITE)).view(np.float32)  # one over its own
+            scale, over = bits.view(np.float32), sign * power * OVER[bits >> 24 - EXACT & 15]
+            error = _error(x, sign * scale, over)
+            if error < least_error:
+                best, least_error = scale, error
     return sign * best
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _error(x: F32, scale: np.float32, over: np.float32) -> np.float32:
+    """The squared error of a group's codes under a scale; `over` is one over it."""
+    error = ZERO
+    for i in range(len(x)):
+        q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
+        gap = x[i] - scale * q
+        error += gap * gap
+    return error
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)

@@ -162,7 +162,7 @@ def _check_data(folder: Path, header: Header) -> None:
 def refuse_unfinished(path: Path) -> None:
     """NotAModel, naming the command that continues it, where `path` is a half-made pack, or would
     be one when it is done."""
-    for folder in (path, path.with_name(path.name + BESIDE)):
+    for folder in (path, Path(f"{path}{BESIDE}")):
         if (command := unfinished(folder)) is not None and (folder == path or not path.exists()):
             raise NotAModel(f"{path}: a half-made pack: `{command}` goes on with it")
 

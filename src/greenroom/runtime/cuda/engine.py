@@ -17,8 +17,10 @@ from torch import Tensor
 
 from greenroom.config import show_bytes
 from greenroom.errors import DeviceError
+from greenroom.runtime.numa import node_of
 
 Mark = Any  # a point in what is computed; None is one that has passed
+_FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 
 
 class Engine(Protocol):
@@ -26,6 +28,7 @@ class Engine(Protocol):
 
     device: torch.device
     name: str  # for people
+    node: int | None  # of NUMA, where it is known
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory of the device, [nbytes] uint8; DeviceError where there is not so much."""
@@ -66,6 +69,7 @@ class Host:
 
     device = torch.device("cpu")
     name = "the host"
+    node: int | None = None
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -107,9 +111,10 @@ class Cuda:
             with torch.cuda.device(self.device):
                 self._stream = torch.cuda.Stream()
             self.name = torch.cuda.get_device_name(self.device)
+        self.node = node_of(pci_address(self.device))
 
     def empty(self, nbytes: int) -> Tensor:
-        with device_errors(f"{show_bytes(nbytes)} for slots"):
+        with torch.cuda.device(self.device), device_errors(f"{show_bytes(nbytes)} for slots"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def memory(self) -> tuple[int, int]:
@@ -144,7 +149,7 @@ class Cuda:
     def register(self, address: int, nbytes: int) -> str | None:
         try:
             with torch.cuda.device(self.device):
-                error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+                error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _FOR_ALL)
         except RuntimeError as refused:
             return first_line(refused)
         if int(error) == 0:
@@ -158,6 +163,12 @@ class Cuda:
     def unregister(self, address: int) -> None:
         with contextlib.suppress(RuntimeError):  # of a device that is lost
             torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def pci_address(device: torch.device) -> str:
+    """A GPU's address on its bus, as Linux writes it."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
 from greenroom.errors import DeviceError
+from greenroom.runtime import numa
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.store import BLOCK, Chunk
 
@@ -49,9 +50,15 @@ class HostMemory:
     """`seats` places for a chunk, then `capacity` slots for all chunks of an expert."""
 
     def __init__(
-        self, engine: Engine, chunks: Sequence[tuple[Chunk, ...]], seats: int, capacity: int
+        self,
+        engine: Engine,
+        chunks: Sequence[tuple[Chunk, ...]],
+        seats: int,
+        capacity: int,
+        nodes: Sequence[tuple[int, int | None]] = (),
     ) -> None:
-        """`chunks` of every expert. DeviceError where there is no address space for it."""
+        """`chunks` of every expert; `nodes` are (slots, NUMA node) of each device's part, where
+        there are several. DeviceError where there is no address space for it."""
         self.engine, self.capacity = engine, capacity
         self.seat_bytes, self.slot_bytes = sizes(chunks)
         self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
@@ -73,6 +80,7 @@ class HostMemory:
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # (piece, chunk, place) -> its bytes
         self._lock = threading.Lock()
         address = self._bytes.ctypes.data
+        numa.place(address + self._first_slot, [(n * self.slot_bytes, node) for n, node in nodes])
         self.refused = engine.register(address, self.nbytes)
         if self.refused is not None:
             log.warning(

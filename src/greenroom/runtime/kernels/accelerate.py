@@ -19,8 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import layers
-from greenroom.runtime.kernels.attention import Reserve, attention_forward, fits, norms_of
+from greenroom.runtime.kernels.attention import (
+    OneToken,
+    Reserve,
+    Style,
+    attention_forward,
+    fits,
+    norms_of,
+)
+from greenroom.runtime.kernels.decoder import OneLayer, Onto, layer_forward
 from greenroom.runtime.kernels.openmp import body
+from greenroom.runtime.kernels.patterns import sublayers
 
 FEW = 4  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
@@ -50,24 +59,58 @@ class Accelerated:
         self.counts.clear()
 
 
-def accelerate(model: nn.Module, reserve: Reserve = lambda cache, layer: None) -> Accelerated:
+def accelerate(
+    model: nn.Module, reserve: Reserve = lambda cache, layer: None, onto: Onto | None = None
+) -> Accelerated:
     """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
 
-    `reserve` makes room in a KV cache for one token, where it can.
+    `reserve` makes room in a KV cache for one token, where it can; `onto` computes a layer's
+    experts and adds them to what it is given.
     """
-    done, tried = Accelerated(), dict[Any, bool]()
+    done, tried, attentions = Accelerated(), dict[Any, bool](), dict[nn.Module, OneToken]()
     for module in model.modules():
         if fits(module) and "forward" not in module.__dict__ and _unheard(module):
             styles = {_head_norm(module, part) for part in norms_of(module)}
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
-                done.add("attention", module, attention_forward(module, style, reserve, tried))
+                attentions[module] = one = OneToken(module, style, reserve, tried)
+                done.add("attention", module, attention_forward(one))
+    for layer in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
+        if (around := _around(layer, attentions, onto)) is not None:
+            done.add("layer", layer, layer_forward(around, layer))
     for module in _candidates(model):
         if type(module) is nn.Linear:
             done.add("linear", module, linear_forward(module))
         elif (style := norm_style(module)) is not None:
             done.add("norm", module, norm_forward(module, *style))
     return done
+
+
+def _around(
+    layer: nn.Module, attentions: dict[nn.Module, OneToken], onto: Onto | None
+) -> OneLayer | None:
+    """A decoder layer of the common kind around one of these attentions."""
+    inside = [(name, attentions[m]) for name, m in layer._modules.items() if m in attentions]
+    if len(inside) != 1:
+        return None
+    name, one = inside[0]
+    styles = {
+        other: style
+        for other, part in layer._modules.items()
+        if part is not None and (style := _norm_of(part, one)) is not None
+    }
+    names = sublayers(layer, name, styles, one.hidden, one.dtype)
+    if names is None:
+        return None
+    return OneLayer(layer, one, names, (styles[names[0]], styles[names[1]]), onto)
+
+
+def _norm_of(part: nn.Module, one: OneToken) -> Style | None:
+    """The style of a part that is an RMSNorm of an attention's input."""
+    weight = part._parameters.get("weight")
+    if weight is None or weight.shape != (one.hidden,) or weight.dtype is not one.dtype:
+        return None
+    return norm_style(part) if weight.is_contiguous() and _unheard(part) else None
 
 
 def _head_norm(attention: nn.Module, norm: nn.Module) -> tuple[int, float] | None:

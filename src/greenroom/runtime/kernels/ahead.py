@@ -28,10 +28,11 @@ def compile_all(dtype: str) -> None:
 
     machine_code(compiled.wave, dtype, False, False)
     for kernel in (
-        *(compiled.combine, layers.gemv, layers.rms_norm),
+        *(compiled.combine, layers.gemv, layers.rms_norm, layers.join),
         *(heads.project, heads.attend),
     ):
         machine_code(kernel, dtype)
+    machine_code(layers.in_turn, "float32")
     _marker(dtype).touch()
 
 

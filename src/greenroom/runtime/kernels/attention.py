@@ -3,9 +3,9 @@
 torch's scaled_dot_product_attention takes 0.3 ms a layer for one bfloat16 token with 190 tokens
 of context, and 2.5 ms with 1000; norms, rotary and the views around them cost as much again as
 one compiled call. Modules of the common kind (`q_proj`, `k_proj`, `v_proj`, `o_proj`, perhaps a
-norm of each head, rotary positions) get a forward of their own: one region from the hidden state
-to rotated queries, keys and values, the cache's own `update`, one region from there to the
-output. Whether a class is of that kind is found by trying: its own forward is the judge.
+norm of each head, rotary positions) get a forward of their own: from the hidden state to rotated
+queries, keys and values, and from there to the output, with the cache's own `update` between where
+it has no room. Whether a class is of that kind is found by trying: its own forward is the judge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels import heads
+from greenroom.runtime.kernels import heads, sequence
 from greenroom.runtime.kernels.emit import LANES
 from greenroom.runtime.kernels.openmp import body
 
@@ -29,12 +29,13 @@ _TRIED_CONTEXT = 37  # tokens
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 Forward = Callable[..., Any]
+Positions = tuple[Tensor, Tensor]  # cosine, sine
 Style = tuple[int, float]  # how an RMSNorm applies its weight, its epsilon
 # (cache, layer) -> the layer's keys and values with one more token, or None: it must be updated.
 Reserve = Callable[[Any, int], "tuple[Tensor, Tensor] | None"]
 
 
-def _bits(value: float) -> int:
+def bits(value: float) -> int:
     """A float32's bits."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
@@ -51,10 +52,17 @@ def _words(count: int, values: dict[int, int]) -> array[int]:
 class OneToken:
     """One attention module's compiled forward; `fits` says whether a module may have one."""
 
-    def __init__(self, module: nn.Module, style: Style | None, reserve: Reserve) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        style: Style | None,
+        reserve: Reserve,
+        tried: dict[Any, bool],
+    ) -> None:
+        """`tried` remembers the verdict on a class."""
         own: Any = module
         self.module, self.original = own, type(module).forward
-        self._reserve = reserve
+        self._reserve, self._tried = reserve, tried
         parts: dict[str, Any] = dict(module._modules)
         q, k, v, o = (parts[name] for name in _LINEAR)
         self.width: int = own.head_dim
@@ -63,6 +71,7 @@ class OneToken:
         self.kv_heads: int = k.weight.shape[0] // self.width
         self.dtype: torch.dtype = q.weight.dtype
         self._known = [(name, part, part._parameters["weight"]) for name, part in parts.items()]
+        self._key = type(module), self.dtype, style
         self._project = body(heads.project, self.dtype)
         self._attend = body(heads.attend, self.dtype)
         code, eps = style or (0, 0.0)
@@ -73,7 +82,7 @@ class OneToken:
                 heads.Q_HEADS: self.heads,
                 heads.KV_HEADS: self.kv_heads,
                 heads.WIDTH: self.width,
-                heads.EPS: _bits(eps),
+                heads.EPS: bits(eps),
                 heads.STYLE: code,
             },
         )
@@ -86,7 +95,7 @@ class OneToken:
                 heads.A_WIDTH: self.width,
                 heads.A_KV_HEADS: self.kv_heads,
                 heads.GROUP: self.heads // self.kv_heads,
-                heads.SCALE: _bits(own.scaling),
+                heads.SCALE: bits(own.scaling),
                 heads.A_W: o.weight.data_ptr(),
                 heads.A_ROWS: o.weight.shape[0],
                 heads.A_BIAS: _address(o.bias),
@@ -139,52 +148,84 @@ class OneToken:
             and sin.is_contiguous()
             and self.module.config.__dict__.get("_attn_implementation_internal") == "sdpa"
             and self.intact()
+            and self._sound(width)
         )
 
-    def __call__(self, x: Tensor, positions: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    def _sound(self, rotary: int) -> bool:
+        """Does the compiled forward compute what this class does? Found out once."""
+        if self._key not in self._tried:
+            self._tried[self._key] = try_out(self, rotary)
+        return self._tried[self._key]
+
+    def room(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values in a cache, with room for one more token, or None."""
+        return self._reserve(cache, self.module.layer_idx)
+
+    def __call__(self, x: Tensor, positions: Positions, cache: Any) -> Tensor:
         """The attention's output for x [1, 1, hidden], whose keys and values join the cache."""
-        words, size = array("q", self._projecting), self.dtype.itemsize
-        room = self._reserve(cache, self.module.layer_idx)
-        if room is None:
-            k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
-        else:
-            k, v = room
-        work = self._work(k.shape[2])
-        words[heads.X], words[heads.ROTARY] = x.data_ptr(), positions[0].shape[-1]
-        words[heads.Q_OUT] = queries = work.data_ptr()
-        words[heads.SCRATCH] = queries + 4 * self.heads * self.width
-        words[heads.COS], words[heads.SIN] = (part.data_ptr() for part in positions)
-        for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
-            _, step_of_head, step_of_token, _ = tensor.stride()
-            words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
-            words[step] = size * step_of_head
-        self._project(words.buffer_info()[0])
+        out = torch.empty(1, 1, self._attending[heads.A_ROWS], dtype=self.dtype)
+        room = self.room(cache)
         if room is not None:
-            return self._attended(queries, k, v, work)
+            work = self.work(room[0].shape[2])
+            sequence.run(self.stages(x.data_ptr(), positions, *room, work, out.data_ptr()))
+            return out
+        k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
+        work = self.work(1)
+        words = self._to_project(x.data_ptr(), positions, k, v, work)
+        self._project(words.buffer_info()[0])
         k, v = cache.update(k, v, self.module.layer_idx)
         if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-        return self._attended(queries, k, v, self._work(k.shape[2]))
+        more = self.work(k.shape[2])
+        words = self._to_attend(work.data_ptr(), k, v, more, out.data_ptr())
+        self._attend(words.buffer_info()[0])
+        return out
 
-    def _work(self, context: int) -> Tensor:
+    def stages(
+        self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor, out: int
+    ) -> tuple[sequence.Stage, sequence.Stage]:
+        """From the hidden state at address x to the attention's output at address out.
+
+        The last of k's and v's tokens [1, kv_heads, tokens, width] is this one, to be written.
+        """
+        return (
+            (self._project, self._to_project(x, positions, k, v, work)),
+            (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
+        )
+
+    def work(self, context: int) -> Tensor:
         """Memory for a call, in float32 words: queries, then what one of the bodies needs."""
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
         return torch.empty(self.heads * self.width + max(projected, attended))
 
-    def _attended(self, queries: int, k: Tensor, v: Tensor, work: Tensor) -> Tensor:
-        """queries [heads * width] over k, v [1, kv_heads, tokens, width], and projected."""
-        size, words = self.dtype.itemsize, array("q", self._attending)
-        out = torch.empty(1, 1, words[heads.A_ROWS], dtype=self.dtype)
+    def _to_project(
+        self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor
+    ) -> array[int]:
+        """The words of `project`; queries are left at the beginning of `work`."""
+        words, size = array("q", self._projecting), self.dtype.itemsize
+        cos, sin = positions
+        words[heads.X], words[heads.ROTARY] = x, cos.shape[-1]
+        words[heads.Q_OUT] = queries = work.data_ptr()
+        words[heads.SCRATCH] = queries + 4 * self.heads * self.width
+        words[heads.COS], words[heads.SIN] = cos.data_ptr(), sin.data_ptr()
+        for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
+            _, step_of_head, step_of_token, _ = tensor.stride()
+            words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
+            words[step] = size * step_of_head
+        return words
+
+    def _to_attend(self, queries: int, k: Tensor, v: Tensor, work: Tensor, out: int) -> array[int]:
+        """The words of `attend`: queries [heads * width] over k, v [1, kv_heads, tokens, width]."""
+        words, size = array("q", self._attending), self.dtype.itemsize
         words[heads.Q], words[heads.CONTEXT] = queries, k.shape[2]
         words[heads.K], words[heads.V] = k.data_ptr(), v.data_ptr()
         _, words[heads.K_HEAD], words[heads.K_ROW], _ = (size * n for n in k.stride())
         _, words[heads.V_HEAD], words[heads.V_ROW], _ = (size * n for n in v.stride())
         words[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
         words[heads.SCORES] = words[heads.MIXED] + 4 * self.heads * self.width
-        words[heads.A_OUT] = out.data_ptr()
-        self._attend(words.buffer_info()[0])
-        return out
+        words[heads.A_OUT] = out
+        return words
 
 
 class _Remembered:
@@ -248,12 +289,9 @@ def norms_of(module: nn.Module) -> list[nn.Module]:
     return [part for name in _NORMS if (part := module._modules.get(name)) is not None]
 
 
-def attention_forward(
-    module: nn.Module, style: Style | None, reserve: Reserve, tried: dict[Any, bool]
-) -> Forward:
-    """An attention's forward, compiled for one token. `tried` remembers the verdict on a class."""
-    one, original = OneToken(module, style, reserve), type(module).forward
-    key = type(module), one.dtype, style
+def attention_forward(one: OneToken) -> Forward:
+    """An attention's forward, compiled for one token."""
+    module, original = one.module, one.original
 
     def forward(
         hidden_states: Tensor,
@@ -263,10 +301,7 @@ def attention_forward(
         **kwargs: Any,
     ) -> Any:
         if one.takes(hidden_states, position_embeddings, attention_mask, past_key_values):
-            if key not in tried:
-                tried[key] = try_out(one, position_embeddings[0].shape[-1])
-            if tried[key]:
-                return one(hidden_states, position_embeddings, past_key_values), None
+            return one(hidden_states, position_embeddings, past_key_values), None
         return original(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )

@@ -23,6 +23,7 @@ from greenroom.runtime.kernels.encoded import (
     F_SLOT,
     F_X,
     FRAME_WORDS,
+    L_PACKED,
 )
 from greenroom.runtime.kernels.ir import (
     address_of,
@@ -204,27 +205,37 @@ def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1
 
 @njit(inline="always")
 def encoded(
-    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch
+    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch, packed
 ):  # fmt: skip
     """As `plain`, for a matrix that `product` expands (see encoded.py).
 
     One row of x is multiplied while the weights are in registers; for more, GROUP rows of weights
-    at a time are written to the scratch memory.
+    at a time are written to the scratch memory. `packed` is the address of the row of x that lies
+    packed there (0: none); returns that address as it is afterwards.
     """
-    rows = scratch + 8 * FRAME_WORDS
+    place = (scratch + 8 * FRAME_WORDS + 63) & -64
+    room = word(layout, L_PACKED)
+    rows = place + room
     put_word(scratch, F_SLOT, slot)
     put_word(scratch, F_LAYOUT, layout)
     put_word(scratch, F_INPUTS, K)
     put_word(scratch, F_BLOCK, block)
     put_word(scratch, F_CARRY, carry)
     put_word(scratch, F_FIRST, first)
-    put_word(scratch, F_ROWS, N)
     if j1 - j0 == 1:
-        put_word(scratch, F_X, row(x, xi, j0, K))
+        one = row(x, xi, j0, K)
+        put_word(scratch, F_X, one)
+        if room != 0 and packed != one:
+            put_word(scratch, F_ROWS, 0)
+            put_word(scratch, F_OUT, place)
+            enter_at(product, scratch)
+        if room != 0:
+            put_word(scratch, F_X, place)
+        put_word(scratch, F_ROWS, N)
         put_word(scratch, F_OUT, row(out, oi, j0, width) + 4 * first)
         put_word(scratch, F_SCRATCH, rows)
         enter_at(product, scratch)
-        return
+        return one if room != 0 else 0
     put_word(scratch, F_X, 0)
     put_word(scratch, F_OUT, rows)
     put_word(scratch, F_SCRATCH, rows + 4 * GROUP * K)
@@ -234,6 +245,7 @@ def encoded(
         put_word(scratch, F_ROWS, count)
         enter_at(product, scratch)
         dots(F, rows, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1)
+    return 0
 
 
 @njit(error_model="numpy")
@@ -342,6 +354,7 @@ def wave(kind, stamp, by_columns, by_code):
         up_step, down_step = word(p, UP_STEP), word(p, DOWN_STEP)
         ups = (inner + up_step - 1) // up_step
         downs = (hidden + down_step - 1) // down_step
+        packed = 0
         up_total = count * ups * word(p, UP)
         total = up_total + count * downs * word(p, DOWN)
         while True:
@@ -375,9 +388,9 @@ def wave(kind, stamp, by_columns, by_code):
             for run in range(runs):
                 at = first + run * inner
                 if by_code:
-                    encoded(
+                    packed = encoded(
                         product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
-                        j0, j1, scratch,
+                        j0, j1, scratch, packed,
                     )  # fmt: skip
                 elif by_columns:
                     transposed(

@@ -51,9 +51,9 @@ def widen(b, kind, raw):
     return b.bitcast(b.shl(wide, sixteen), shape(F32))
 
 
-def load(b, kind, address, mask=None):
+def load(b, kind, address, mask=None, lanes=None):
     """LANES weights at an address, widened; lanes beyond the mask are 0 and are not touched."""
-    vector = vector_of(ELEMENT[kind])
+    vector = vector_of(ELEMENT[kind], lanes)
     pointer = b.inttoptr(address, vector.as_pointer())
     if mask is None:
         raw = b.load(pointer, align=SIZE[kind])
@@ -118,9 +118,12 @@ def halve(b, first, second, groups, width):
     return b.fadd(*(b.shuffle_vector(first, other, p) for p in picks))
 
 
-def lane_sums(b, vectors):
-    """The sum of each vector's lanes, as one vector; the order of additions is the same for all."""
-    groups, width = 1, LANES
+def lane_sums(b, vectors, groups=1):
+    """The sum of each vector's lanes, as one vector; the order of additions is the same for all.
+
+    `groups`: so many runs of lanes are summed on their own, and follow one another.
+    """
+    width = LANES // groups
     while width > 1:
         if len(vectors) > 1:
             pairs = zip(vectors[::2], vectors[1::2], strict=True)

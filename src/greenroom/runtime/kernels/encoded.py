@@ -43,9 +43,10 @@ FRAME_WORDS = 16
 ) = range(10)  # fmt: skip
 
 # The words of a matrix's layout: bytes from the slot's start to the codes, and from row to row; the
-# same of the scales; groups of 32 inputs that share a scale, and rows that do.
-LAYOUT_WORDS = 6
-L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS = range(LAYOUT_WORDS)
+# same of the scales; groups of 32 inputs that share a scale, and rows that do; bytes that a row of
+# x takes where the product wants it packed (see integer.py), else 0.
+LAYOUT_WORDS = 7
+L_CODES, L_ROW, L_SCALE, L_SCALE_ROW, L_SHARE, L_ROWS, L_PACKED = range(LAYOUT_WORDS)
 
 
 def _named(encoding):
@@ -64,22 +65,35 @@ def _inverse(order):
     return tuple(order.index(i) for i in range(LANES))
 
 
-def _of(codes, ready, inputs, scale=None, share=None):
+def _of(codes, ready, inputs, scale=None, share=None, powers=None):
     """A row whose minima, if it has any, follow its scales: room for one for 16 inputs in all."""
-    return lambda b: Row(codes, scale, ready, b.add(ready, b.lshr(inputs, I64(3))), inputs, share)
+    return lambda b: Row(
+        codes, scale, ready, b.add(ready, b.lshr(inputs, I64(3))), inputs, share, powers
+    )
 
 
-@intrinsic(prefer_literal=True)
-def prepare(typingctx, encoding, codes, scale, ready, inputs, share):
-    """Write a row's scales as float32, `inputs / 4` bytes at most."""
-    name, expander = _named(encoding)
+def _prepare(multiplied):
+    """`prepare(encoding, codes, scale, ready, inputs, share, powers)`: write a row's scales.
 
-    def emit(b, sig, args):
-        codes, scale, ready, inputs, share = args
-        expander.prepare(b, _of(codes, ready, inputs, scale, share)(b))
+    They are float32, `inputs / 4` bytes at most, and are multiplied by `powers` or as they are.
+    """
 
-    signature = types.void(encoding, *[types.int64] * 5)
-    return signature, outlined(f"prepare.{name}", emit)
+    @intrinsic(prefer_literal=True)
+    def prepare(typingctx, encoding, codes, scale, ready, inputs, share, powers):
+        name, expander = _named(encoding)
+
+        def emit(b, sig, args):
+            codes, scale, ready, inputs, share, powers = args
+            row = _of(codes, ready, inputs, scale, share, powers if multiplied else None)
+            expander.prepare(b, row(b))
+
+        signature = types.void(encoding, *[types.int64] * 6)
+        return signature, outlined(f"prepare{'_times' * multiplied}.{name}", emit)
+
+    return prepare
+
+
+prepare, prepare_times = _prepare(False), _prepare(True)
 
 
 @intrinsic(prefer_literal=True)
@@ -212,7 +226,7 @@ def product(kind, stamp, encoding, mask):
         for n in range(0, whole, COLUMNS):
             for i in range(COLUMNS):
                 scale = scales + (first + n + i) // together * apart
-                prepare(encoding, codes + (n + i) * ld, scale, scratch + i * step, K, share)
+                prepare(encoding, codes + (n + i) * ld, scale, scratch + i * step, K, share, 0)
             w, y = codes + n * ld, out + 4 * n
             if mask != 0 and any_bits(scratch, step, K // GROUP, np.int32(mask)) == 0:
                 tile(encoding, F, w, ld, scratch, K, block, carry, x, y)
@@ -220,7 +234,7 @@ def product(kind, stamp, encoding, mask):
                 tile(encoding, kind, w, ld, scratch, K, block, carry, x, y)
         for n in range(whole, rows):
             scale = scales + (first + n) // together * apart
-            prepare(encoding, codes + n * ld, scale, scratch, K, share)
+            prepare(encoding, codes + n * ld, scale, scratch, K, share, 0)
             if x == 0:
                 expand(encoding, kind, codes + n * ld, scratch, K, out + 4 * n * K)
             else:

@@ -63,6 +63,7 @@ class Row:
             `minima`, one for each scale
     inputs: elements of the row
     share:  groups of 32 inputs that have one scale, where that differs between models
+    powers: float32 numbers that the prepared scales are multiplied with, or None
     """
 
     codes: Value
@@ -71,6 +72,15 @@ class Row:
     minima: Value
     inputs: Value
     share: Value
+    powers: Value | None = None
+
+    def scaled(self, b: Builder, value: Value, at: Value, left: Value | None = None) -> Value:
+        """Scales at .. of the row times their powers; 0 beyond those that are left."""
+        if self.powers is None:
+            return value
+        mask = None if left is None else lanes_below(b, left)
+        place = at_byte(b, self.powers, b.shl(at, I64(2)))
+        return b.fmul(value, load(b, F32_KIND, place, mask, value.type.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,29 +169,51 @@ def each(b: Builder, count: Value, step: Value | int = 1) -> Any:
     return cgutils.for_range_slice(b, I64(0), count, step, I64)
 
 
-def contiguous(shift: int, widened: Callable[[Builder, Value, Value], Value]) -> Any:
+def in_vectors(
+    b: Builder, row: Row, count: Value, value: Callable[[Value, Value | None], Value]
+) -> None:
+    """Prepare scales value(at, left), at .. at + LANES of `count`, of which `left` exist or all.
+
+    The last store is whole too, since a load soon after a masked one waits for it.
+    """
+
+    def put(at: Value, left: Value | None) -> None:
+        scales = row.scaled(b, value(at, left), at, left)
+        store(b, scales, at_byte(b, row.ready, b.shl(at, I64(2))))
+
+    left = b.and_(count, I64(LANES - 1))
+    with each(b, b.sub(count, left), LANES) as (at, _):
+        put(at, None)
+    with b.if_then(b.icmp_signed(">", left, I64(0))):
+        put(b.sub(count, left), left)
+
+
+def contiguous(shift: int, widened: Callable[[Builder, Value, Value, Value | None], Value]) -> Any:
     """Scales that lie side by side, one for 2^shift inputs."""
 
     def prepare(b: Builder, row: Row) -> None:
         count = b.lshr(b.add(row.inputs, I64((1 << shift) - 1)), I64(shift))
-        with each(b, count, LANES) as (at, _):
-            mask = lanes_below(b, b.sub(count, at))
-            store(
-                b, widened(b, row.scale, at, mask), at_byte(b, row.ready, b.shl(at, I64(2))), mask
-            )
+
+        def value(at: Value, left: Value | None) -> Value:
+            return widened(b, row.scale, at, None if left is None else lanes_below(b, left))
+
+        in_vectors(b, row, count, value)
 
     return prepare
 
 
-def halves(b: Builder, base: Value, at: Value, mask: Value) -> Value:
+def halves(b: Builder, base: Value, at: Value, mask: Value | None) -> Value:
     return load(b, F16_KIND, at_byte(b, base, b.shl(at, I64(1))), mask)
 
 
-def powers(b: Builder, base: Value, at: Value, mask: Value) -> Value:
+def powers(b: Builder, base: Value, at: Value, mask: Value | None) -> Value:
     """e8m0: 2^(e - 127), and 255 for NaN."""
     source, name = vector_of(I8), f"llvm.masked.load.v{LANES}i8.p0"
     pointer = b.inttoptr(b.add(base, at), source.as_pointer())
-    raw = llvm_call(b, name, source, [pointer, I32(1), mask, ir.Constant(source, None)])
+    if mask is None:
+        raw = b.load(pointer, align=1)
+    else:
+        raw = llvm_call(b, name, source, [pointer, I32(1), mask, ir.Constant(source, None)])
     e = b.zext(raw, vector_of(I32))
     bits = b.shl(e, splat(23, e.type))
     bits = b.select(b.icmp_unsigned("==", e, splat(0, e.type)), splat(1 << 22, e.type), bits)
@@ -212,43 +244,43 @@ def shared(kind: Any, factor: float = 1.0) -> Any:
     return prepare
 
 
-def inside(width: int, read: Callable[[Builder, Value], Value]) -> Any:
-    """Scales that begin blocks of 32 inputs and `width` bytes; `read` takes them as int32."""
+def inside(width: int, element: Any, read: Callable[[Builder, Value], Value]) -> Any:
+    """Scales that begin blocks of 32 inputs and `width` bytes: LANES elements -> float32."""
 
     def prepare(b: Builder, row: Row) -> None:
-        groups = b.lshr(row.inputs, I64(5))
-        with each(b, groups, LANES) as (at, _):
-            mask = lanes_below(b, b.sub(groups, at))
-            raw = words_at(b, at_byte(b, row.codes, b.mul(at, I64(width))), width, mask)
-            store(b, read(b, raw), at_byte(b, row.ready, b.shl(at, I64(2))), mask)
+        def value(at: Value, left: Value | None) -> Value:
+            first = at_byte(b, row.codes, b.mul(at, I64(width)))
+            return read(b, apart(b, first, width, element, left))
+
+        in_vectors(b, row, b.lshr(row.inputs, I64(5)), value)
 
     return prepare
 
 
-def words_at(b: Builder, address: Value, width: int, mask: Value) -> Value:
-    """LANES words of 32 bits, `width` bytes apart."""
-    kind = vector_of(I32)
-    offsets = [width * i for i in range(LANES)]
-    if TABLE:
-        none, byte = ir.Constant(kind, None), I8.as_pointer()
-        args = [none, b.inttoptr(address, byte), constant(offsets, I32), mask, I32(1)]
-        return llvm_call(b, "llvm.x86.avx512.mask.gather.dpi.512", kind, args)
-    place = cgutils.alloca_once_value(b, ir.Constant(kind, None))
-    for i, offset in enumerate(offsets):
-        with b.if_then(b.extract_element(mask, I32(i))):
-            word = scalar(b, at_byte(b, address, offset), I32)
-            b.store(b.insert_element(b.load(place), word, I32(i)), place)
-    return b.load(place)
+def apart(b: Builder, address: Value, width: int, element: Any, left: Value | None) -> Value:
+    """LANES elements that begin `width` bytes apart; the last that exists stands for those beyond.
+
+    One by one: gathering them takes several times as long on processors that guard gathers.
+    """
+    found = ir.Constant(vector_of(element), ir.Undefined)
+    last = None if left is None else b.sub(left, I64(1))
+    for i in range(LANES):
+        number = I64(i)
+        if last is not None:
+            number = b.select(b.icmp_signed("<", number, last), number, last)
+        one = scalar(b, b.add(address, b.mul(number, I64(width))), element)
+        found = b.insert_element(found, one, I32(i))
+    return found
 
 
-def first_half(b: Builder, word: Value) -> Value:
-    """float16 numbers in the low halves."""
-    return widen(b, F16_KIND, b.trunc(word, vector_of(I16)))
+def half_floats(b: Builder, raw: Value) -> Value:
+    """float16 numbers."""
+    return widen(b, F16_KIND, raw)
 
 
-def half_power(b: Builder, word: Value) -> Value:
-    """e8m0 numbers of GGUF in the lowest bytes: 2^(e - 128)."""
-    e = b.and_(word, splat(255, word.type))
+def half_power(b: Builder, raw: Value) -> Value:
+    """e8m0 numbers of GGUF: 2^(e - 128)."""
+    e = b.zext(raw, vector_of(I32))
     small = b.shl(splat(0x200000, e.type), b.and_(e, splat(1, e.type)))
     large = b.shl(b.sub(e, splat(1, e.type)), splat(23, e.type))
     bits = b.select(b.icmp_unsigned("<", e, splat(2, e.type)), small, large)
@@ -266,21 +298,27 @@ def scales_and_minima(width: int) -> Any:
 
     def prepare(b: Builder, row: Row) -> None:
         def emit(block: Value, number: Value) -> None:
-            words = [scalar(b, at_byte(b, block, 4 + 4 * i), I32) for i in range(3)]
-            low, high = I32(0x3F3F3F3F), I32(0x30303030)
-            four = I32(0x0F0F0F0F)
-            upper = b.and_(words[2], four), b.and_(b.lshr(words[2], I32(4)), four)
+            words = vector_of(I32, 4)
+            head = b.load(b.inttoptr(block, words.as_pointer()), align=1)
+            first, second = (
+                b.shuffle_vector(head, head, constant(picks, I32))
+                for picks in ((1, 3, 2, 3), (1, 1, 2, 2))
+            )
+            first = b.lshr(first, constant((0, 0, 0, 4), I32))
+            first = b.and_(first, constant((0x3F3F3F3F, 0x0F0F0F0F) * 2, I32))
+            second = b.lshr(second, splat(2, words))
+            second = b.and_(second, constant((0, 0x30303030) * 2, I32))
+            six = b.zext(b.bitcast(b.or_(first, second), vector_of(I8, 16)), vector_of(I32, 16))
+            pair = b.fpext(scalar(b, block, vector_of(F16, 2)), vector_of(F32, 2))
+            pair = b.fmul(pair, constant((1.0, -1.0)))
+            wide = b.shuffle_vector(pair, pair, constant([0] * 8 + [1] * 8, I32))
+            value = b.fmul(b.uitofp(six, vector_of(F32, 16)), wide)
             for i, target in enumerate((row.ready, row.minima)):
-                first = b.and_(words[i], low)
-                second = b.or_(upper[i], b.and_(b.lshr(words[i], I32(2)), high))
-                pair = ir.Constant(vector_of(I32, 2), ir.Undefined)
-                pair = b.insert_element(b.insert_element(pair, first, I32(0)), second, I32(1))
-                six = b.zext(b.bitcast(pair, vector_of(I8, 8)), vector_of(I32, 8))
-                value = half_at(b, at_byte(b, block, 2 * i))
-                if i == 1:
-                    value = b.fneg(value)
-                value = b.fmul(b.uitofp(six, vector_of(F32, 8)), broadcast(b, value, 8))
-                store(b, value, at_byte(b, target, b.shl(number, I64(5))))
+                half = constant(range(8 * i, 8 * i + 8), I32)
+                half = b.shuffle_vector(value, value, half)
+                if i == 0:
+                    half = row.scaled(b, half, b.shl(number, I64(3)))
+                store(b, half, at_byte(b, target, b.shl(number, I64(5))))
 
         super_blocks(b, row, width, emit)
 
@@ -293,7 +331,8 @@ def q6_scales(b: Builder, row: Row) -> None:
     def emit(block: Value, number: Value) -> None:
         scales = b.sitofp(bytes_at(b, at_byte(b, block, 192), True, 16), vector_of(F32, 16))
         d = broadcast(b, half_at(b, at_byte(b, block, 208)), 16)
-        store(b, b.fmul(scales, d), at_byte(b, row.ready, b.shl(number, I64(6))))
+        value = row.scaled(b, b.fmul(scales, d), b.shl(number, I64(4)))
+        store(b, value, at_byte(b, row.ready, b.shl(number, I64(6))))
 
     super_blocks(b, row, 210, emit)
 
@@ -523,9 +562,9 @@ EXPANDERS: dict[str, Expander] = {
     "int4": Expander(contiguous(5, halves), int4, PAIRED),
     "mxfp4": Expander(contiguous(5, powers), mxfp4, PAIRED),
     "fp8": Expander(shared(F32_KIND, 256.0), fp8),
-    "q8_0": Expander(inside(34, first_half), q8_0),
-    "q4_0": Expander(inside(18, first_half), q4_0),
-    "gguf_mxfp4": Expander(inside(17, half_power), gguf_mxfp4),
+    "q8_0": Expander(inside(34, I16, half_floats), q8_0),
+    "q4_0": Expander(inside(18, I16, half_floats), q4_0),
+    "gguf_mxfp4": Expander(inside(17, I8, half_power), gguf_mxfp4),
     "q4_k": Expander(scales_and_minima(144), q4_k),
     "q5_k": Expander(scales_and_minima(176), q5_k),
     "q6_k": Expander(q6_scales, q6_k),

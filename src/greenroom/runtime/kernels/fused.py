@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from greenroom.core.layout import PLAIN
-from greenroom.runtime.kernels import compiled, eager
+from greenroom.runtime.kernels import compiled, eager, layers, sequence
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.eager import Eager
@@ -44,28 +44,31 @@ class Plan:
     """What never changes for a layer: compiled bodies and the constant words of their arguments."""
 
     __slots__ = (
-        *("activation", "combine", "combine_bias", "matrices", "narrow_steps", "steps", "tail"),
-        *("up_bias", "wave", "scratch"),
+        *("activation", "combine", "combine_bias", "join", "matrices", "narrow_steps", "rounded"),
+        *("scratch", "steps", "tail", "up_bias", "wave"),
     )
 
-    def __init__(self, layer: LayerExperts, activation: Activation | None = None) -> None:
-        self.activation = activation or find_activation(layer)
+    def __init__(self, layer: LayerExperts, rounded: bool = True) -> None:
+        self.activation: Activation = find_activation(layer)
+        self.rounded = rounded
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         by_columns = layer.transposed and not encoded
         self.wave: Body = body(compiled.wave, layer.dtype, by_columns, encoded)
         self.combine: Body = body(compiled.combine, layer.dtype)
-        self.matrices = [Matrix(weight, layer.dtype) for weight in weights] if encoded else []
+        self.join: Body = body(layers.join, layer.dtype)
+        self.matrices = [Matrix(w, layer.dtype, rounded) for w in weights] if encoded else []
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
-        # two more rows are for what an encoded product needs.
-        rows = (compiled.GROUP + 2) * max(layer.hidden, layer.inner)
+        # three more rows are for what an encoded product needs.
+        rows = (compiled.GROUP + 3) * max(layer.hidden, layer.inner) + 1024
         strip = compiled.BLOCK * compiled.STRIP * compiled.LANES + 1024
         self.scratch = 4 * (max(rows, strip) + -(-layer.hidden // 16) * 16)  # and one token's x
         self.up_bias, self.combine_bias = layer.up_bias, layer.down_bias
-        # Channels and columns claimed together; a transposed matrix is read along its long rows
-        # where each expert has one token, and in narrow strips for several tokens at once.
+        # Channels and columns claimed together: a unit's first rows are waited for, and those of
+        # encoded matrices are short. A transposed matrix is read along its long rows where each
+        # expert has one token, and in narrow strips for several tokens at once.
         long = min(512, -(-layer.inner // 256) * 128), min(1024, -(-layer.hidden // 256) * 128)
-        self.steps = long if by_columns else (32, 64)
+        self.steps = long if by_columns else (64, 128) if encoded else (32, 64)
         self.narrow_steps = (128, 128) if by_columns else (32, 64)
         self.tail = [
             *(layer.slots.base, layer.slots.stride, layer.up.offset, layer.down.offset),
@@ -77,11 +80,11 @@ class Plan:
         ]
 
 
-def plan_of(layer: LayerExperts) -> Plan:
-    """The layer's plan, made at its first use."""
-    if layer.plan is None:
-        layer.plan = Plan(layer)
-    return layer.plan  # type: ignore[return-value]
+def plan_of(layer: LayerExperts, rounded: bool = True) -> Plan:
+    """The layer's plan, made at its first use; `rounded` as for `Matrix`."""
+    if not isinstance(layer.plan, Plan) or layer.plan.rounded != rounded:
+        layer.plan = Plan(layer, rounded)
+    return layer.plan
 
 
 class Step:
@@ -92,12 +95,14 @@ class Step:
     """
 
     __slots__ = (
-        *("buffer", "kept", "layer", "narrow", "out", "routing", "routing_words", "sums"),
-        *("weights", "words", "x"),
+        *("buffer", "kept", "layer", "narrow", "out", "residual", "result", "routing"),
+        *("routing_words", "sums", "weights", "words", "x"),
     )
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
         self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
+        self.residual: Tensor | None = None  # [T, H], what the result is added to
+        self.result: Tensor | None = None  # where it was computed with the last wave
         # One token stays as it is: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
         wide = x if self.narrow else x.float().contiguous()
@@ -121,6 +126,7 @@ class Fused:
     """`kernels="numba"`; `float32` says whether float32 models are computed here too."""
 
     name = "numba"
+    rounded = True  # are encoded weights rounded to the model's type, as the reference rounds them?
 
     def __init__(self, float32: bool = False) -> None:
         self._float32 = float32
@@ -151,9 +157,14 @@ class Fused:
         if isinstance(step, eager.Step):
             return Eager().wave(step, experts, slots)
         layer = part or step.layer
-        plan = plan_of(layer)
+        plan = plan_of(layer, self.rounded)
         if plan.activation.code != compiled.RAW:
-            return self._call(plan, step, experts, slots, carry, True, True)
+            words = self._words(plan, step, experts, slots, carry, True, True)
+            whole = part is None and len(experts) == len(step.routing.experts)
+            if whole and step.narrow and layer.norm is None:
+                return self._at_once(plan, step, words)
+            plan.wave(words.buffer_info()[0])
+            return None
         self._call(plan, step, experts, slots, carry, True, False)
         self._gate(layer, step, experts)
         return self._call(plan, step, experts, slots, carry, False, True)
@@ -162,13 +173,35 @@ class Fused:
         """The sum over each token's experts [T, H], in x's type, by ascending id."""
         if isinstance(step, eager.Step):
             return Eager().combine(step)
-        layer, routing, x = step.layer, step.routing, step.x
-        plan = plan_of(layer)
-        tokens, hidden = routing.shape[0], layer.hidden
-        bias, rounds = plan.combine_bias, layer.recipe.compute is None
+        if step.result is not None:
+            return step.result
+        layer, routing = step.layer, step.routing
+        plan = plan_of(layer, self.rounded)
         if layer.norm is not None:
             self._norm(step, layer.norm)
-            bias = None
+        words, result, _ = self._sum(plan, step)
+        plan.combine(words.buffer_info()[0], len(routing.rows) * layer.hidden > _SERIAL)
+        return result if step.residual is None else step.residual + result
+
+    def _at_once(self, plan: Plan, step: Step, wave: array[int]) -> None:
+        """One token's only wave, the sum over its experts, and what that is added to."""
+        words, result, _weights = self._sum(plan, step)
+        stages, residual = [(plan.wave, wave), (plan.combine, words)], step.residual
+        if residual is not None:
+            hidden = residual.shape[-1]
+            join = array("q", [0] * layers.JOIN_WORDS)
+            join[layers.J_X], join[layers.J_Y] = residual.data_ptr(), result.data_ptr()
+            join[layers.J_SUM], join[layers.J_COLUMNS] = result.data_ptr(), hidden
+            stages.append((plan.join, join))
+        sequence.run(stages)
+        step.result = result
+
+    def _sum(self, plan: Plan, step: Step) -> tuple[array[int], Tensor, Tensor]:
+        """(the words of `combine`, where it leaves the result [T, H], what must live until then)"""
+        layer, routing, x = step.layer, step.routing, step.x
+        tokens, hidden = routing.shape[0], layer.hidden
+        bias = None if layer.norm is not None else plan.combine_bias
+        rounds = layer.recipe.compute is None
         dtype = layer.recipe.sum_dtype(x, step.weights)
         product = x.dtype if rounds and step.weights.dtype == x.dtype else torch.float32
         weights = step.weights
@@ -187,8 +220,7 @@ class Fused:
                 *(int(dtype == x.dtype), int(narrow)),
             ],
         )
-        plan.combine(words.buffer_info()[0], len(routing.rows) * hidden > _SERIAL)
-        return result
+        return words, result, weights
 
     def _call(
         self,
@@ -200,18 +232,31 @@ class Fused:
         up: bool,
         down: bool,
     ) -> None:
-        """Run the compiled wave; the words are named in compiled.py."""
+        """Run the compiled wave."""
+        words = self._words(plan, step, experts, slots, carry, up, down)
+        plan.wave(words.buffer_info()[0])
+
+    def _words(
+        self,
+        plan: Plan,
+        step: Step,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        carry: bool,
+        up: bool,
+        down: bool,
+    ) -> array[int]:
+        """The words of a wave; they are named in compiled.py."""
         count, entries = len(experts), len(step.routing.rows)
         scratch, stride = self._scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(step.routing.experts) else plan.steps
-        words = array(
+        return array(
             "q",
             [
                 *(0, 0, up, down, count, *step.routing_words, carry, *step.words),
                 *(scratch, stride, *plan.tail, *steps, step.narrow, *slots, *experts, *[0] * count),
             ],
         )
-        plan.wave(words.buffer_info()[0])
 
     def _scratch(self, stride: int) -> tuple[int, int]:
         """(address, bytes a thread) of memory that this thread's waves may use; it is kept."""
@@ -244,3 +289,15 @@ class Fused:
             counts = torch.from_numpy(routing.starts).diff()
             h = h + layer.down_bias[experts.repeat_interleave(counts)].to(h.dtype)
         out[rows] = norm(h).float()
+
+
+class Unrounded(Fused):
+    """`kernels="unrounded"`: encoded weights are what their format says, and not rounded.
+
+    The reference rounds them to the model's type, and what that changes is the distance to it:
+    some thousandths of the output's norm, or nothing where weights are numbers of that type. In
+    return one token's products are of integers where the processor has them (integer.py).
+    """
+
+    name = "unrounded"
+    rounded = False

@@ -1,6 +1,7 @@
 """Compiled dense layers for a few tokens: `gemv` for nn.Linear, `rms_norm` for RMSNorm.
 
-Bodies of a parallel region as in compiled.py, made of the same products.
+Bodies of a parallel region as in compiled.py, made of the same products. `in_turn` is a body made
+of others, `join` what lies between the halves of a decoder layer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from greenroom.runtime.kernels.ir import (
     claim,
     dot_1x1,
     dot_1x4,
+    enter_at,
+    float_of,
     get,
     put,
     rounded,
@@ -29,6 +32,14 @@ F = np.float32(0)
 # The words of `gemv`, of `rms_norm`; the first of both is the cursor.
 W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS = range(1, 8)
 N_X, N_OUT, N_WEIGHT, N_ROWS, N_COLUMNS, N_EPS, N_STYLE = range(1, 8)
+
+# The words of `join`.
+J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE = range(1, 9)
+JOIN_WORDS = 9
+
+# The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
+# there is one thread). The address of each body follows, and that of its words.
+COUNT, WAIT, FIRST = range(3)
 
 # How an RMSNorm applies its weight to the normed value n (see norm.py).
 ROUND_THEN_SCALE, SCALE_IN_FLOAT, ONE_PLUS_IN_FLOAT = range(3)
@@ -110,5 +121,46 @@ def rms_norm(kind, stamp):
         for m in range(word(p, N_ROWS)):
             x, out = word(p, N_X) + m * n * size, word(p, N_OUT) + m * n * size
             normalise(kind, kind, x, n, weight, eps, style, kind, out)
+
+    return enter
+
+
+def join(kind, stamp):
+    """sum = x + y (y 0: x as it is), out = its RMSNorm (out 0: not wanted); rows of `kind` [N].
+
+    One thread does it. `sum` may be 0 where y is.
+    """
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        if claim(p, 0, 1) != 0:
+            return
+        n, x, y, out = word(p, J_COLUMNS), word(p, J_X), word(p, J_Y), word(p, J_OUT)
+        if y != 0:
+            for i in range(n):
+                put(kind, word(p, J_SUM), i, get(kind, x, i) + get(kind, y, i))
+            x = word(p, J_SUM)
+        if out != 0:
+            eps = float_of(np.int32(word(p, J_EPS)))
+            normalise(kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out)
+
+    return enter
+
+
+def in_turn(kind, stamp):
+    """Enter other bodies one after the other; all threads have left one before any enters the next.
+
+    `kind` is of no consequence.
+    """
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        wait = word(p, WAIT)
+        for stage in range(word(p, COUNT)):
+            if stage != 0 and wait != 0:
+                enter_at(wait, 0)
+            enter_at(word(p, FIRST + 2 * stage), word(p, FIRST + 2 * stage + 1))
 
     return enter

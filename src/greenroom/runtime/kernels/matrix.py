@@ -9,9 +9,9 @@ import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels import encoded
+from greenroom.runtime.kernels import encoded, integer
 from greenroom.runtime.kernels.expand import GROUP, NAMES
-from greenroom.runtime.kernels.openmp import body
+from greenroom.runtime.kernels.openmp import Body, body
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
@@ -26,11 +26,13 @@ class Matrix:
     """The compiled product of an encoding and the words that it finds a matrix by.
 
     words: what the wave's arguments hold: the product's address and that of the layout's words
+    packs: does the product take x as integers?
     """
 
-    __slots__ = ("_layout", "_product", "words")
+    __slots__ = ("_layout", "_product", "packs", "words")
 
-    def __init__(self, weight: WeightSpec, dtype: torch.dtype) -> None:
+    def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = True) -> None:
+        """`rounded`: weights are rounded to `dtype`, the model's, as the reference rounds them."""
         rows, columns = weight.shape
         codes, share, together, scale_row = weight.parts[0], 1, 1, 0
         if len(weight.parts) > 1:
@@ -38,16 +40,29 @@ class Matrix:
             share = max(1, columns // across // GROUP)
             together = rows // down
             scale_row = weight.parts[1].nbytes // down
+        self._product, packed = _product(weight, dtype, rounded)
         self._layout = array(
             "q",
             [
                 *(codes.offset, codes.nbytes // rows, weight.parts[-1].offset, scale_row),
-                *(share, together),
+                *(share, together, packed),
             ],
         )
-        exact = _EXACT.get(weight.encoding, 0) if dtype is torch.bfloat16 else 0
-        self._product = body(encoded.product, dtype, NAMES.index(_name(weight)), exact)
+        self.packs = packed > 0
         self.words = self._product.address, self._layout.buffer_info()[0]
+
+
+def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Body, int]:
+    """(a matrix's product, bytes of a row of x that is packed for it)."""
+    name = _name(weight)
+    number = NAMES.index(name)
+    if rounded or name == PLAIN:
+        exact = _EXACT.get(name, 0) if dtype is torch.bfloat16 else 0
+        return body(encoded.product, dtype, number, exact), 0
+    if integer.INTEGERS and name in integer.WHOLE:
+        room = integer.room(name, weight.shape[1])
+        return body(integer.product, torch.float32, number), room
+    return body(encoded.product, torch.float32, number, 0), 0
 
 
 def _name(weight: WeightSpec) -> str:

@@ -31,20 +31,22 @@ def _loaded() -> list[str]:
     return sorted(found, key=lambda path: "torch" not in path)
 
 
-def find_parallel() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel(body, data, threads, flags)` of the library that torch uses, or None."""
+def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
+    """`GOMP_parallel(body, data, threads, flags)` of the library that torch uses, and the address
+    of its `GOMP_barrier()`; (None, 0) where there is none."""
     for path in _loaded():
         try:
-            parallel = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path)
+            parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
         except (OSError, AttributeError):
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        return parallel
-    return None
+        return parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0
+    return None, 0
 
 
-PARALLEL = find_parallel()
+PARALLEL, BARRIER = find_parallel()
 
 
 class Body:

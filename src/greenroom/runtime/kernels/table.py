@@ -8,15 +8,17 @@ from importlib.util import find_spec
 from greenroom.errors import UnknownName, UsageError
 from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused
+from greenroom.runtime.kernels.fused import Fused, Unrounded
 
-KERNELS: dict[str, type[Eager] | type[Fused]] = {"eager": Eager, "numba": Fused}
+KERNELS: dict[str, type[Eager] | type[Fused]] = {
+    kind.name: kind for kind in (Eager, Fused, Unrounded)
+}
 ON_GPUS = "triton"  # what computes there; made by a library that only they need
 
 
 def described(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
     """A kernel's name, and what the compiled one leaves to eager of these layers."""
-    left = {layer.unfused for layer in layers} - {""} if chosen.name == Fused.name else set()
+    left = {layer.unfused for layer in layers} - {""} if isinstance(chosen, Fused) else set()
     return f"{chosen.name}; eager for {', '.join(sorted(left))}" if left else chosen.name
 
 

@@ -1,0 +1,58 @@
+"""What the scheduler keeps of the step under way, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from greenroom.core.cache import Served
+from greenroom.core.pieces import Ints
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start.
+
+    Requests are experts of steps; a hit was in its slot when it was asked for, and `useful` ones
+    because they had been prefetched. Prefetches that were begun end as useful, `late` (still on its
+    way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
+    `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
+    `failed`; others are under way or wait for their layer.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    hits: int = 0
+    useful: int = 0
+    prefetches: int = 0
+    late: int = 0
+    wasted: int = 0
+    dropped: int = 0
+    displaced: int = 0
+    failed: int = 0
+
+    @property
+    def misses(self) -> int:
+        return self.requests - self.hits
+
+
+@dataclass(slots=True)
+class Step:
+    """The step under way. Requests are numbered in its order."""
+
+    now: int
+    layer: int
+    experts: Ints
+    served: Served
+    slots: Ints  # of each request: where it is computed, -1 as long as it has no slot
+    ready: list[int]  # landed or resident, to be computed
+    missing: dict[int, int]  # piece -> request, on its way or to be asked for
+    blocked: dict[int, int]  # request -> the later request that takes over its slot
+    uncomputed: int
+    waiting: list[int] = field(default_factory=list)  # requests without a slot, the next one last
+    passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
+    freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
+    waves: dict[int, list[int]] = field(default_factory=dict)  # being computed, by device
+    late: set[int] = field(default_factory=set)  # pieces that were being prefetched
+    failed: int = -1
+    ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
+    prefill: bool = False

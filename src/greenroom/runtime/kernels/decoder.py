@@ -1,0 +1,148 @@
+"""A decoder layer of the common kind for the one token of a decode step, in two parallel regions.
+
+The first goes from the hidden state over norm, attention and residual sum to the block's input; the
+router chooses, as torch computes it; the second goes from the experts to the layer's output. Where
+all experts of a token are in their slots nothing but the router runs in Python between: after a
+wave of experts has gone through the caches each of its small operations takes as long as a matrix.
+The bits are those of the accelerated modules called one by one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from greenroom.runtime.kernels import layers, sequence
+from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
+from greenroom.runtime.kernels.openmp import body
+from greenroom.runtime.kernels.patterns import routed
+
+# (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
+Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class OneLayer:
+    """A decoder layer's compiled forward for one token, around that of its attention."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        one: OneToken,
+        names: tuple[str, str, str],
+        styles: tuple[Style, Style],
+        onto: Onto | None,
+    ) -> None:
+        """`names` are those of the norms and of the block that follows the second."""
+        self._layer, self._one = layer, one
+        parts: dict[str, Any] = dict(layer._modules)
+        first, second, self._name = names
+        self._block: nn.Module = parts[self._name]
+        norms = [(name, parts[name], parts[name]._parameters["weight"]) for name in (first, second)]
+        self._known = [*norms, (self._attention(), one.module, None)]
+        self._join = body(layers.join, one.dtype)
+        self._begin, self._middle = (
+            self._words(norm.weight, style)
+            for (_, norm, _), style in zip(norms, styles, strict=True)
+        )
+        self._onto = onto
+        self._router, self._experts, self._shape = self._parts_of_block()
+
+    def _attention(self) -> str:
+        return next(n for n, part in self._layer._modules.items() if part is self._one.module)
+
+    def _words(self, weight: Tensor, style: Style) -> array[int]:
+        words = array("q", [0] * layers.JOIN_WORDS)
+        words[layers.J_WEIGHT], words[layers.J_COLUMNS] = weight.data_ptr(), self._one.hidden
+        words[layers.J_STYLE], words[layers.J_EPS] = style[0], bits(style[1])
+        return words
+
+    def _parts_of_block(self) -> tuple[str, nn.Module | None, tuple[int, ...]]:
+        """(router, experts, shape of the router's input) of a block that has nothing else."""
+        for name, part in self._block._modules.items():
+            if hasattr(part, "num_experts") and hasattr(part, "_apply_gate"):
+                found = routed(self._block, name, self._one.hidden, self._one.dtype)
+                if found is not None:
+                    return found[0], part, found[1]
+        return "", None, ()
+
+    def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Is this call one that the compiled bodies know, of the parts that they know?"""
+        modules: dict[str, Any] = self._layer._modules
+        for name, part, weight in self._known:
+            if (
+                modules[name] is not part
+                or part._forward_hooks
+                or part._forward_pre_hooks
+                or (weight is not None and part._parameters["weight"] is not weight)
+            ):
+                return False
+        return modules[self._name] is self._block and self._one.takes(
+            x,
+            kwargs.get("position_embeddings"),
+            kwargs.get("attention_mask"),
+            kwargs.get("past_key_values"),
+        )
+
+    def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The layer's output for x [1, 1, hidden]; None, and nothing done, where the cache has no
+        room for one more token."""
+        room = self._one.room(kwargs["past_key_values"])
+        if room is None:
+            return None
+        residual, state = torch.empty_like(x), torch.empty_like(x)
+        self._attend(x, kwargs["position_embeddings"], room, residual, state)
+        if self._experts is None or self._onto is None or not self._plain():
+            return residual + self._block(state)
+        _, weights, index = self._block._modules[self._router](state.view(self._shape))  # type: ignore[misc]
+        out = self._onto(self._experts, state[0], index, weights, residual[0])
+        return out.view(x.shape)
+
+    def _attend(
+        self,
+        x: Tensor,
+        positions: Positions,
+        room: tuple[Tensor, Tensor],
+        total: Tensor,
+        out: Tensor,
+    ) -> None:
+        """total = x + attention(norm(x)), out = its norm."""
+        one, between = self._one, torch.empty(2, *x.shape, dtype=x.dtype)
+        normed = between.data_ptr()
+        attended, work = normed + between.nbytes // 2, one.work(room[0].shape[2])
+        begin, middle = array("q", self._begin), array("q", self._middle)
+        begin[layers.J_X], begin[layers.J_OUT] = x.data_ptr(), normed
+        middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
+        middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
+        stages = one.stages(normed, positions, *room, work, attended)
+        sequence.run(((self._join, begin), *stages, (self._join, middle)))
+
+    def _plain(self) -> bool:
+        """Is the block still what it was, and does nobody listen to it or to its experts?"""
+        block, experts = self._block, self._experts
+        assert experts is not None
+        return not (
+            block._forward_hooks
+            or block._forward_pre_hooks
+            or experts._forward_hooks
+            or experts._forward_pre_hooks
+            or "forward" in block.__dict__
+            or "forward" in experts.__dict__
+        )
+
+
+def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:
+    """A decoder layer's forward, compiled for one token."""
+    original = type(module).forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and one.takes(hidden_states, kwargs):
+            out = one(hidden_states, kwargs)
+            if out is not None:
+                return out
+        return original(module, hidden_states, *args, **kwargs)
+
+    return forward

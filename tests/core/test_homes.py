@@ -1,0 +1,161 @@
+"""Experts over devices: the hash's laws, slots in proportion, and the event machine with two."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.core.cache import Cache
+from greenroom.core.events import Compute, Computed, Landed, Resized, Routed
+from greenroom.core.homes import home_of, homes, shares, spread
+from greenroom.core.scheduler import Scheduler
+from greenroom.errors import BudgetError, UsageError
+from greenroom.policies import POLICIES, policy
+from tests.core.test_scheduler import Theatre, ids, pieces
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 9))
+def test_the_hash_is_even_in_every_layer(counts, devices):
+    offsets = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    if devices > offsets[-1]:
+        with pytest.raises(UsageError, match="can be spread over 1 to"):
+            homes(offsets, devices)
+        return
+    home = homes(offsets, devices)
+    for layer, count in enumerate(counts):
+        mine = home[offsets[layer] : offsets[layer + 1]]
+        assert mine.tolist() == [home_of(layer, e, devices) for e in range(count)]
+        loads = np.bincount(mine, minlength=devices)
+        assert loads.max() - loads.min() <= 1
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("layers", "experts"), [(16, 64), (48, 128), (36, 32), (61, 256), (26, 60)]
+)
+def test_no_device_has_a_percent_more_than_its_share_of_a_real_model(devices, layers, experts):
+    load = np.bincount(homes(range(0, layers * experts + 1, experts), devices), minlength=devices)
+    assert load.max() / load.mean() < 1.01
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_the_experts_of_a_token_are_as_even_as_by_chance(devices):
+    """What the slowest device has of a step of 8, against drawing a device for each."""
+    rng = np.random.default_rng(1)
+    home = homes(range(0, 16 * 64 + 1, 64), devices)
+    drawn, hashed = [], []
+    for _ in range(4000):
+        chosen = rng.permutation(64)[:8] + 64 * rng.integers(16)
+        hashed.append(np.bincount(home[chosen], minlength=devices).max())
+        drawn.append(np.bincount(rng.integers(0, devices, 8), minlength=devices).max())
+    assert np.mean(hashed) <= np.mean(drawn) * 1.01
+
+
+@given(st.integers(1, 300), st.lists(st.integers(1, 99), min_size=1, max_size=6))
+def test_slots_are_shared_in_proportion(capacity, at_home):
+    try:
+        found = shares(capacity, at_home)
+    except BudgetError:
+        assert len(at_home) > 1
+        assert min(capacity * n / sum(at_home) for n in at_home) < 1
+        return
+    assert sum(found) == capacity
+    assert all(
+        abs(f - capacity * n / sum(at_home)) < 1 for f, n in zip(found, at_home, strict=True)
+    )
+    assert shares(sum(at_home), at_home) == at_home
+
+
+def test_a_policy_that_decides_beforehand_is_for_one_device():
+    with pytest.raises(UsageError, match="opt decides beforehand, for one device alone"):
+        Cache(pieces(devices=2), 6, policy("opt"))
+
+
+def test_a_device_without_a_slot_is_refused():
+    with pytest.raises(BudgetError, match="3 devices need a slot each, there are 2"):
+        Cache(pieces(devices=3), 2, policy("lru"))
+
+
+def test_every_device_has_a_last_link_of_its_own():
+    assert spread((2, 1), 1) == (2, 1)
+    s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=(1, 2))
+    assert s.queue.lanes == (1, 2, 2)
+    assert s.queue.paths == [(0, 1), (0, 2)]
+    alone = Scheduler(pieces(devices=3), 12, policy("lru"), lanes=2)
+    assert alone.queue.lanes == (2, 2, 2)
+    assert alone.queue.links_from_store == {0, 1, 2}
+
+
+def test_every_device_has_its_own_link_and_its_own_waves():
+    s = Scheduler(pieces(devices=2), 4, policy("lru"), lanes=1)
+    actions = s.on(Routed(0, 0, ids(0, 1, 2, 3)))  # homes: 0 1 0 1
+    assert sorted((a.piece, a.link, a.slot % 2) for a in actions) == [(0, 0, 0), (1, 1, 1)]
+    (more, wave) = s.on(Landed(0, 1, 1))
+    assert (wave.experts.tolist(), wave.device, more.piece, more.link) == ([1], 1, 3, 1)
+    (more, wave) = s.on(Landed(0, 0, 0))  # beside the other device's
+    assert (wave.experts.tolist(), wave.device, more.piece, more.link) == ([0], 0, 2, 0)
+    assert s.on(Landed(0, 3, 1)) == []  # its device is computing
+    (wave,) = [a for a in s.on(Computed(1)) if isinstance(a, Compute)]
+    assert (wave.experts.tolist(), wave.device) == ([3], 1)
+    with pytest.raises(RuntimeError, match="no wave was ordered"):
+        Scheduler(pieces(devices=2), 4, policy("lru")).on(Computed(1))
+
+
+def test_a_step_that_is_too_large_for_one_device_reuses_its_slots_alone():
+    s = Scheduler(pieces(devices=2), 4, policy("lru"), lanes=1)
+    theatre = Theatre(s, random.Random(3), 0.0)
+    theatre.run(0, 0, ids(0, 1, 2, 4), cancel=False, prefill=False)  # three on device 0
+    assert sorted(theatre.computed) == [0, 1, 2, 4]
+    assert len(s.cache.residents()) == 3
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_evicts_on_the_device_that_needs_the_slot(name):
+    chosen = policy(name)
+    if chosen.needs_trace:
+        pytest.skip("decides by the whole trace")
+    every, rng = pieces(devices=2), np.random.default_rng(5)
+    cache = Cache(every, 6, chosen)
+    for clock in range(60):
+        layer = clock % 2
+        asked = np.sort(rng.permutation(6)[:2] + 6 * layer)
+        served = cache.serve(
+            asked, clock, rows=np.ones(2, np.int64), weights=np.ones(2, np.float32)
+        )
+        for piece, slot, evicted in zip(asked, served.slots, served.evicted, strict=True):
+            if slot >= 0:
+                assert (slot >= 3) == every.home[piece]
+            if evicted >= 0:
+                assert every.home[evicted] == every.home[piece]
+        cache.release(asked)
+    homes_of_residents = np.bincount(every.home[cache.residents()], minlength=2)
+    assert homes_of_residents.max() <= 3
+
+
+def test_a_resize_moves_nothing_to_another_device():
+    s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=2)
+    theatre, rng = Theatre(s, random.Random(1), 0.0), np.random.default_rng(0)
+    for number, capacity in enumerate((12, 5, 9, 2, 12, 3)):
+        theatre.tell(Resized(capacity))
+        chosen = np.sort(rng.permutation(6)[:4]) + 6 * (number % 2)
+        theatre.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
+        for piece in s.cache.residents().tolist():
+            slot = int(s.place[s.cache.state.slot_of[piece]])
+            assert slot % 2 == s.pieces.home[piece]
+            assert slot // 2 < s.pieces.shares(capacity)[slot % 2]
+
+
+def test_a_device_with_everything_leaves_nothing_to_decide():
+    s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=2)
+    theatre = Theatre(s, random.Random(1), 0.0)
+    for layer in (0, 1):
+        theatre.run(
+            layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False
+        )
+    slots = s.straight(ids(1, 2))
+    assert slots is not None
+    assert [theatre.memory[int(slot)] for slot in slots] == [1, 2]
