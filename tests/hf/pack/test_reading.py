@@ -16,9 +16,12 @@ from greenroom.errors import CheckpointError, NotAModel, StoreError, Unsupported
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load
+from greenroom.hf.one_layer import compare_layers
 from greenroom.hf.pack.checked import CheckedStore, joined
 from greenroom.hf.pack.making import pack
+from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.verify import verify
+from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.store import Chunk, DiskStore, Staging
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import header, packed, source
@@ -154,24 +157,35 @@ def test_verify_and_repair(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expert 5 of .* is damaged"):
         verify(str(folder), "25%", tokens=2)
     assert pack(str(source()), folder, "int8", repair=True).kept == 15
-    verdict = verify(str(folder), "25%", tokens=2, layers=True)
+    check_whole(Checkpoint.open(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "same"])
+def test_verify_finds_nothing_wrong(kind: str) -> None:
+    verdict = verify(str(packed(kind)), "25%", tokens=2)
+    assert not verdict.whole
     assert verdict.identical
     assert verdict.near
 
 
-def test_verify_finds_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference for a pack does not come from what is being checked."""
-    from greenroom.runtime import slots
+def test_verify_s_reference_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not come from what is being checked: store, slots and kernels."""
+    real = HostSlots.write
+    with streamed(packed("int8"), capacity=3, kernels="eager") as model:
+        assert all(
+            each.equal for each in compare_layers(str(packed("int8")), "auto", model, [ids(1, 9)])
+        )
 
-    real = slots.HostSlots.write
-
-    def wrong(self: Any, slot: int, copies: Any, data: Any, start: int) -> None:
+    def wrong(self: HostSlots, slot: int, copies: Any, data: Any, start: int) -> None:
         real(self, slot, copies, data, start)
         self.bytes(slot)[100] ^= 1
 
-    monkeypatch.setattr(slots.HostSlots, "write", wrong)
-    verdict = verify(str(packed("int8")), "25%", tokens=2)
-    assert not verdict.identical
+    monkeypatch.setattr(HostSlots, "write", wrong)
+    with streamed(packed("int8"), capacity=3, kernels="eager") as model:
+        found = list(compare_layers(str(packed("int8")), "auto", model, [ids(1, 9)]))
+    assert len(found) == 2
+    assert not any(each.equal for each in found)
 
 
 def test_chunks_in_any_order_are_checked_together(folder: Path) -> None:

@@ -32,6 +32,7 @@ SHIFTED = np.int32(0x4B400000)
 TINY = np.float32(2.0**-14)  # the smallest normal float16
 STEP = np.float32(2.0**24)  # one over its smallest step
 LARGEST = np.float32(65504.0)
+HALF_OF_LARGEST = np.float32(32752.0)
 ONE, ZERO = np.float32(1), np.float32(0)
 E4M3_LEAST = np.float32(2.0**-6)  # the smallest normal value; below it steps are 2^-9
 E4M3_SHIFT = np.float32(
@@ -118,7 +119,7 @@ def _int4_scale(x: F32) -> np.float32:
     sign = ONE if size > most else -ONE
     largest = np.int32(size).view(np.float32)
     best = np.float32(_as_half(np.float32(largest / np.float32(8)), EXACT))
-    if TINY <= best < LARGEST:
+    if TINY <= best < HALF_OF_LARGEST:
         word = np.float32(_as_half(np.float32(largest * FIRST), EXACT)).view(np.int32)
         least_error = np.float32(np.inf)
         for k in range(TRIES):
