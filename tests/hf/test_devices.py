@@ -93,6 +93,21 @@ def test_two_fake_devices_by_name():
             model.greenroom.detach()
 
 
+@pytest.mark.parametrize("cache", ["100%", "40%"])
+def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
+    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    for device in ("cpu", "fake,fake"):
+        model, _ = greenroom.load(folder, cache=cache, device=device, kernels="numba")
+        try:
+            tokens = model.generate(ids(1, 5), **OPTIONS)
+            with torch.inference_mode():
+                found.append((tokens, model(tokens).logits))
+        finally:
+            model.greenroom.detach()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 # ---- names and budgets
 
 
