@@ -93,6 +93,21 @@ def test_two_fake_devices_by_name():
             model.greenroom.detach()
 
 
+@pytest.mark.parametrize("cache", ["100%", "40%"])
+def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
+    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    for device in ("cpu", "fake,fake"):
+        model, _ = greenroom.load(folder, cache=cache, device=device, kernels="numba")
+        try:
+            tokens = model.generate(ids(1, 5), **OPTIONS)
+            with torch.inference_mode():
+                found.append((tokens, model(tokens).logits))
+        finally:
+            model.greenroom.detach()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 # ---- names and budgets
 
 
@@ -149,3 +164,40 @@ def test_a_budget_is_of_each_gpu_and_slots_are_as_many_on_all():
         capacity_for(budget, need, catalog, 8, devices=2)
     enough = int(str(caught.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
     assert capacity_for(enough, need, catalog, 8, devices=2) >= 8
+
+
+# ---- a GPU that fails while it answers, wherever that is noticed
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("CUDA error: unspecified launch failure\nadvice"), "the GPU failed: CUDA"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nadvice"), "the GPU is out of memory"),
+    ],
+)
+def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error, why, monkeypatch):
+    from greenroom.config import SamplingConfig
+    from greenroom.hf.generate import answer
+
+    model, tokenizer = greenroom.load(
+        str(cached_tiny("qwen3_moe", tokenizer=True)), cache="50%", kernels="eager", device="fake"
+    )
+    asked = SamplingConfig(max_new_tokens=3, temperature=0)
+    try:
+        wanted = answer(model, tokenizer, "The green", asked, context=64)
+        for place in (model.greenroom.kernel, model.lm_head):  # in the experts, and elsewhere
+            name = "wave" if place is model.greenroom.kernel else "forward"
+
+            def fail(*_: Any, **__: Any) -> None:
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, fail)
+                with pytest.raises(DeviceError, match=why) as caught:
+                    answer(model, tokenizer, "The green", asked, context=64)
+            assert "\n" not in str(caught.value)
+            again = answer(model, tokenizer, "The green", asked, context=64)
+            assert again.token_ids == wanted.token_ids
+    finally:
+        model.greenroom.detach()

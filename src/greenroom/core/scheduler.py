@@ -11,7 +11,7 @@ With slots on loan from the cache, predictions are fetched while a link is free 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from greenroom.core.queue import Entry, TransferQueue, Urgency
 from greenroom.core.reshape import first_places, reshape
 from greenroom.core.step import Counts, Step
 from greenroom.core.tiers import HostTier
-from greenroom.core.whole import Whole
+from greenroom.core.whole import Tables, Whole
 from greenroom.errors import UsageError
 
 
@@ -117,6 +117,23 @@ class Scheduler:
         counts.hits += pieces.size
         slots: Ints = self.place[used]
         return slots
+
+    def at_once(self, first: int, asked: Ints, find: Callable[[Tables], int]) -> bool:
+        """As `straight`, for compiled code: `find(tables)` looks the slots of a step's pieces up,
+        notes their use in these tables and in `asked`, and says how many they were; 0 where one
+        has no slot. `first` is the layer's first piece."""
+        if (whole := self._whole) is None:
+            return False
+        tables = whole.tables(asked, self.place)
+        tables[0] = first
+        if not (found := find(tables)):
+            return False
+        whole.noted()
+        counts = self.counts
+        counts.steps += 1
+        counts.requests += found
+        counts.hits += found
+        return True
 
     def _no_longer_whole(self) -> None:
         """The policy hears what it was not told of."""

@@ -18,7 +18,7 @@ from typing import Any
 from greenroom.core.layout import Catalog
 from greenroom.errors import DeviceError
 from greenroom.hf import kv
-from greenroom.hf.budget import SLACK, Needs, Workspace, capacity_for
+from greenroom.hf.budget import PREFILL_BLOCK, SLACK, Needs, Workspace, capacity_for
 from greenroom.hf.kv_bytes import KVBytes
 from greenroom.runtime.driver import Driver
 
@@ -59,7 +59,7 @@ class Growth:
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """`least` slots must be left with a full `context`: BudgetError says what would do."""
-        self._budget, self._need, self._catalog, self._of = budget, need, catalog, of
+        self.budget, self._need, self._catalog, self._of = budget, need, catalog, of
         self._devices = devices
         self._kv, self._workspace = keys_values, workspace
         self._context, self._fewest, self._release = context, least, release
@@ -73,12 +73,22 @@ class Growth:
 
     def _full(self) -> Demand:
         """The end of the longest prompt."""
-        return Demand(1, min(self._context, BLOCK * 2), self._context)
+        return Demand(1, min(self._context, PREFILL_BLOCK), self._context)
 
     def first(self) -> int:
         """Slots to begin with: what the first block of a prompt leaves."""
         length = self._full().length
         return self._capacity(Demand(1, length, length), 0)
+
+    def leaving(self, slots: int) -> Growth:
+        """The same with the budget that leaves so many slots when the context is full."""
+        need = self._needs(self._full(), 0)
+        budget = need.total + -(-slots // self._devices) * self._catalog.slot_bytes
+        return Growth(
+            budget, self._need, self._catalog, self._kv, self._workspace,
+            context=self._context, least=self._fewest, of=self._of,
+            devices=self._devices, release=self._release,
+        )  # fmt: skip
 
     def bind(self, driver: Driver) -> None:
         """From here on, resize its slots."""
@@ -157,7 +167,7 @@ class Growth:
     def _capacity(self, demand: Demand, others: int) -> int:
         need = self._needs(demand, others)
         fewest, of = self._fewest, self._of
-        return capacity_for(self._budget, need, self._catalog, fewest, of, self._devices)
+        return capacity_for(self.budget, need, self._catalog, fewest, of, self._devices)
 
 
 def _tokens(cache: Any) -> int:

@@ -122,9 +122,11 @@ def kv_bytes(
 def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
     """What a pass of PROBE tokens leaves in a cache."""
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
+    # Some encoders refuse to be told of a cache; decoders have one by default.
     answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    told = answer or {"use_cache": True}
     with torch.no_grad():
-        cache: Any = model(input_ids=ids, **answer, use_cache=True).past_key_values
+        cache: Any = model(input_ids=ids, **told).past_key_values
     layers = (
         cache.layers
         if not answer
@@ -160,6 +162,6 @@ def _by_config(model: PreTrainedModel) -> list[Layer]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = int(2 * heads * width * model.dtype.itemsize)
-    return [Layer(token, rows=2 * heads, in_place=False, shape=(heads, width, width))] * (
-        config.num_hidden_layers
-    )
+    pages = 2 * heads * PAGESIZE
+    layer = Layer(token, pages, rows=2 * heads, in_place=False, shape=(heads, width, width))
+    return [layer] * config.num_hidden_layers

@@ -32,6 +32,7 @@ from greenroom.core.guard import Guard
 from greenroom.core.layout import Copy
 from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.whole import Tables
 from greenroom.errors import ClosedError, StoreError
 from greenroom.runtime.copier import Between, Copier, Failure, Store
 from greenroom.runtime.meter import Meter
@@ -209,6 +210,24 @@ class Driver:
                 raise
             if order.failed >= 0:
                 raise self._error or StoreError(f"expert {order.failed} could not be read")
+
+    def at_once(
+        self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
+    ) -> bool:
+        """A step of which nothing is to be awaited or decided: `find` (see Scheduler.at_once), then
+        `compute()`. False, and nothing done, where it has to be a `step`."""
+        if self.timeline is not None:
+            return False
+        with self._one_step:
+            self._enter()
+            first = self.scheduler.pieces.offsets[layer]
+            if not self.scheduler.at_once(first, self.asked, find):
+                return False
+            self._pass += layer <= self._layer
+            self._layer = layer
+            self.meter.passes = self._pass + 1
+            compute()
+            return True
 
     def resize(self, capacity: int) -> None:
         """Change the number of slots between steps; returns when it is done."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver import Driver
+from greenroom.runtime.kernels.direct import Direct
 from greenroom.runtime.kernels.fused import Step
 from greenroom.runtime.kernels.routing import Routing
 
@@ -37,6 +39,8 @@ class Binding:
     inputs: Callable[[], Inputs | None] | None = None  # of the router
     meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
     computed: Callable[[Sequence[int]], None] | None = None
+    # By top_k and the weights' type; None where the layer is not of this kind.
+    direct: dict[tuple[int, torch.dtype], Direct | None] = field(default_factory=dict)
 
     def seen(self, experts: Ids, inputs: bool) -> Seen:
         """What predictors are told: the experts chosen, [T, K], and what the router was given."""
@@ -76,6 +80,14 @@ def experts_onto(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    key = top_k_index.shape[-1], top_k_weights.dtype
+    if key not in binding.direct:
+        binding.direct[key] = Direct.of(binding.kernel, binding.experts, *key)
+    if (direct := binding.direct[key]) is not None:
+        ask = partial(binding.driver.at_once, binding.layer)
+        done = direct(ask, hidden_states, top_k_index, top_k_weights, residual)
+        if done is not None:
+            return done
     number = int(module.num_experts)  # type: ignore[arg-type]
     return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from greenroom.runtime.kernels import integer, kernel
+from greenroom.runtime.kernels import kernel, whole
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.kernels.fused import Fused, Unrounded, plan_of
 from tests.runtime.kernels.codes import STYLES, Coded, Style
@@ -13,8 +13,8 @@ from tests.runtime.kernels.test_encoded import BY_NAME, sizes
 from tests.runtime.kernels.toys import compute, experts, inputs
 
 TOKENS = (1, 3, 33)
-WHOLE = [style for style in STYLES if style.name in integer.WHOLE]
-needs_integers = pytest.mark.skipif(not integer.INTEGERS, reason="a processor without VNNI")
+WHOLE = [style for style in STYLES if style.name in whole.WHOLE]
+needs_integers = pytest.mark.skipif(not whole.INTEGERS, reason="a processor without VNNI")
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -41,13 +41,13 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
     assert any(m.packs for m in plan_of(case.layer, False).matrices) == (
-        integer.INTEGERS and style in WHOLE
+        whole.INTEGERS and style in WHOLE
     )
 
 
 @pytest.mark.parametrize("style", [BY_NAME["int4-float16"], BY_NAME["q6_k"]], ids=str)
 def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer, "INTEGERS", False)
+    monkeypatch.setattr(whole, "INTEGERS", False)
     case = coded(style)
     near(case, 1, 1e-6)
     assert not any(m.packs for m in plan_of(case.layer, False).matrices)

@@ -52,7 +52,7 @@ class CheckedStore:
         data = self._store.read(chunk, staging)
         expert = bisect_right(self._begins, chunk.extent.offset) - 1
         if not self._right[expert]:
-            self._add(expert, chunk, zlib.crc32(data))
+            self._add(expert, chunk, zlib.crc32(data.data))
         return data
 
     def _add(self, expert: int, chunk: Chunk, crc: int) -> None:

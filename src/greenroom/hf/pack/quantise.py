@@ -74,7 +74,7 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
             largest = np.int32(0)
             for i in range(group):
                 largest = max(largest, _size(x[i]))
-            finite &= largest < INFINITE
+            finite = finite and bool(largest < INFINITE)
             scale = _as_half(np.float32(np.int32(largest).view(np.float32) / np.float32(127)), HALF)
             scales[row, g] = scale
             over = ONE / scale if scale > ZERO else ZERO
@@ -155,7 +155,7 @@ def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) 
                 x = w[row, left:right]
                 for i in range(columns):
                     largest = max(largest, _size(x[i]))
-            finite &= largest < INFINITE
+            finite = finite and bool(largest < INFINITE)
             scale = np.float32(np.int32(largest).view(np.float32) / np.float32(448))
             scales[down, across] = scale
             over = ONE / scale if scale > ZERO and np.isfinite(ONE / scale) else ZERO

@@ -186,6 +186,11 @@ def device_errors(what: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if not is_cuda_error(error):
             raise
+        if "busy or unavailable" in str(error):
+            raise DeviceError(
+                f"the GPU is busy, another process has it for itself ({first_line(error)}): end"
+                " that one, or take another with --device"
+            ) from error
         raise DeviceError(f"the GPU failed: {first_line(error)}; restart the process") from error
 
 

@@ -23,7 +23,7 @@ _child: subprocess.Popen[bytes] | None = None
 
 def compile_all(dtype: str) -> None:
     """All kernels for one weight type and plain matrices."""
-    from greenroom.runtime.kernels import compiled, heads, layers
+    from greenroom.runtime.kernels import choice, compiled, heads, layers
     from greenroom.runtime.kernels.jit import machine_code
 
     machine_code(compiled.wave, dtype, False, False)
@@ -32,7 +32,8 @@ def compile_all(dtype: str) -> None:
         *(heads.project, heads.attend),
     ):
         machine_code(kernel, dtype)
-    machine_code(layers.in_turn, "float32")
+    for kernel in (layers.in_turn, choice.place):
+        machine_code(kernel, "float32")
     _marker(dtype).touch()
 
 

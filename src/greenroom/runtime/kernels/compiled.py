@@ -17,13 +17,16 @@ from greenroom.runtime.kernels.encoded import (
     F_FIRST,
     F_INPUTS,
     F_LAYOUT,
+    F_NEXT,
     F_OUT,
     F_ROWS,
     F_SCRATCH,
     F_SLOT,
     F_X,
     FRAME_WORDS,
+    L_CODES,
     L_PACKED,
+    L_ROW,
 )
 from greenroom.runtime.kernels.ir import (
     address_of,
@@ -205,13 +208,14 @@ def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1
 
 @njit(inline="always")
 def encoded(
-    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch, packed
+    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch,
+    packed, after,
 ):  # fmt: skip
     """As `plain`, for a matrix that `product` expands (see encoded.py).
 
     One row of x is multiplied while the weights are in registers; for more, GROUP rows of weights
     at a time are written to the scratch memory. `packed` is the address of the row of x that lies
-    packed there (0: none); returns that address as it is afterwards.
+    packed there (0: none); returns that address as it is afterwards. Codes at `after` come next.
     """
     place = (scratch + 8 * FRAME_WORDS + 63) & -64
     room = word(layout, L_PACKED)
@@ -222,6 +226,7 @@ def encoded(
     put_word(scratch, F_BLOCK, block)
     put_word(scratch, F_CARRY, carry)
     put_word(scratch, F_FIRST, first)
+    put_word(scratch, F_NEXT, after)
     if j1 - j0 == 1:
         one = row(x, xi, j0, K)
         put_word(scratch, F_X, one)
@@ -325,6 +330,20 @@ def entries(experts, starts, count, expert):
     return word(starts, low), word(starts, low + 1)
 
 
+@njit(inline="always")
+def codes_of(p, unit, up_total, ups, downs, wide):
+    """Where the codes of a unit of encoded matrices begin; `wide`: rows for each channel."""
+    is_up = unit < up_total
+    e = unit // ups if is_up else (unit - up_total) // downs
+    e = min(e, word(p, EXPERTS) - 1)
+    layout = word(p, UP_LAYOUT) if is_up else word(p, DOWN_LAYOUT)
+    first = unit % ups * word(p, UP_STEP) * wide
+    if not is_up:
+        first = (unit - up_total) % downs * word(p, DOWN_STEP)
+    slot = word(p, BASE) + word(p + 8 * WAVE_WORDS, e) * word(p, STRIDE)
+    return slot + word(layout, L_CODES) + first * word(layout, L_ROW)
+
+
 def wave(kind, stamp, by_columns, by_code):
     """A wave: for each expert the up projection's units, then the down projection's.
 
@@ -388,9 +407,12 @@ def wave(kind, stamp, by_columns, by_code):
             for run in range(runs):
                 at = first + run * inner
                 if by_code:
+                    after = slot + word(layout, L_CODES) + (at + inner) * word(layout, L_ROW)
+                    if run == runs - 1:
+                        after = codes_of(p, word(p, CURSOR), up_total, ups, downs, pairs // runs)
                     packed = encoded(
                         product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
-                        j0, j1, scratch, packed,
+                        j0, j1, scratch, packed, after,
                     )  # fmt: skip
                 elif by_columns:
                     transposed(

@@ -14,7 +14,6 @@ from numba.extending import intrinsic
 
 from greenroom.core.layout import BLOCKS
 from greenroom.runtime.kernels.emit import (
-    AHEAD,
     COLUMNS,
     F32,
     I32,
@@ -36,11 +35,12 @@ F = np.float32(0)
 UNIT = 2 * GROUP  # inputs of a turn of the loop
 
 # The words of `product`: addresses of a slot, of the layout's words, of one row of x [K] (0: the
-# weights are written to `out`), of `out` and of memory that it may use: 5 K bytes.
+# weights are written to `out`), of `out` and of memory that it may use: 5 K bytes; of codes that
+# are wanted after the last row's.
 FRAME_WORDS = 16
 (
-    F_SLOT, F_LAYOUT, F_INPUTS, F_FIRST, F_ROWS, F_BLOCK, F_CARRY, F_X, F_OUT, F_SCRATCH,
-) = range(10)  # fmt: skip
+    F_SLOT, F_LAYOUT, F_INPUTS, F_FIRST, F_ROWS, F_BLOCK, F_CARRY, F_X, F_OUT, F_SCRATCH, F_NEXT,
+) = range(11)  # fmt: skip
 
 # The words of a matrix's layout: bytes from the slot's start to the codes, and from row to row; the
 # same of the scales; groups of 32 inputs that share a scale, and rows that do; bytes that a row of
@@ -128,17 +128,17 @@ def _units(b, K, unit):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
+def tile(typingctx, encoding, kind, codes, ld, ahead, ready, K, block, carry, x, out):
     """out[:COLUMNS] (+)= the products of COLUMNS rows of weights with x, as `dot_1x4` sums them.
 
-    `block` is K, or 64.
+    `block` is K, or 64. The cache lines of as many rows at `ahead` are asked for.
     """
     name, expander = _named(encoding)
     kind = types.unliteral(kind)
     inputs, nbytes = BLOCKS.get(name.split(".")[0], (1, SIZE[kind]))
 
     def emit(b, sig, args):
-        codes, ld, ready, K, block, carry, x, out = args
+        codes, ld, ahead, ready, K, block, carry, x, out = args
         zero = ir.Constant(vector_of(F32), [0.0] * LANES)
         short = vector_of(F32, COLUMNS)
         sums = cgutils.alloca_once_value(b, ir.Constant(short, [0.0] * COLUMNS))
@@ -151,12 +151,13 @@ def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
         for n in range(COLUMNS):
             mine = b.add(codes, b.mul(ld, I64(n)))
             rows.append(_of(mine, b.add(ready, b.mul(step, I64(n))), K)(b))
-        next_rows = [b.add(row.codes, b.mul(ld, I64(AHEAD))) for row in rows]
 
         def unit(at, halves):
-            behind = b.lshr(b.mul(at, I64(256 // inputs * nbytes)), I64(8))
-            for there in next_rows:
-                prefetch(b, b.add(there, behind))
+            # In the order in which they lie: the processor's own prefetching joins in.
+            turn = UNIT * COLUMNS * nbytes // inputs
+            behind = b.add(ahead, b.mul(b.lshr(at, I64(6)), I64(turn)))
+            for line in range(0, turn, 64):
+                prefetch(b, b.add(behind, I64(line)))
             for half in range(halves):
                 group(at, half)
 
@@ -188,7 +189,7 @@ def tile(typingctx, encoding, kind, codes, ld, ready, K, block, carry, x, out):
                 summed(lambda: _units(b, K, unit))
         b.store(b.load(sums), place, align=4)
 
-    signature = types.void(encoding, kind, *[types.int64] * 8)
+    signature = types.void(encoding, kind, *[types.int64] * 9)
     return signature, outlined(f"tile.{name}", emit)
 
 
@@ -200,6 +201,12 @@ def any_bits(scales, step, count, mask):
         for g in range(count):
             found |= bits_of(get(F, scales + i * step, g))
     return found & mask
+
+
+@njit(inline="always")
+def shared_by(row, together):
+    """The number of a row of scales; a division takes as long as half a row of 4-bit codes."""
+    return row if together == 1 else row // together
 
 
 def product(kind, stamp, encoding, mask):
@@ -218,22 +225,23 @@ def product(kind, stamp, encoding, mask):
         first, rows = word(p, F_FIRST), word(p, F_ROWS)
         block, carry = word(p, F_BLOCK), word(p, F_CARRY)
         x, out = word(p, F_X), word(p, F_OUT)
-        ld, step = word(layout, L_ROW), K // 4
+        ld, step, after = word(layout, L_ROW), K // 4, word(p, F_NEXT)
         codes = word(p, F_SLOT) + word(layout, L_CODES) + first * ld
         scales, apart = word(p, F_SLOT) + word(layout, L_SCALE), word(layout, L_SCALE_ROW)
         share, together = word(layout, L_SHARE), word(layout, L_ROWS)
         whole = rows - rows % COLUMNS if x != 0 else 0
         for n in range(0, whole, COLUMNS):
             for i in range(COLUMNS):
-                scale = scales + (first + n + i) // together * apart
+                scale = scales + shared_by(first + n + i, together) * apart
                 prepare(encoding, codes + (n + i) * ld, scale, scratch + i * step, K, share, 0)
             w, y = codes + n * ld, out + 4 * n
+            ahead = w + COLUMNS * ld if n + COLUMNS < whole else after
             if mask != 0 and any_bits(scratch, step, K // GROUP, np.int32(mask)) == 0:
-                tile(encoding, F, w, ld, scratch, K, block, carry, x, y)
+                tile(encoding, F, w, ld, ahead, scratch, K, block, carry, x, y)
             else:
-                tile(encoding, kind, w, ld, scratch, K, block, carry, x, y)
+                tile(encoding, kind, w, ld, ahead, scratch, K, block, carry, x, y)
         for n in range(whole, rows):
-            scale = scales + (first + n) // together * apart
+            scale = scales + shared_by(first + n, together) * apart
             prepare(encoding, codes + n * ld, scale, scratch, K, share, 0)
             if x == 0:
                 expand(encoding, kind, codes + n * ld, scratch, K, out + 4 * n * K)

@@ -519,24 +519,27 @@ def shifted(b: Builder, small: Value, left: int) -> Value:
 
 
 def sliced(b: Builder, codes: Value) -> list[Value]:
-    """32 bytes -> `VECTORS` vectors of LANES bytes."""
+    """32 elements -> `VECTORS` vectors of LANES."""
     picks = (range(LANES * i, LANES * (i + 1)) for i in range(VECTORS))
     return [b.shuffle_vector(codes, codes, constant(list(pick), I32)) for pick in picks]
 
 
 def fp8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    """e4m3: moved to where float16 has exponent and fraction it is the value over 2^8."""
+    """e4m3: moved to where float16 has exponent and fraction it is the value over 2^8.
+
+    One more in the place of the last bit carries into the exponent's highest bit for the code that
+    is no number, and only for that: set there, that bit makes it float16's NaN.
+    """
     scale = ready_at(b, row, at, 5, half)
+    address = at_byte(b, row.codes, at, 32 * half)
+    raw = b.load(b.inttoptr(address, vector_of(I8, GROUP).as_pointer()), align=1)
+    wide = b.sext(raw, vector_of(I16, GROUP))
+    moved = b.and_(b.shl(wide, splat(7, wide.type)), splat(-0x4001, wide.type))
+    carried = b.and_(b.add(moved, splat(0x80, wide.type)), splat(0x4000, wide.type))
     values = []
-    for i in range(VECTORS):
-        address = at_byte(b, row.codes, at, 32 * half + LANES * i)
-        raw = b.load(b.inttoptr(address, vector_of(I8).as_pointer()), align=1)
-        wide = b.sext(raw, vector_of(I16))
-        moved = b.and_(b.shl(wide, splat(7, wide.type)), splat(-0x4001, wide.type))
-        number = b.fpext(b.bitcast(moved, vector_of(F16)), vector_of(F32))
-        nan = b.icmp_unsigned("==", b.and_(raw, splat(0x7F, raw.type)), splat(0x7F, raw.type))
-        number = b.select(nan, splat(float("nan"), number.type), number)
-        values.append(to_model(b, kind, b.fmul(number, scale)))
+    for number in sliced(b, b.or_(moved, carried)):
+        value = b.fpext(b.bitcast(number, vector_of(F16)), vector_of(F32))
+        values.append(to_model(b, kind, b.fmul(value, scale)))
     return values
 
 

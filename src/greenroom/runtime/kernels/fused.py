@@ -132,11 +132,15 @@ class Fused:
         self._float32 = float32
         self._local = threading.local()
 
+    def fuses(self, layer: LayerExperts) -> bool:
+        """Is a layer computed here, or left to the eager kernel?"""
+        return not layer.unfused and (self._float32 or layer.dtype is not torch.float32)
+
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> Step | eager.Step:
         """Start a step: x [T, H], weights [T, K]."""
-        if layer.unfused or (not self._float32 and layer.dtype is torch.float32):
+        if not self.fuses(layer):
             return Eager().begin(layer, x, routing, weights)
         return Step(layer, x, routing, weights)
 
@@ -159,7 +163,7 @@ class Fused:
         layer = part or step.layer
         plan = plan_of(layer, self.rounded)
         if plan.activation.code != compiled.RAW:
-            words = self._words(plan, step, experts, slots, carry, True, True)
+            words = self.words_of_wave(plan, step, experts, slots, carry, True, True)
             whole = part is None and len(experts) == len(step.routing.experts)
             if whole and step.narrow and layer.norm is None:
                 return self._at_once(plan, step, words)
@@ -179,13 +183,13 @@ class Fused:
         plan = plan_of(layer, self.rounded)
         if layer.norm is not None:
             self._norm(step, layer.norm)
-        words, result, _ = self._sum(plan, step)
+        words, result, _ = self.words_of_sum(plan, step)
         plan.combine(words.buffer_info()[0], len(routing.rows) * layer.hidden > _SERIAL)
         return result if step.residual is None else step.residual + result
 
     def _at_once(self, plan: Plan, step: Step, wave: array[int]) -> None:
         """One token's only wave, the sum over its experts, and what that is added to."""
-        words, result, _weights = self._sum(plan, step)
+        words, result, _weights = self.words_of_sum(plan, step)
         stages, residual = [(plan.wave, wave), (plan.combine, words)], step.residual
         if residual is not None:
             hidden = residual.shape[-1]
@@ -196,7 +200,7 @@ class Fused:
         sequence.run(stages)
         step.result = result
 
-    def _sum(self, plan: Plan, step: Step) -> tuple[array[int], Tensor, Tensor]:
+    def words_of_sum(self, plan: Plan, step: Step) -> tuple[array[int], Tensor, Tensor]:
         """(the words of `combine`, where it leaves the result [T, H], what must live until then)"""
         layer, routing, x = step.layer, step.routing, step.x
         tokens, hidden = routing.shape[0], layer.hidden
@@ -233,22 +237,22 @@ class Fused:
         down: bool,
     ) -> None:
         """Run the compiled wave."""
-        words = self._words(plan, step, experts, slots, carry, up, down)
+        words = self.words_of_wave(plan, step, experts, slots, carry, up, down)
         plan.wave(words.buffer_info()[0])
 
-    def _words(
+    def words_of_wave(
         self,
         plan: Plan,
         step: Step,
         experts: Sequence[int],
         slots: Sequence[int],
-        carry: bool,
-        up: bool,
-        down: bool,
+        carry: bool = False,
+        up: bool = True,
+        down: bool = True,
     ) -> array[int]:
         """The words of a wave; they are named in compiled.py."""
         count, entries = len(experts), len(step.routing.rows)
-        scratch, stride = self._scratch(plan.scratch)
+        scratch, stride = self.scratch(plan.scratch)
         steps = plan.narrow_steps if entries > len(step.routing.experts) else plan.steps
         return array(
             "q",
@@ -258,7 +262,7 @@ class Fused:
             ],
         )
 
-    def _scratch(self, stride: int) -> tuple[int, int]:
+    def scratch(self, stride: int) -> tuple[int, int]:
         """(address, bytes a thread) of memory that this thread's waves may use; it is kept."""
         size = stride * torch.get_num_threads()
         buffer: Tensor | None = getattr(self._local, "buffer", None)

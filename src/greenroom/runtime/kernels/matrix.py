@@ -9,7 +9,7 @@ import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels import encoded, integer
+from greenroom.runtime.kernels import encoded, integer, packing, whole
 from greenroom.runtime.kernels.expand import GROUP, NAMES
 from greenroom.runtime.kernels.openmp import Body, body
 
@@ -59,8 +59,8 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Bod
     if rounded or name == PLAIN:
         exact = _EXACT.get(name, 0) if dtype is torch.bfloat16 else 0
         return body(encoded.product, dtype, number, exact), 0
-    if integer.INTEGERS and name in integer.WHOLE:
-        room = integer.room(name, weight.shape[1])
+    if whole.INTEGERS and name in whole.WHOLE:
+        room = packing.room(name, weight.shape[1])
         return body(integer.product, torch.float32, number), room
     return body(encoded.product, torch.float32, number, 0), 0
 

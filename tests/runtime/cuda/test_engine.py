@@ -1,0 +1,111 @@
+"""What a GPU's driver refuses, or loses: one line each, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.cuda import engine as module
+from greenroom.runtime.cuda.engine import Cuda, device_errors, pci_address
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    """An engine that was made before its device could fail."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    made = object.__new__(Cuda)
+    made.device = torch.device("cuda", 0)
+    return made
+
+
+def test_a_gpu_that_another_process_has_for_itself(monkeypatch):
+    def busy() -> None:
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
+        )
+
+    monkeypatch.setattr(torch.cuda, "init", busy)
+    with pytest.raises(DeviceError, match="the GPU is busy, another process has it") as caught:
+        Cuda()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_does_not_start(monkeypatch):
+    def broken() -> None:
+        raise RuntimeError("CUDA driver error: unknown error")
+
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    with pytest.raises(DeviceError, match="the GPU failed: CUDA driver error: unknown error"):
+        Cuda()
+
+
+class Refusing:
+    """A driver that answers `register` with an error."""
+
+    def __init__(self, code: int | str) -> None:
+        self.code, self.flags, self.undone = code, -1, 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        self.flags = flags
+        if isinstance(self.code, str):
+            raise RuntimeError(self.code)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.undone += 1
+        raise RuntimeError("CUDA error: the device is lost")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (0, None),
+        (2, "cudaHostRegister: error 2"),
+        ("CUDA error: operation not permitted\nmore", "CUDA error: operation not permitted"),
+    ],
+)
+def test_memory_is_registered_for_all_devices_or_it_is_said_why_not(gpu, code, why, monkeypatch):
+    driver = Refusing(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # takes the driver's last error
+    assert gpu.register(4096, 8192) == why
+    assert driver.flags == module._FOR_ALL
+    gpu.unregister(4096)  # of a device that is lost: nothing is raised
+    assert driver.undone == 1
+
+
+def test_memory_that_others_have_taken(gpu, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 24 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+    with pytest.raises(DeviceError, match="has no room for 2 GiB for slots: 1 GiB of 24") as caught:
+        gpu.empty(2 << 30)
+    assert "2 GiB are this process's, 21 GiB others'" in str(caught.value)
+    assert "smaller --memory" in str(caught.value)
+
+
+def test_a_device_that_answers_nothing_more(monkeypatch):
+    def lost() -> None:
+        raise RuntimeError("CUDA error: the launch timed out and was terminated")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    with (
+        pytest.raises(DeviceError, match="the GPU is out of memory: CUDA out of memory") as caught,
+        device_errors(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nadvice")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_s_address_is_as_linux_writes_it(monkeypatch):
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA3, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert pci_address(torch.device("cuda", 1)) == "0000:a3:01.0"
