@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -44,7 +44,7 @@ class Benches:
         for slot in range(self.count):
             self.free.put((slot, Staging()))
 
-    def make(self, todo: Iterable[int]) -> Iterator[tuple[int, int]]:
+    def make(self, todo: Iterable[int]) -> Generator[tuple[int, int], None, None]:
         """(expert, checksum) of each, in order, when it has been written."""
         waiting: deque[Future[tuple[int, int]]] = deque()
         with _one_thread_each(), ThreadPoolExecutor(self.count, "pack") as pool:
