@@ -3,10 +3,11 @@
 Hooks before and after each module keep a stack of timers: a module's time counts as its own less
 that of the modules it calls. So `linear` is the projections and the head, `attention` what
 attention does besides its projections and norms (rotary, KV cache, scores; all of it where it is
-one compiled call), `router` the gate,
-`experts` the experts' forward, `norm` the norms, and `rest` everything outside of these: residual
-sums, masks, Python. On a CPU, calls return when they are done, so no profiler is needed; the
-hooks cost about two microseconds a module, reported as `overhead` and kept in `rest`.
+one compiled call), `router` the gate, `experts` the experts' forward, `norm` the norms, `layer`
+decoder layers that are compiled as a whole (all of them but the router), and `rest` everything
+outside of these: residual sums, masks, Python. On a CPU, calls return when they are done, so no
+profiler is needed; the hooks cost about two microseconds a module, reported as `overhead` and kept
+in `rest`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import nn
 def kind_of(name: str, module: nn.Module) -> str:
     """The kind a module's own time counts for."""
     last, cls = name.rpartition(".")[2], type(module).__name__.lower()
+    if "forward" in vars(module) and last.isdigit():
+        return "layer"
     if last == "experts":
         return "experts"
     if last in ("gate", "router") or "router" in cls:
@@ -58,12 +61,13 @@ def breakdown(model: nn.Module, run: Callable[[], list[float]]) -> dict[str, flo
 
     handles, inside = [], ()
     for name, module in model.named_modules():
-        if inside and name.startswith(inside):
+        kind = kind_of(name, module)
+        if inside and name.startswith(inside) and kind != "router":
             continue  # computed by its parent's own forward, which hooks would switch off
-        if "attention" in kind_of(name, module) and "forward" in vars(module):
+        if kind in ("attention", "layer") and "forward" in vars(module):
             inside = (*inside, f"{name}.")
         handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leaver(kind_of(name, module))))
+        handles.append(module.register_forward_hook(leaver(kind)))
     try:
         times = run()
     finally:

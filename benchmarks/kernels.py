@@ -1,6 +1,6 @@
 """How near the expert kernels come to the memory's speed, and what a call costs in Python.
 
-    python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]]
+    python benchmarks/kernels.py [--threads N] [--wall] [--encodings [NAME ...]] [--tokens T ...]
 
 --encodings: experts in every encoding, of OLMoE's and Qwen3-30B-A3B's shapes, by both compiled
 kernels, in turns with bf16 and with the floor; medians.
@@ -128,7 +128,12 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
     return {name: codes.view(kind), f"{name}.scale": scale}
 
 
-def encoded_rows(wall: bool, only: list[str]) -> None:
+def twin(layer: LayerExperts) -> LayerExperts:
+    """The same experts in the same slots, for another kernel: each keeps its plan in a layer."""
+    return LayerExperts(layer.module, layer.layout, layer.slots, layer.recipe)
+
+
+def encoded_rows(wall: bool, only: list[str], sizes: list[int]) -> None:
     """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes.
 
     Everything takes turns: the floor, then each encoding by each kernel, then all again.
@@ -141,12 +146,13 @@ def encoded_rows(wall: bool, only: list[str]) -> None:
     for hidden, inner in ENCODED_SHAPES:
         names = ["bf16", *(name for name in STORED if name in only or not only)]
         layers = {name: encoded_layer(name, hidden, inner) for name in names}
-        for tokens in (1, 64, 512):
+        cases = [("bf16", "numba"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
+        of = {case: twin(layers[case[0]]) for case in cases}
+        for tokens in sizes:
             x, weights = (
                 torch.randn(tokens, hidden).bfloat16(),
                 torch.ones(tokens, TOP_K).bfloat16(),
             )
-            cases = [("bf16", "numba"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
             times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
             floors: list[float] = []
             for turn in range(-1, 24 if tokens == 1 else 3):  # the first compiles
@@ -154,7 +160,7 @@ def encoded_rows(wall: bool, only: list[str]) -> None:
                 _READ.sum()
                 floors.append(_READ.nbytes / (now() - start))
                 for name, chosen in cases:
-                    experts = layers[name]
+                    experts = of[name, chosen]
                     first = TOP_K * (turn + 1) % (experts.num_experts - TOP_K + 1)
                     index = torch.arange(first, first + TOP_K).expand(tokens, -1).contiguous()
                     start = now()
@@ -216,6 +222,7 @@ def options() -> SimpleNamespace:
     parser.add_argument(
         "--encodings", nargs="*", metavar="NAME", help="encoded experts instead: all, or these"
     )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--wall", action="store_true", help="wall time; always with two threads")
     return SimpleNamespace(**vars(parser.parse_args()))
 
@@ -227,7 +234,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     clock = Clock(chosen.wall or chosen.threads > 1)
     if chosen.encodings is not None:
-        encoded_rows(chosen.wall or chosen.threads > 1, chosen.encodings)
+        encoded_rows(chosen.wall or chosen.threads > 1, chosen.encodings, chosen.tokens)
     else:
         expert_rows(clock)
         dense_rows(clock)

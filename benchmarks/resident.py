@@ -35,7 +35,7 @@ from common import (
 from floor import ram_bandwidth, token_bytes
 
 ENGINES = ("greenroom", "transformers", "transformers:eager", "llama.cpp")
-KINDS = ("linear", "experts", "router", "attention", "norm", "rest", "total")
+KINDS = ("layer", "linear", "experts", "router", "attention", "norm", "rest", "total")
 
 
 def decode_rate(result: Result, tokens: int) -> float:

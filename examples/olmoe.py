@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -350,7 +351,7 @@ def write(
         "machine": {"processor": processor(), "cores": os.cpu_count(), "memory": available(),
                     "system": platform.platform()},
         "versions": versions(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": ["python", *sys.argv],
         "verify": verdict,
         "cases": [
             {"engine": c.name, "memory": c.memory, "skipped": c.skipped, "runs": c.found}
@@ -403,7 +404,7 @@ def page(facts: Numbers, verdict: Numbers | None, cases: list[Case]) -> str:
         "",
         same_tokens(cases),
         "",
-        f"Again: `python {' '.join(facts['command'])}`",
+        f"Again: `{shlex.join(facts['command'])}`",
     ]
     return "\n".join(lines)
 

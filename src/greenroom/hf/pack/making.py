@@ -7,25 +7,19 @@ been synced, the journal says so. A process that was killed loses what was not y
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import torch
 
 from greenroom.config import show_bytes
-from greenroom.core.layout import TensorSpec
 from greenroom.errors import OutputError, UnknownName, UsageError
 from greenroom.hf import attach as _registers_the_experts_implementation  # noqa: F401
 from greenroom.hf.build import Draft
@@ -33,12 +27,11 @@ from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.gguf import Gguf
 from greenroom.hf.pack import dense
-from greenroom.hf.pack.checked import checked
-from greenroom.hf.pack.dense import unwritable
+from greenroom.hf.pack.benches import Benches
+from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
 from greenroom.hf.pack.dense_gguf import copy_gguf
 from greenroom.hf.pack.format import (
-    BLOCK,
     DATA,
     KINDS,
     VERSION,
@@ -56,10 +49,7 @@ from greenroom.hf.pack.journal import Journal
 from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack, own_dtypes
 from greenroom.hf.pack.target import Maker, target_layout
 from greenroom.runtime.memory import peak_rss_bytes
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import DiskStore, Staging
 
-BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
 SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # what a kill may lose
 MARGIN = 16 << 20  # bytes; for the header, the journal and what file systems need
 
@@ -233,7 +223,7 @@ class _Job:
             del journal.experts[expert]
         todo = [e for e in range(self.experts) if e not in journal.experts]
         self.done += sum(self._layer(e)[0].stride for e in journal.experts)
-        with _Data(work / DATA) as data:
+        with Data(work / DATA) as data:
             data.begin(header)
             self._experts(todo, data, journal.add_experts)
         header.with_checksums(journal.experts).save(work)
@@ -277,7 +267,7 @@ class _Job:
         )
         crc32 = dict(enumerate(c for x in header.layers for c in x.crc32))
         wrong = [e for e in crc32 if self._crc32(folder, header, e) != crc32[e]]
-        with _Data(folder / DATA) as data:
+        with Data(folder / DATA) as data:
             data.begin(header)
             self._experts(wrong, data, crc32.update)
         replace(header, files=files).with_checksums(crc32).save(folder)
@@ -301,9 +291,7 @@ class _Job:
         layer, expert = self._layer(expert_id)
         return layer.place(expert), layer.place(expert + 1)
 
-    def _experts(
-        self, todo: list[int], data: _Data, note: Callable[[dict[int, int]], None]
-    ) -> None:
+    def _experts(self, todo: list[int], data: Data, note: Callable[[dict[int, int]], None]) -> None:
         """Make these experts; `note` is told of checksums when the experts are on disk."""
         if not todo:
             return
@@ -315,9 +303,12 @@ class _Job:
             note(done)
             done.clear()
 
-        with _Benches(self, data) as benches:
+        with (
+            Benches(self.catalog, self.layers, self.makers, data) as benches,
+            closing(benches.make(todo)) as made,  # no thread writes any more when it is closed
+        ):
             try:
-                for expert, crc in benches.make(todo):
+                for expert, crc in made:
                     done[expert] = crc
                     stride = self._layer(expert)[0].stride
                     unsynced += stride
@@ -327,134 +318,6 @@ class _Job:
                         unsynced, at = 0, time.monotonic()
             finally:  # what is done outlives an interruption
                 flush()
-
-
-class _Benches:
-    """Threads that make experts, each on a bench: room for one as it was and one as it shall be."""
-
-    def __init__(self, job: _Job, data: _Data) -> None:
-        self.job, self.data = job, data
-        stride = max(layer.stride for layer in job.layers)
-        self.store = checked(DiskStore(job.catalog), job.catalog)
-        longest = max(c.length for e in (0, job.experts - 1) for c in self.store.chunks(e))
-        each = job.catalog.slot_bytes + stride + longest
-        self.count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, job.experts))
-        self.sources = HostSlots(self.count, job.catalog.slot_bytes)
-        self.targets = HostSlots(self.count, stride)
-        self.free: SimpleQueue[tuple[int, Staging]] = SimpleQueue()
-        for slot in range(self.count):
-            self.free.put((slot, Staging()))
-
-    def make(self, todo: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(expert, checksum) of each, in order, when it has been written."""
-        waiting: deque[Future[tuple[int, int]]] = deque()
-        with _one_thread_each(), ThreadPoolExecutor(self.count, "pack") as pool:
-            try:
-                for expert in todo:
-                    waiting.append(pool.submit(self._make, expert))
-                    if len(waiting) > 2 * self.count:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _make(self, expert_id: int) -> tuple[int, int]:
-        slot, staging = self.free.get()
-        try:
-            for chunk in self.store.chunks(expert_id):
-                data = self.store.read(chunk, staging)
-                self.sources.write(slot, chunk.extent.copies, data, chunk.start)
-            layer, expert = self.job._layer(expert_id)
-            target = self.targets.bytes(slot)[: layer.stride]
-            target.fill(0)
-            self.job.makers[self.job.layers.index(layer)](
-                lambda spec: self.sources.tensor(slot, spec), self._target(slot), expert
-            )
-            self.data.write(target, layer.place(expert))
-            return expert_id, zlib.crc32(target[: layer.layout.nbytes].data)
-        finally:
-            self.free.put((slot, staging))
-
-    def _target(self, slot: int) -> Callable[[TensorSpec], torch.Tensor]:
-        return lambda spec: self.targets.tensor(slot, spec)
-
-    def __enter__(self) -> _Benches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.store.close()
-        self.sources.close()
-        self.targets.close()
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """torch's operations on one core: there is a thread for each already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class _Data:
-    """The data file, written past the page cache where the file system has that. Thread-safe."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._direct = hasattr(os, "O_DIRECT")
-        self._fd = self._open()
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        try:
-            if self._direct:
-                try:
-                    return os.open(self.path, flags | os.O_DIRECT, 0o666)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                        raise
-                    self._direct = False
-            return os.open(self.path, flags, 0o666)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-
-    def begin(self, header: Header) -> None:
-        """Write the first block."""
-        first = HostSlots(1, BLOCK)
-        first.bytes(0)[:] = np.frombuffer(header.first_block(), np.uint8)
-        self.write(first.bytes(0), 0)
-        first.close()
-
-    def write(self, data: np.ndarray, at: int) -> None:
-        """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
-        view, done = memoryview(data), 0  # type: ignore[arg-type]
-        try:
-            while done < len(view):
-                n = os.pwritev(self._fd, [view[done:]], at + done)
-                n -= n % BLOCK if self._direct else 0
-                if n == 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                done += n
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-
-    def sync(self) -> None:
-        """All that was written is on disk when this returns."""
-        try:
-            os.fdatasync(self._fd)
-            if not self._direct:
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-
-    def __enter__(self) -> _Data:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
 
 
 def _sync_folder(folder: Path) -> None:

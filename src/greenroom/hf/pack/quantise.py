@@ -23,8 +23,8 @@ FAST = {"reassoc", "contract", "nsz"}  # infinities and NaN keep their meaning, 
 INFINITE = np.int32(0x7F800000)  # a float32 without its sign is finite where its bits are below
 EXACT = 5  # significant bits of a scale of int4
 HALF = 11  # of a float16
-TRIES = 6  # scales of int4 that are looked at, one after another
-FIRST = np.float32(0.85 / 8)  # the least of them, as a share of the largest weight
+TRIES = 4  # scales of int4 that are looked at, one after another
+FIRST = np.float32(0.9 / 8)  # the least of them, as a share of the largest weight
 # One over a scale, by its 4 bits after the first: there is a division a try otherwise.
 OVER = np.array([16 / (16 + k) for k in range(16)], np.float32)
 SHIFT = np.float32(12582912.0)  # 1.5 * 2^23: in a sum with it, the nearest integer is in the bits
