@@ -18,7 +18,7 @@ UNITS = {
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
-KERNELS = ("auto", "eager", "numba", "triton")
+KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
 from greenroom.runtime.kernels import LayerExperts, described, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
+from greenroom.runtime.kernels.fused import Fused
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import peak_rss_bytes
@@ -118,9 +119,9 @@ def kernels_of(parts: Parts) -> str:
             return ON_GPUS
         log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
         return "eager"
-    if parts.cuda and parts.kernels == "numba":
+    if parts.cuda and parts.kernels in ("numba", "unrounded"):
         raise UsageError(
-            "--kernels numba computes on a CPU: with --device cuda take triton or eager"
+            f"--kernels {parts.kernels} computes on a CPU: with --device cuda take triton or eager"
         )
     return parts.kernels
 
@@ -253,7 +254,7 @@ class Greenroom:
         parts, policy = self.parts, self.driver.scheduler.cache.policy
         self.kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
-        if self.kernel.name == "numba":
+        if isinstance(self.kernel, Fused):
             self.accelerated = accelerate(model, reserve, experts_onto)
         self._shared = shared(model, self._modules)
         first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
