@@ -124,7 +124,7 @@ def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
     # Some encoders refuse to be told of a cache; decoders have one by default.
     answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    told = answer or {"use_cache": True}
+    told: dict[str, Any] = answer or {"use_cache": True}
     with torch.no_grad():
         cache: Any = model(input_ids=ids, **told).past_key_values
     layers = (
