@@ -12,7 +12,7 @@ from greenroom.errors import NotAModel, OutputError, UsageError
 from greenroom.hf import quality as module
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint
-from greenroom.hf.load import _tokenizer
+from greenroom.hf.load import tokenizer_of
 from greenroom.hf.quality import quality
 from greenroom.hf.reference import whole_model
 from tests.gguf_models import write
@@ -27,7 +27,7 @@ def slow(folder: Path, window: int) -> tuple[float, float, float, float, float, 
     """The same by transformers alone, with all in memory."""
     models = [whole_model(Draft.of(source())) for _ in range(2)]
     fill(models[1], folder)
-    ids = _tokenizer(Checkpoint.open(source()))(TEXT)["input_ids"]
+    ids = tokenizer_of(Checkpoint.open(source()))(TEXT)["input_ids"]
     kl, theirs, mine, same = [], [], [], []
     for at in range(0, len(ids) - 1, window):
         part = torch.tensor([ids[at : at + window]])

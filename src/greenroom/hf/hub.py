@@ -11,7 +11,16 @@ from huggingface_hub import errors as hub
 from greenroom.errors import ModelError, NotAModel, OutputError
 from greenroom.hf.checkpoint import read_config
 
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
+FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.greenroom",
+    "dense.gguf",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "LICENSE*",
+]
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # the disk's fault
 NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
 

@@ -128,7 +128,7 @@ def _load(
         kv=keys_values.kind,
     )
     pieces_of(parts), kernels_of(parts)  # or UsageError
-    tokenizer = _tokenizer(checkpoint)
+    tokenizer = tokenizer_of(checkpoint)
     engines, gpu = engines_for(parts), None
     engine = engines[0] if engines else None
     if engine is not None:
@@ -227,7 +227,8 @@ def context_of(model: PreTrainedModel, context: int) -> int:
     return min(context, getattr(config, "max_position_embeddings", None) or context)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer; CheckpointError where there is none that can be used."""
     try:
         with checkpoint.read_by_transformers():
             tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)

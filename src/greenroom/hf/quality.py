@@ -26,7 +26,7 @@ from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
 from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
-from greenroom.hf.load import _tokenizer, context_of, load_with
+from greenroom.hf.load import context_of, load_with, tokenizer_of
 from greenroom.runtime.memory import give_back
 
 WINDOW = 512  # tokens that are read at a time, without what came before them
@@ -122,7 +122,7 @@ def _drafts(source: str, against: str | None, dtype: str) -> dict[str, Draft]:
 
 def _windows(drafts: dict[str, Draft], text: str, tokens: int | None) -> list[list[int]]:
     """The text's token ids, cut into windows; both tokenizers must agree on them."""
-    found = [_tokenizer(d.checkpoint)(text)["input_ids"] for d in drafts.values()]
+    found = [tokenizer_of(d.checkpoint)(text)["input_ids"] for d in drafts.values()]
     names = list(drafts)
     if found[0] != found[1]:
         raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
