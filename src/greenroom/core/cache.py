@@ -194,11 +194,11 @@ class Cache:
         sizes = group_sizes(pieces, capacity, scope)
         self.state = self._empty(sizes)
         self._parts = self._divided()
-        each, self._own = len(sizes) // pieces.devices, []
+        each, self.own = len(sizes) // pieces.devices, []
         for device, part in enumerate(self._parts):
             own = tuple(sizes[device * each : (device + 1) * each])
             setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
-            self._own.append(policy.memory(setup))
+            self.own.append(policy.memory(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
         self.now = Now(0, 0, -1, 0, 0)  # of the step served last
@@ -297,7 +297,7 @@ class Cache:
         at = at._replace(index=index)
         out, begins = np.empty((3, pieces.size), np.int64), at.request != request
         self._told[device] = at.request, index + pieces.size
-        part, own = self._parts[device], self._own[device]
+        part, own = self._parts[device], self.own[device]
         if not self._bound.serve(part, own, pieces, rows, weights, at, begins, pinned, fill, out):
             raise RuntimeError("no piece can be evicted: every resident is pinned")
         return out
@@ -306,7 +306,7 @@ class Cache:
         """What a policy is asked with about a piece, between steps."""
         device = int(self.pieces.home[piece])
         now = self.now._replace(index=self._told[device][1])
-        return self._parts[device], self._own[device], now
+        return self._parts[device], self.own[device], now
 
     def _fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
