@@ -311,7 +311,7 @@ TIMED = {
     "no token ids": (("--prefetch", "token"), "predictor token needs token ids"),
     "no protection": (
         ("--prefetch", "oracle", "--pin", "none", "--expert-bytes", "1MB"),
-        "prefetching and a host tier need the experts of a step to be safe: pin step",
+        "need the experts of a step to be safe: pin step",
     ),
     "a policy of the future": (
         ("--prefetch", "oracle", "--policy", "opt", "--expert-bytes", "1MB"),
