@@ -1,6 +1,7 @@
 """Decode from stored formats, Greenroom beside llama.cpp on the same file.
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
+    ... --options '{"kernels": "unrounded"}'
 
 A type's file is DIR/moe1.7b-VARIANT-TYPE.gguf, what llama.cpp's llama-quantize makes of
 DIR/moe1.7b-VARIANT.gguf (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
@@ -71,7 +72,7 @@ def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callabl
     return {
         "greenroom": lambda: run_worker(
             "greenroom", path, limit, threads=args.threads, prompt=PROMPT,
-            tokens=args.tokens, repeats=inner, **ours,
+            tokens=args.tokens, repeats=inner, options=args.options, **ours,
         ),
         "llama.cpp": lambda: run_llama_bench(
             args.llama_bench, path, limit, threads=args.threads, prompt=PROMPT,
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--peer-tokens", type=int, default=8, help="of llama.cpp, limited")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--options", default="{}", help="options of greenroom.load, as JSON")
     parser.add_argument("--only", choices=("resident", "limited"))
     args = parser.parse_args()
     ram = ram_bandwidth(args.threads)
