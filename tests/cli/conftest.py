@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,10 @@ def cli(capfd: pytest.CaptureFixture[str], no_threads_left: None) -> Run:
 
 
 def start(*argv: object, **options: Any) -> subprocess.Popen[str]:
-    """The command line as a process of its own."""
+    """The command line as a process of its own. Ctrl-C reaches it also where these tests run in the
+    background of a shell, whose children ignore it."""
     command = [sys.executable, "-c", START, *map(str, argv)]
+    options = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL), **options}
     pipe = subprocess.PIPE
     options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options}
     return subprocess.Popen(command, text=True, **options)

@@ -38,6 +38,7 @@ def call(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # four processes, each of which imports torch
 def test_it_verifies_measures_and_reports(tmp_path: Path):
     program, gguf, out = tmp_path / "llama-bench", tmp_path / "m.gguf", tmp_path / "report"

@@ -113,10 +113,10 @@ def test_unrounded_kernels_are_near_eager_and_the_same_whatever_the_cache(tmp_pa
     assert 0 < (mine - eager).float().norm() < 0.03 * eager.float().norm()
 
 
-def test_verify(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_verify(tmp_path: Path, layers: bool) -> None:
     path = str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"down": "Q6_K", "": "Q4_K"}))
-    for layers in (False, True):
-        assert verify(path, "30%", tokens=2, prompt="The", layers=layers).identical
+    assert verify(path, "30%", tokens=2, prompt="The", layers=layers).identical
 
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])
@@ -159,7 +159,8 @@ def test_gpt_oss(tmp_path: Path, kind: str) -> None:
     assert (config.sliding_window, config.head_dim) == (16, 8)
     with streamed(path, capacity=3, kernels="eager") as model:
         assert_same(model, whole.eval(), ids(2, 9))
-    assert verify(str(path), "30%", tokens=2, prompt="The").identical
+    if kind == "MXFP4":
+        assert verify(str(path), "30%", tokens=2, prompt="The").identical
 
 
 # Files in parts

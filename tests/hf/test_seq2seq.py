@@ -45,7 +45,7 @@ def test_the_answer_is_transformers_own(name):
 
 
 @pytest.mark.parametrize("name", sorted(SEQ2SEQ))
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_verify(name, layers):
     verdict = verify(str(folder(name)), "25%", tokens=3, prompt=TEXT, layers=layers)
     assert verdict.checks
