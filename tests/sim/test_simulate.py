@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.cost import FREE, Costs, Link, Work
 from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler import Scheduler
 from greenroom.policies import policy
-from greenroom.sim.simulate import TraceStep, simulate
+from greenroom.sim.simulate import Clock, TraceStep, simulate
 
 
 def steps(*experts: list[int]) -> list[TraceStep]:
@@ -93,3 +94,15 @@ def test_what_is_resident_is_computed_side_by_side():
     assert one.misses == two.misses == 4
     assert (one.seconds, two.seconds) == (pytest.approx(8), pytest.approx(4))
     assert one.compute == two.compute == pytest.approx(8)
+
+
+def test_what_is_charged_later_costs_from_then_on():
+    """Filling a cache is free, then a transfer takes what its link takes."""
+    slow = costs_of(Link(bandwidth=1000))
+    clock = Clock(Scheduler(PIECES, 1, policy("lru"), lanes=slow.lanes), FREE)
+    first, second = steps([0], [1])
+    clock.run(first)
+    assert clock.now == 0
+    clock.charge(slow)
+    clock.run(second)
+    assert clock.now == 1

@@ -132,10 +132,14 @@ class Clock:
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
-        self._links = spread(costs.links, scheduler.pieces.devices)
+        self.charge(costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.queue.links_from_store
         self._step: TraceStep
+
+    def charge(self, costs: Costs) -> None:
+        """What everything costs from now on; over as many links as before."""
+        self.costs, self._links = costs, spread(costs.links, self.scheduler.pieces.devices)
 
     def begin(self, at: PassBegins) -> None:
         """A pass begins."""
