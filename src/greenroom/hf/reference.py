@@ -56,7 +56,9 @@ def loads_whole(checkpoint: Checkpoint) -> bool:
         return False
     if not isinstance(checkpoint, Gguf):
         return True
-    return len(checkpoint.files) == 1 and checkpoint.architecture != "gpt-oss"
+    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss":
+        return False
+    return find_spec("accelerate") is not None
 
 
 def whole_model(draft: Draft) -> PreTrainedModel:
