@@ -5,6 +5,7 @@ Nothing here uses the catalog. A quantised checkpoint is expanded by transformer
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 
 def loads_whole(checkpoint: Checkpoint) -> bool:
     """Whether transformers can load it: of a GGUF in parts it reads only one, of gpt-oss's it finds
-    no gate and no up projection, and it knows no packs."""
+    no gate and no up projection, for all it needs accelerate, and it knows no packs."""
     if checkpoint.pack is not None:
         return False
     if not isinstance(checkpoint, Gguf):
