@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from common import (
     table,
 )
 from floor import ram_bandwidth
+from resident import decode_rate as resident_rate
 
 Runs = dict[str, list[Result]]  # by engine, one a repetition
 PROMPT = 128  # tokens
@@ -58,11 +58,6 @@ def token_bytes(path: Path) -> int:
         elif tensor.name != "token_embd.weight":
             total += int(tensor.n_elements) * 2
     return int(total)
-
-
-def resident_rate(result: Result, tokens: int) -> float:
-    """Tokens a second of the median pass, from the second inner repeat on."""
-    return 1 / statistics.median(result["token_s"][tokens:] or result["token_s"])
 
 
 def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callable[[], Result]]:
