@@ -17,7 +17,7 @@ it. The layers (3.3 GB) are hard links to the same files, so four folders take 3
 
 Weights depend on the seed and the layer alone. What exists with the right size is kept, so the
 script can be run again after an interruption. `--gguf` writes the same weights as BF16 GGUF files
-for llama.cpp (3.4 GB each; needs the package gguf).
+for llama.cpp (3.4 GB each; needs the package gguf); `--gguf-layers 64` makes larger ones.
 """
 
 from __future__ import annotations
@@ -223,6 +223,11 @@ def main() -> None:
         "--gguf", nargs="*", choices=list(VARIANTS), metavar="VARIANT",
         help="also write these variants (zipf1.0 if none is named) as <folder>.gguf",
     )  # fmt: skip
+    parser.add_argument(
+        "--gguf-layers", type=int, default=LAYERS, metavar="N",
+        help="layers of those files, the checkpoint's over and over: 64 make 13.3 GB, to be"
+        " quantised for comparisons in less memory (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args()
     start = time.perf_counter()
     folders = make(args.root, args.variants)
@@ -230,7 +235,9 @@ def main() -> None:
         from gguf_file import write_gguf
 
         progress(f"GGUF of {variant}")
-        write_gguf(folder_of(args.root, variant), args.root / f"moe1.7b-{variant}.gguf")
+        size = f"{args.gguf_layers * 0.105:.1f}b"  # of parameters
+        path = args.root / f"moe{size}-{variant}.gguf"
+        write_gguf(folder_of(args.root, variant), path, args.gguf_layers)
     print(f"\r{len(folders)} checkpoints in {args.root}, {time.perf_counter() - start:.0f} s")
 
 

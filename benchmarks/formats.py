@@ -3,8 +3,8 @@
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
     ... --options '{"kernels": "unrounded"}'
 
-A type's file is DIR/moe1.7b-VARIANT-TYPE.gguf, what llama.cpp's llama-quantize makes of
-DIR/moe1.7b-VARIANT.gguf (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
+A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
+(checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
 place. Two tables: everything resident, and with --share of the file's size in memory (a cgroup
 each, page cache counted). Runs are processes of their own, cold, interleaved, and ratios are over
 pairs of the same repetition; see decode.py and resident.py for what a run does.
@@ -40,8 +40,8 @@ Runs = dict[str, list[Result]]  # by engine, one a repetition
 PROMPT = 128  # tokens
 
 
-def file_of(root: Path, variant: str, kind: str) -> Path:
-    return root / f"moe1.7b-{variant}{'' if kind == 'BF16' else f'-{kind}'}.gguf"
+def file_of(root: Path, model: str, kind: str) -> Path:
+    return root / f"{model}{'' if kind == 'BF16' else f'-{kind}'}.gguf"
 
 
 def token_bytes(path: Path) -> int:
@@ -78,7 +78,7 @@ def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callabl
 
 def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path, Runs]]:
     for kind in args.types:
-        path, runs = file_of(args.root, args.variant, kind), defaultdict(list)
+        path, runs = file_of(args.root, args.model, kind), defaultdict(list)
         limit = int(path.stat().st_size * args.share) if limited else 0
         for repeat in range(args.repeats):
             engines = list(turns(args, limit, path).items())
@@ -132,7 +132,7 @@ def limited(args: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="decode from stored formats beside llama.cpp")
     parser.add_argument("root", type=Path, help="where the GGUF files are")
-    parser.add_argument("--variant", default="zipf1.5")
+    parser.add_argument("--model", default="moe1.7b-zipf1.5", help="default: %(default)s")
     parser.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_0"])
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--share", type=float, default=0.5, help="limit / size of the file")

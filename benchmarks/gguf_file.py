@@ -31,16 +31,21 @@ FLOAT32 = {
 Entry = tuple[str, tuple[int, ...], bool, Callable[[], torch.Tensor]]
 
 
-def write_gguf(folder: Path, path: Path) -> None:
-    """Convert one folder; a file that is there already is kept."""
+def write_gguf(folder: Path, path: Path, layers: int | None = None) -> None:
+    """Convert one folder; a file that is there already is kept.
+
+    More `layers` than the folder has are its own over and over: a larger file of the same kind.
+    """
     if path.exists():
         return
     config = json.loads((folder / "config.json").read_text())
+    own = config["num_hidden_layers"]
+    config["num_hidden_layers"] = layers or own
     beside = path.with_suffix(".part")
     writer = gguf.GGUFWriter(str(beside), "qwen3moe")
     _describe(writer, config)
     _tokenizer(writer, folder, config["vocab_size"])
-    entries = _entries(folder, config)
+    entries = _entries(folder, config, own)
     for name, shape, bf16, _ in entries:
         n = int(np.prod(shape))
         if bf16:
@@ -59,7 +64,7 @@ def write_gguf(folder: Path, path: Path) -> None:
     beside.replace(path)
 
 
-def _entries(folder: Path, config: dict) -> list[Entry]:
+def _entries(folder: Path, config: dict, own: int) -> list[Entry]:
     """(name, shape, whether bf16, how to read it) of every tensor, in file order."""
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     shards = {name: safe_open(folder / name, "pt") for name in set(where.values())}
@@ -79,7 +84,7 @@ def _entries(folder: Path, config: dict) -> list[Entry]:
         entry("output.weight", "lm_head.weight"),
     ]
     for layer in range(config["num_hidden_layers"]):
-        source, target = f"model.layers.{layer}.", f"blk.{layer}."
+        source, target = f"model.layers.{layer % own}.", f"blk.{layer}."
         for ours, theirs in DENSE.items():
             entries.append(entry(f"{target}{ours}.weight", f"{source}{theirs}.weight"))
         for ours, theirs in FLOAT32.items():

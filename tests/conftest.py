@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -25,6 +26,15 @@ if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make 
 def threads() -> list[str]:
     """Names of the reader threads that live now."""
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("greenroom"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_not_collected() -> Iterator[None]:
+    """Every `load` collects garbage: a quarter of a second among the libraries' million objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()  # some libraries count their instances as Python ends
 
 
 @pytest.fixture

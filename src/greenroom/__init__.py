@@ -14,17 +14,21 @@ from greenroom.threads import wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.hf.load import load as load
+    from greenroom.hf.pack.making import pack as pack
+    from greenroom.hf.quality import quality as quality
     from greenroom.hf.verify import verify as verify
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "load": "greenroom.hf.load",
+    "pack": "greenroom.hf.pack.making",
+    "quality": "greenroom.hf.quality",
     "verify": "greenroom.hf.verify",
     "simulate": "greenroom.sim.simulate",
     "GreenroomError": "greenroom.errors",
 }
-__all__ = ["GreenroomError", "load", "simulate", "verify"]
+__all__ = ["GreenroomError", "load", "pack", "quality", "simulate", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,14 @@ def test_json(cli: Run, folder: Path) -> None:
     assert ran.json["failed"] == []
 
 
+def test_other_kernels_are_judged(cli: Run, folder: Path) -> None:
+    ran = cli("verify", folder, *FEW, "--layers", "--kernels", "eager")
+    assert ran.code == 0, ran.out + ran.err
+    said = next(line for line in ran.out.splitlines() if "largest difference" in line)
+    assert said.startswith("eager kernels")
+    assert "of a layer's output 0 (" in said
+
+
 @pytest.mark.parametrize("json", [(), ("--json",)])
 def test_failure(
     cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]

@@ -55,6 +55,21 @@ def test_the_bits_are_those_of_transformers_quantised_cache(folder, name):
         model.greenroom.detach()
 
 
+def test_a_kind_that_saves_nothing_says_so(folder, caplog):
+    """Two layers: while one is updated it takes more than both as they are computed."""
+    greenroom.load(str(folder), cache="50%", kv="fp8")[0].greenroom.detach()
+    (record,) = [r for r in caplog.records if "--kv fp8" in r.getMessage()]
+    assert "more than --kv dynamic" in record.getMessage()
+
+
+def test_a_kind_saves_where_there_are_many_layers():
+    few, many = ((Layer(1024),) * n for n in (4, 48))
+    stored = 1024 * 64 // 2  # half of 64 tokens
+    fp8 = Kind("fp8")
+    assert KVBytes(few, fp8, (stored,) * 4).saved(4096) < 0
+    assert KVBytes(many, fp8, (stored,) * 48).saved(4096) > 10 * 1024 * 4096
+
+
 def test_compiled_attention_goes_by_the_cache_s_own_update():
     folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
     model, _ = greenroom.load(str(folder), cache="50%", kernels="numba", kv="fp8")

@@ -131,7 +131,22 @@ def test_what_cannot_be_compared(model: str, against: str | None, text: str, wor
 
 
 def test_no_room_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = packed("int8")
     full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(OutputError, match="the original's logits need"):
-        quality(str(packed("int8")), TEXT)
+        quality(str(folder), TEXT)
+
+
+def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> None:
+    """The original is the same model with the defaults, read in the same passes."""
+    name = str(source())
+    said: list[str] = []
+    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="numba", say=said.append)
+    assert same.kl_mean == same.kl_p99 == 0
+    assert said[-1].endswith(f"with {name} --kernels numba")
+    fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=said.append)
+    assert said[-1].endswith("--kv fp8")
+    assert fp8.original == fp8.model == name
+    assert 1e-6 < fp8.kl_mean < 1
+    assert fp8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     wait_briefly()
-    collecting = gc.isenabled()
+    collecting, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()  # importing makes a million objects and no garbage
     try:
         args = parser().parse_args(argv)
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
         return _say(f"{where}{error.strerror or error}", 2)
     finally:
-        gc.unfreeze()  # libraries that count their instances as Python ends would miss some
+        if not frozen:  # by whoever called
+            gc.unfreeze()  # libraries that count their instances as Python ends would miss some
         if collecting:
             gc.enable()
 

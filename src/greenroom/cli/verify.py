@@ -1,6 +1,7 @@
 """`greenroom verify MODEL`: prove that nothing changes when experts stay on disk.
 
-With `--quality TEXT`: what a pack, or another version of a model, loses against its original.
+With `--quality TEXT`: what a pack, or another version of a model, loses against its original, or
+what quantised keys and values or other kernels cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from greenroom.errors import UsageError, VerifyError
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
-QUALITY = ("against", "tokens")  # and those that are for it alone
+QUALITY = ("against", "tokens", "kv")  # and those that are for it alone
 
 
 def add_to(commands: Any) -> None:
@@ -39,6 +40,10 @@ def add_to(commands: Any) -> None:
         help="compute in this type instead of the checkpoint's (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--kernels", default="auto", metavar=choices_of(LoadConfig, "kernels"),
+        help="judge these beside transformers' eager (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layers", action="store_true", help="compare layer by layer even if the model would fit"
     )
     quality = parser.add_argument_group("quality")
@@ -52,6 +57,10 @@ def add_to(commands: Any) -> None:
     quality.add_argument(
         "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
     )
+    quality.add_argument(
+        "--kv", metavar=choices_of(LoadConfig, "kv"),
+        help="keep keys and values so; like --kernels, of the model alone and not of its original",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(main=main)
 
@@ -82,6 +91,8 @@ def _quality(args: argparse.Namespace) -> None:
         cache=args.cache,
         dtype=args.dtype,
         tokens=args.tokens,
+        kv=args.kv or "dynamic",
+        kernels=args.kernels,
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
     if args.json:
@@ -107,6 +118,7 @@ def _proof(args: argparse.Namespace) -> None:
         tokens=TOKENS if args.max_new_tokens is None else args.max_new_tokens,
         prompt=PROMPT if prompt is None else prompt,
         dtype=args.dtype,
+        kernels=args.kernels,
         layers=True if args.layers else None,
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
@@ -142,6 +154,8 @@ def _proof(args: argparse.Namespace) -> None:
     if failed:
         raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")
     if not verdict.near:
-        raise VerifyError("the default kernels are further from eager than twice grouped_mm")
+        raise VerifyError(
+            f"the {verdict.kernels} kernels are further from eager than twice grouped_mm"
+        )
     if not args.json:
         print(f"identical: {verdict.tokens_compared} tokens compared")

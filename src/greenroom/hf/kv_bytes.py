@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from mmap import PAGESIZE
 from typing import Any
@@ -76,6 +76,10 @@ class KVBytes:
 
     def total(self, tokens: int, batch: int = 1) -> int:
         return self.held(tokens, batch) + self.passing(tokens, batch)
+
+    def saved(self, tokens: int) -> int:
+        """What this kind saves against keys and values as computed; negative where it costs."""
+        return replace(self, kind=Kind(), stored=()).total(tokens) - self.total(tokens)
 
     def _copies(self, layer: Layer, tokens: int) -> bool:
         return not layer.in_place or self.on_a_gpu or tokens > self.room

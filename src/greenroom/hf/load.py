@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig, devices_of
+from greenroom.config import Amount, LoadConfig, devices_of, show_bytes
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
 from greenroom.core.queue import staging_seats
@@ -102,6 +102,12 @@ def _load(
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
+    if keys_values.kind.quantised and (saved := keys_values.saved(context)) <= 0:
+        log.warning(
+            "--kv %s takes %s more than --kv dynamic for %d tokens of this model, and is slower:"
+            " it has too few layers",
+            config.kv, show_bytes(-saved), context,
+        )  # fmt: skip
     kind, devices = devices_of(config.device)
     fewest = len(devices) * (len(catalog.layers) if config.scope == "per-layer" else 1)
     parts = Parts(

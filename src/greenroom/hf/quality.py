@@ -1,18 +1,19 @@
 """What a model loses against its original: KL divergence and perplexity on a text.
 
-Both are streamed, one after the other, so that neither need fit into memory. The original's logits
-wait in a temporary file, in the type that it computes them in; what is in memory are those of one
-window of the text, and log-probabilities of a few tokens of it.
+The original may be another checkpoint, or the same one without an option that changes what is
+computed: quantised keys and values, or other kernels. Both are streamed, one after the other, so
+that neither need fit into memory. The original's logits wait in a temporary file, in the type that
+it computes them in; what is in memory are those of one window of the text, and log-probabilities of
+a few tokens of it.
 """
 
 from __future__ import annotations
 
-import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
 from typing import BinaryIO
@@ -27,9 +28,11 @@ from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import context_of, load_with, tokenizer_of
+from greenroom.hf.passes import Passes
 from greenroom.runtime.memory import give_back
 
 WINDOW = 512  # tokens that are read at a time, without what came before them
+PASS = 64  # tokens of a pass, where keys and values of those before it shall be read as kept
 ROWS = 16  # positions whose probabilities are computed at a time, in float64
 
 Say = Callable[[str], None]
@@ -62,38 +65,49 @@ def quality(
     cache: str | int = "10%",
     dtype: str = "auto",
     tokens: int | None = None,
+    kv: str = "dynamic",
+    kernels: str = "auto",
     say: Say = lambda line: None,
 ) -> Quality:
     """Compare a model with the one that it was made from; a pack knows which one that was.
 
-    The first `tokens` of the text are taken, or all. UsageError where there is nothing to compare,
-    or the two do not go together; OutputError where there is no room for the temporary file.
+    `kv` and `kernels` are the model's alone, its original has the defaults; a model with one of
+    them may be compared with itself. Quantised keys and values are read in passes of 64 tokens, by
+    both. The first `tokens` of the text are taken, or all. UsageError where there is nothing to
+    compare, or the two do not go together; OutputError where there is no room for the temporary
+    file.
     """
-    drafts = _drafts(source, against, dtype)
-    for draft in drafts.values():
+    config = LoadConfig(cache=cache, dtype=dtype)
+    changed = replace(config, kv=kv, kernels=kernels)
+    original = _original(source, against, itself=changed != config)
+    drafts = tuple(Draft.of(Checkpoint.open(resolve(name)), dtype) for name in (source, original))
+    _check(source, original, drafts)
+    for draft in drafts:
         slots_for(cache, draft.catalog)  # a mistake shows before the work begins
-    mine, original = drafts
-    whole = drafts[original]
-    windows = _windows(drafts, text, tokens)
+    whole = drafts[1]
+    windows = _windows((source, original), drafts, text, tokens)
+    step = PASS if kv != "dynamic" else WINDOW
     size = whole.model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
     found = _Sums()
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
-        with _streamed(original, cache, dtype) as model:
-            kinds = [_keep(_logits(model, window), spool) for window in windows]
-        say(f"reading them with {mine}")
+        with _streamed(original, config) as model:
+            kinds = [_keep(_logits(model, window, step), spool) for window in windows]
+        say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
-        with _streamed(mine, cache, dtype) as model:
+        with _streamed(source, changed) as model:
             for window, kind in zip(windows, kinds, strict=True):
-                _compare(spool, kind, _logits(model, window), window[1:], found)
-    return found.result(mine, original)
+                _compare(spool, kind, _logits(model, window, step), window[1:], found)
+    return found.result(source, original)
 
 
-def _drafts(source: str, against: str | None, dtype: str) -> dict[str, Draft]:
-    """The model and its original, which must be of one architecture."""
+def _original(source: str, against: str | None, itself: bool) -> str:
+    """What to compare with; the model may be compared with `itself` where options differ."""
     checkpoint = Checkpoint.open(resolve(source))
     if against is None and checkpoint.pack is None:
+        if itself:
+            return source
         raise UsageError(f"--quality compares with an original: --against names that of {source}")
     original = against or checkpoint.pack.header.source.model  # type: ignore[union-attr]
     try:
@@ -104,30 +118,40 @@ def _drafts(source: str, against: str | None, dtype: str) -> dict[str, Draft]:
         raise NotAModel(
             f"{source}: its original is not there (--against FOLDER): {error}"
         ) from error
-    if other.folder == checkpoint.folder:
+    if other.folder == checkpoint.folder and not itself:
         raise UsageError(f"{source} and its original are the same model")
-    drafts = {source: Draft.of(checkpoint, dtype), original: Draft.of(other, dtype)}
-    kinds = [type(draft.model).__name__ for draft in drafts.values()]
+    return original
+
+
+def _check(source: str, original: str, drafts: Sequence[Draft]) -> None:
+    """The two must be of one architecture, and decoders."""
+    kinds = [type(draft.model).__name__ for draft in drafts]
     if kinds[0] != kinds[1]:
         raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
-    sizes = [draft.model.config.get_text_config().vocab_size for draft in drafts.values()]
+    sizes = [draft.model.config.get_text_config().vocab_size for draft in drafts]
     if sizes[0] != sizes[1]:
         raise UsageError(f"{source} has {sizes[0]} tokens and {original} has {sizes[1]}")
-    if next(iter(drafts.values())).model.config.is_encoder_decoder:
+    if drafts[0].model.config.is_encoder_decoder:
         raise UsageError(
             f"{source} is an encoder-decoder: --quality reads a text as a decoder does"
         )
-    return drafts
 
 
-def _windows(drafts: dict[str, Draft], text: str, tokens: int | None) -> list[list[int]]:
+def _named(config: LoadConfig, changed: LoadConfig) -> str:
+    """The options that only the model has, as they are written."""
+    differ = (name for name in ("kv", "kernels") if getattr(config, name) != getattr(changed, name))
+    return "".join(f" --{name} {getattr(changed, name)}" for name in differ)
+
+
+def _windows(
+    names: Sequence[str], drafts: Sequence[Draft], text: str, tokens: int | None
+) -> list[list[int]]:
     """The text's token ids, cut into windows; both tokenizers must agree on them."""
-    found = [tokenizer_of(d.checkpoint)(text)["input_ids"] for d in drafts.values()]
-    names = list(drafts)
+    found = [tokenizer_of(draft.checkpoint)(text)["input_ids"] for draft in drafts]
     if found[0] != found[1]:
         raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
     ids = found[0][:tokens]
-    window = min(WINDOW, *(context_of(draft.model, WINDOW) for draft in drafts.values()))
+    window = min(WINDOW, *(context_of(draft.model, WINDOW) for draft in drafts))
     cut = [ids[at : at + window] for at in range(0, len(ids), window)]
     windows = [each for each in cut if len(each) > 1]  # what has nothing before it is not predicted
     if not windows:
@@ -146,23 +170,21 @@ def _check_room(nbytes: int) -> None:
 
 
 @contextmanager
-def _streamed(source: str, cache: str | int, dtype: str) -> Iterator[PreTrainedModel]:
-    model, _ = load_with(source, LoadConfig(cache=cache, dtype=dtype), remember=False)
+def _streamed(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
+    model, _ = load_with(source, config, remember=False)
     try:
         yield model
     finally:
         model.greenroom.detach()
         del model
-        gc.collect()
         give_back()
 
 
 @torch.inference_mode()
-def _logits(model: PreTrainedModel, window: Sequence[int]) -> Tensor:
-    """What follows each token of a window but the last: [n - 1, V]."""
-    ids = torch.tensor([window], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    return logits.cpu()
+def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
+    """What follows each token of a window but the last, read `step` tokens a pass: [n - 1, V]."""
+    passes, ids = Passes(model), torch.tensor([window], device=model.device)
+    return torch.cat([passes(part).cpu() for part in ids.split(step, dim=1)])[:-1]
 
 
 def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:

@@ -8,7 +8,6 @@ eager is at most twice that of transformers' `grouped_mm`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,8 +40,8 @@ class Verdict:
     """What was found. Differences are of logits, or of layers' outputs where `whole` is False.
 
     Logits differ by leaps where a router's close call falls the other way; so what the kernels
-    promise is judged by layers on the same inputs: `layer_differences` to eager, of the default
-    kernels and of grouped_mm, and `resolution`, one unit in the last place of the largest output.
+    promise is judged by layers on the same inputs: `layer_differences` to eager, of our kernels
+    and of grouped_mm, and `resolution`, one unit in the last place of the largest output.
     """
 
     whole: bool
@@ -61,7 +60,7 @@ class Verdict:
 
     @property
     def near(self) -> bool:
-        """The default kernels are as close to eager as they promise."""
+        """The kernels that were judged are as close to eager as the default ones promise."""
         ours, grouped_mm = self.layer_differences
         return ours <= max(2 * grouped_mm, self.resolution)
 
@@ -73,11 +72,13 @@ def verify(
     tokens: int = 24,
     prompt: str = PROMPT,
     dtype: str = "auto",
+    kernels: str = "auto",
     layers: bool | None = None,
     say: Say = lambda line: None,
 ) -> Verdict:
     """Check a model with this cache; see the module. `say` is told each finding as it is made.
 
+    `kernels` are those that are judged beside transformers' eager.
     `layers` compares layer by layer although the whole model would fit (None: as memory allows).
     """
     if tokens < 1:
@@ -91,13 +92,13 @@ def verify(
     whole = size * ROOM < available_bytes() if layers is None else not layers
     whole = whole and loads_whole(checkpoint)
     verdict = Verdict(whole)
-    trial = _Trial(source, cache, dtype, prompt, tokens, say, verdict)
+    trial = _Trial(source, cache, dtype, kernels, prompt, tokens, say, verdict)
     if whole:
         trial.against_the_whole(draft)
     else:
         say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
-    trial.default_kernels(draft)
+    trial.own_kernels(draft)
     return verdict
 
 
@@ -106,6 +107,7 @@ class _Trial:
     source: str
     cache: str | int
     dtype: str
+    kernels: str
     prompt: str
     tokens: int
     say: Say
@@ -127,7 +129,6 @@ class _Trial:
         finally:
             model.greenroom.detach()
             del model
-            gc.collect()
             give_back()
 
     def against_the_whole(self, draft: Draft) -> None:
@@ -147,7 +148,6 @@ class _Trial:
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
         del model
-        gc.collect()
         give_back()
         self.verdict.tokens_compared = ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
@@ -171,7 +171,7 @@ class _Trial:
                 self.layers.append(layer)
         self.verdict.tokens_compared = ids.shape[1] + len(follow)
 
-    def default_kernels(self, draft: Draft) -> None:
+    def own_kernels(self, draft: Draft) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
         sizes = {self.cache, draft.catalog.slot_bytes, "50%"}
         cases: list[tuple[str | int, str, int, str]]
@@ -181,7 +181,7 @@ class _Trial:
         first: torch.Tensor | None = None
         for cache, device, readers, prefetch in sorted(cases, key=lambda c: c[0] != self.cache):
             options = {"device": device, "readers": readers, "prefetch": prefetch}
-            with self.loaded(cache, **options) as (model, tokenizer):
+            with self.loaded(cache, kernels=self.kernels, **options) as (model, tokenizer):
                 ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
                 name = self.verdict.kernels = model.greenroom.stats().kernels
                 slots = model.greenroom.capacity
