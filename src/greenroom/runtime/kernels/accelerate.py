@@ -101,7 +101,9 @@ def accelerate(
         if (stored := stored_of(module)) is not None:
             embedding = isinstance(module, nn.Embedding)
             forward = embedding_forward if embedding else stored_forward
-            done.add("embedding" if embedding else "linear", module, forward(module, stored, rounded))
+            done.add(
+                "embedding" if embedding else "linear", module, forward(module, stored, rounded)
+            )
     for module in _candidates(model):
         if type(module) is nn.Linear:
             done.add("linear", module, linear_forward(module))
@@ -199,7 +201,11 @@ def linear_forward(module: nn.Linear) -> Forward:
 
 def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
     """nn.Linear's forward with a stored matrix."""
-    bias, parameters, original = module._parameters["bias"], module._parameters, type(module).forward
+    bias, parameters, original = (
+        module._parameters["bias"],
+        module._parameters,
+        type(module).forward,
+    )
     record, enter = Record(stored, rounded), body(layers.gemv, stored.dtype, True)
     (N, K), dtype, grad = stored.shape, stored.dtype, torch.is_grad_enabled
     stride, wide = 4 * FEW * K + room(K), N * K > _SERIAL

@@ -195,5 +195,3 @@ def scratch(stride: int) -> int:
     if memory is None or memory.numel() < size:
         memory = _local.memory = torch.empty(size, dtype=torch.uint8)
     return memory.data_ptr()
-
-
