@@ -5,7 +5,7 @@ time in starting the six operations of a norm than in computing them. Eligible s
 forward of their own, as an attribute of the instance, that calls a compiled body for up to
 `FEW` tokens and the original forward for anything else. `detach` takes all of them out again.
 
-Modules whose matrix is as the checkpoint stores it have no other forward than this one: a few tokens
+Modules whose matrix is as the checkpoint stores it have no other forward than this: a few tokens
 are multiplied with what is stored, for many some rows at a time are expanded. `detach` gives them
 their weights, expanded.
 

@@ -22,7 +22,6 @@ from greenroom.runtime.kernels.ir import (
     dot_1x1,
     dot_1x4,
     dot_many,
-    enter_at,
     float_of,
     get,
     panel_1,
