@@ -29,7 +29,7 @@ def compile_all(dtype: str) -> None:
     machine_code(compiled.wave, dtype, False, False)
     for kernel in (layers.gemv, heads.project, heads.attend):
         machine_code(kernel, dtype, False)
-    for kernel in (compiled.combine, layers.rms_norm, layers.join):
+    for kernel in (compiled.combine, layers.rms_norm, layers.join, choice.select):
         machine_code(kernel, dtype)
     for kernel in (layers.in_turn, choice.place):
         machine_code(kernel, "float32")

@@ -207,11 +207,12 @@ class OneToken:
             (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
         )
 
-    def work(self, context: int) -> Tensor:
-        """Memory for a call, in float32 words: queries, then what one of the bodies needs."""
+    def work(self, context: int, beside: int = 0) -> Tensor:
+        """Memory for a call, in float32 words: queries, then what one of the bodies needs, then
+        what the caller wants `beside`."""
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
-        return torch.empty(self.heads * self.width + max(projected, attended))
+        return torch.empty(self.heads * self.width + max(projected, attended) + beside)
 
     def _to_project(
         self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor
