@@ -75,17 +75,19 @@ def _name(weight: WeightSpec) -> str:
 def unfused(layer: LayerExperts) -> str:
     """Why a layer's matrices are expanded one by one for eager's operations, or ""."""
     weights = layer.up_weight, layer.down_weight
-    if all(weight.encoding == PLAIN for weight in weights):
+    encodings = {weight.encoding for weight in weights}
+    if encodings == {PLAIN}:
         return ""
-    return next(filter(None, (_unfused(weight, layer.transposed) for weight in weights)), "")
+    if PLAIN in encodings and layer.transposed:
+        return "transposed matrices beside encoded ones"
+    return next(filter(None, map(unread, weights)), "")
 
 
-def _unfused(weight: WeightSpec, transposed: bool) -> str:
+def unread(weight: WeightSpec) -> str:
+    """Why no product reads a matrix [outputs, inputs], or ""."""
     name, (rows, columns) = weight.encoding, weight.shape
     if _name(weight) not in NAMES:
         return name
-    if name == PLAIN:
-        return "transposed matrices beside encoded ones" if transposed else ""
     if columns % GROUP:
         return f"{name} with {columns} inputs"
     if len(weight.parts) > 1:
