@@ -93,6 +93,7 @@ class Engine(Protocol):
     """Answers many requests at once. Every method may be called from any thread."""
 
     context: int  # tokens that a prompt and its answer may have together
+    tokenizer: Any  # the model's, once the state is "ready"; None before
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Queue a request. Raises Busy, TooLong, UsageError, or ClosedError."""
