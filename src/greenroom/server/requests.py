@@ -94,6 +94,9 @@ class Engine(Protocol):
 
     context: int  # tokens that a prompt and its answer may have together
     tokenizer: Any  # the model's, once the state is "ready"; None before
+    model_type: str | None  # of its config; so far None
+    end_ids: tuple[int, ...]  # tokens that end an answer where a request says nothing; so far ()
+    summary: str  # one line that says what was placed where; so far empty
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Queue a request. Raises Busy, TooLong, UsageError, or ClosedError."""
