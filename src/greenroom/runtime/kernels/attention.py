@@ -24,6 +24,8 @@ from greenroom.runtime.kernels.openmp import body
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
+TOGETHER = "greenroom_sdpa"  # in place of sdpa, where a pass has several sequences
+_IMPLEMENTATIONS = {"sdpa", TOGETHER}
 _TRIED_CONTEXT = 37  # tokens
 # Relative distance to the class's own forward that rounding alone can explain.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -146,7 +148,8 @@ class OneToken:
             and width % 2 == 0
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and self.module.config.__dict__.get("_attn_implementation_internal") == "sdpa"
+            and self.module.config.__dict__.get("_attn_implementation_internal")
+            in _IMPLEMENTATIONS
             and self.intact()
             and self._sound(width)
         )

@@ -97,9 +97,57 @@ class OneLayer:
         self._attend(x, kwargs["position_embeddings"], room, residual, state)
         if self._experts is None or self._onto is None or not self._plain():
             return residual + self._block(state)
-        _, weights, index = self._block._modules[self._router](state.view(self._shape))  # type: ignore[misc]
+        weights, index = self._route(state)
         out = self._onto(self._experts, state[0], index, weights, residual[0])
         return out.view(x.shape)
+
+    def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
+        """The layer's output for x [1, T, hidden], a token each of the T sequences of `together`
+        (`hf.together.Together`), whose experts are one step; None, and nothing done, where a token
+        is none that the compiled bodies know.
+
+        Up to the router every token is computed as if it were alone, and experts are: with
+        `exact` the rest is too.
+        """
+        alone = [self._alone(x, i, kwargs, cache) for i, cache in enumerate(together.caches)]
+        if not all(self.takes(each, its) for each, its in alone):
+            return None
+        rooms = [self._one.room(its["past_key_values"]) for _, its in alone]
+        if None in rooms:
+            if any(rooms):
+                raise AssertionError("caches of one batch are of one kind")
+            return None
+        total, state = torch.empty_like(x), torch.empty_like(x)
+        for i, ((each, its), room) in enumerate(zip(alone, rooms, strict=True)):
+            here = slice(i, i + 1)
+            positions = its["position_embeddings"]
+            self._attend(each, positions, room, total[:, here], state[:, here])
+        return self._after(total, state, together.exact)
+
+    def _alone(
+        self, x: Tensor, i: int, kwargs: dict[str, Any], cache: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """A token of a batch, and what its layer would be given if it were alone."""
+        here = slice(i, i + 1)
+        cos, sin = kwargs["position_embeddings"]
+        positions = cos[:, here], sin[:, here]
+        return x[:, here], {**kwargs, "position_embeddings": positions, "past_key_values": cache}
+
+    def _after(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
+        """total + what the block makes of state, [1, T, hidden]."""
+        rows = state.split(1, 1) if exact else (state,)
+        if self._experts is None or self._onto is None or not self._plain():
+            return total + torch.cat([self._block(row) for row in rows], 1)
+        routed = [self._route(row) for row in rows]
+        weights, index = (torch.cat(each) for each in zip(*routed, strict=True))
+        out = self._onto(self._experts, state[0], index, weights, total[0])
+        return out.view(state.shape)
+
+    def _route(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights, index), [T, K] each, that the router chooses for [1, T, hidden]."""
+        shape = state.shape if len(self._shape) == 3 else state.shape[1:]
+        _, weights, index = self._block._modules[self._router](state.view(shape))  # type: ignore[misc]
+        return weights, index
 
     def _attend(
         self,
@@ -141,6 +189,11 @@ def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and one.takes(hidden_states, kwargs):
             out = one(hidden_states, kwargs)
+            if out is not None:
+                return out
+        together = kwargs.get("together")
+        if not args and together is not None and together.singles:
+            out = one.tokens(hidden_states, kwargs, together)
             if out is not None:
                 return out
         return original(module, hidden_states, *args, **kwargs)
