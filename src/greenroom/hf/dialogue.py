@@ -26,6 +26,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from greenroom.errors import UsageError
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with a byte fallback write a byte
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
@@ -64,6 +65,12 @@ class Dialogue:
         """Whether tools can be told to the model, and its calls be found in what it says."""
         fields = self._response_template.fields if self._response_template else {}
         return self.reads("tools") and "tool_calls" in fields
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model has a way to reason before it answers."""
+        fields = self._response_template.fields if self._response_template else {}
+        return any(name in fields for name in REASONING)
 
     def reads(self, name: str) -> bool:
         """Whether the chat template looks at this variable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +11,7 @@ from starlette.requests import Request
 
 from greenroom.config import show_bytes
 from greenroom.server.errors import ApiError
+from greenroom.server.params import TAG
 
 BODY_S = 30.0  # in which a body must be there
 TOO_MANY = 100  # mistakes, of which none is worth a name
@@ -21,7 +23,8 @@ async def read(request: Request, model: type[Body], limit: int, seconds: float =
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Web pages of others can send other types without asking first.
-        raise ApiError(415, "the body must be JSON: send Content-Type: application/json", close=True)
+        wanted = "the body must be JSON: send Content-Type: application/json"
+        raise ApiError(415, wanted, close=True)
     try:
         data = await asyncio.wait_for(_collect(request, limit), seconds)
     except (asyncio.TimeoutError, TimeoutError):
@@ -53,11 +56,13 @@ def parse(model: type[Body], data: bytes) -> Body:
     except ValidationError as error:
         if (count := error.error_count()) > TOO_MANY:
             raise ApiError(400, f"the body has {count:,} mistakes") from None
-        raise _mistake(error.errors(include_url=False, include_input=False)[0]) from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise _mistake(first, model.model_fields) from None
 
 
-def _mistake(error: Any) -> ApiError:
-    param = ".".join(str(part) for part in error["loc"]) or None
+def _mistake(error: Any, fields: Container[str]) -> ApiError:
+    """One mistake in words. Those about several parameters begin with the one to blame."""
+    param = ".".join(part for each in error["loc"] if not (part := str(each)).startswith(TAG))
     kind, what = error["type"], error["msg"]
     code = None
     if kind == "json_invalid":
@@ -72,6 +77,11 @@ def _mistake(error: Any) -> ApiError:
         code, text = "unsupported_value", f"{param} can only be {error['ctx']['expected']}"
     elif kind == "value_error":
         text = str(error["ctx"]["error"])
+        first = text.partition(" ")[0].rstrip(":")
+        text = text if not param or text.startswith(param) else f"{param}: {text}"
+        param = param or (first if first in fields else "")
+    elif kind == "union_tag_not_found":
+        text = f"{param} must be an object with a type"
     else:
         text = f"{param or 'the body'}: {what[:1].lower()}{what[1:]}"
-    return ApiError(400, text, param=param, code=code or "invalid_value")
+    return ApiError(400, text, param=param or None, code=code or "invalid_value")

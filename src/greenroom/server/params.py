@@ -6,9 +6,17 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FailFast, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 
 from greenroom.server.requests import Sampling
 
@@ -18,6 +26,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Labels = Annotated[dict[str, str], Field(max_length=64)]
+TAG = "~"
+CallId = Annotated[str, Field(max_length=256)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
@@ -120,6 +130,27 @@ def content(*types: str) -> Any:
 Text = content("text")
 
 
+def one_of(**types: type[BaseModel]) -> Any:
+    """The type that an object's "type" names; any other is refused by name.
+
+    Tags begin with TAG, so that they can be left out of a parameter's name.
+    """
+    first = next(iter(types))
+
+    def tag(value: Any) -> Any:
+        kind = value.get("type", first) if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in types:
+            raise ValueError(f"{kind[:40]} is not supported here")
+        return TAG + kind if isinstance(kind, str) else None
+
+    def check(value: Any) -> Any:
+        tag(value)
+        return value
+
+    tagged = tuple(Annotated[each, Tag(TAG + name)] for name, each in types.items())
+    return Annotated[Union[tagged], Discriminator(tag), BeforeValidator(check)]  # noqa: UP007
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -181,4 +212,4 @@ class Tool(Strict):
         return {"type": "function", "function": {**described, "parameters": parameters}}
 
 
-ToolList = Annotated[list[Tool], FailFast(), Field(max_length=128)]
+ToolList = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]

@@ -30,7 +30,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """`reason`: stop, length, or tool_calls; `stop` is the stop string that ended it, if one did."""
+    """`reason`: stop, length, or tool_calls; `stop` is the stop string that ended it, if any."""
 
     reason: str
     stop: str | None

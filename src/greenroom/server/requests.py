@@ -1,7 +1,7 @@
 """What the HTTP side and the engine say to each other.
 
     ticket = engine.submit(request, listener)    # from any thread; Busy, TooLong or ClosedError
-    listener(Token(...)), listener(Token(...)), listener(Finished(...))    # from the engine's thread
+    listener(Token(...)), listener(Token(...)), listener(Finished(...))  # from the engine's thread
     ticket.cancel()                              # its place is free within one token
 
 The engine knows tokens and no text: decoding, stop strings, tools and formats are the other side's.
