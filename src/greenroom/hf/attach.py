@@ -33,6 +33,7 @@ from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv import ROOM, adopt, reserve
+from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.hf.pack.checked import checked
 from greenroom.hf.parts import Parts
@@ -192,6 +193,7 @@ class Greenroom:
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._tier_base = 0, 0
+        self.keys_values: KVBytes | None = None  # what those of a request take
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._modules: list[nn.Module] = []
@@ -310,11 +312,11 @@ class Greenroom:
         cache = self._cache(model, kwargs)
         batch, length = given.shape[:2]
         together = isinstance(cache, Together)
-        if self.growth is not None:
+        if (growth := self.growth) is not None:  # a resize may take it away meanwhile
             if together:
-                self.growth.before_all(cache.caches, cache.lengths)
+                growth.before_all(cache.caches, cache.lengths)
             else:
-                self.growth.before(cache, batch, length)
+                growth.before(cache, batch, length)
             self._sized()
         if self._begin is not None:
             self._request, self._begin = self._request + self._begin, None
@@ -384,8 +386,8 @@ class Greenroom:
         if self._unnoted:
             return
         self.driver.end_pass()
-        if self.growth is not None:
-            self.growth.seen(getattr(out, "past_key_values", None))
+        if (growth := self.growth) is not None:
+            growth.seen(getattr(out, "past_key_values", None))
         if self.engine is not None:  # a router's choice is known here when its experts run
             return
         if not self._preempting and self._shared is not None and self._shared.early:

@@ -3,13 +3,13 @@
 transformers' continuous batching keeps all keys and values in blocks of one tensor, made once, and
 knows nothing of a budget that experts share; one token then takes neither our compiled layers nor a
 cache that grows in place. So a batch is put together here: the tokens of all sequences lie one
-after another, [1, T], as one prompt would. Whatever looks at one token alone need not know; a layer's
-attention (`ATTENTION`, in place of the model's own) takes each sequence by itself; and the experts
-are called once for all of them, so that one fetch serves all who need it.
+after another, [1, T], as one prompt would. Whatever looks at one token alone need not know; the
+attention of a layer (`ATTENTION`, in place of the model's own) takes each sequence by itself; and
+the experts are called once for all of them, so that one fetch serves all who need it.
 
 Whether a model's sequences can lie together is found by trying (`trial`), with the experts left
-out. Where they cannot (states of a recurrence, sparse attention, a cache of another kind), each goes
-through a pass of its own: one after another, with the same scheduling.
+out. Where they cannot (states of a recurrence, sparse attention, a cache of another kind), each
+goes through a pass of its own: one after another, with the same scheduling.
 """
 
 from __future__ import annotations
@@ -193,9 +193,7 @@ class Batch:
         if len(ids) == 1:
             return self._alone(ids[0], caches)
         lengths = [len(each) for each in ids]
-        return self._together(
-            ids, Together(caches, lengths, exact=self.exact, joined=self.joined)
-        )
+        return self._together(ids, Together(caches, lengths, exact=self.exact, joined=self.joined))
 
     def _alone(self, ids: Sequence[int], caches: list[Any]) -> list[Tensor]:
         model = self._model

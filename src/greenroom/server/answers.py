@@ -55,14 +55,25 @@ async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job
 
     Raises Busy, TooLong, UsageError, ApiError.
     """
-    loop, answers = asyncio.get_running_loop(), None
+    loop = asyncio.get_running_loop()
 
     def prepare(dialogue: Dialogue) -> Answers:
-        return Answers(service, served, dialogue, make(dialogue), loop)
+        answers = Answers(service, served, dialogue, make(dialogue), loop)
+        answers.submit()  # which may compile a grammar
+        return answers
 
-    answers = await service.prepare(prepare)
-    answers.submit()
-    return answers
+    preparing = asyncio.ensure_future(service.prepare(prepare))
+    try:
+        return await asyncio.shield(preparing)
+    except asyncio.CancelledError:
+        preparing.add_done_callback(_forget)
+        raise
+
+
+def _forget(preparing: asyncio.Future[Answers]) -> None:
+    """Nobody waits for these answers any more."""
+    if not preparing.cancelled() and preparing.exception() is None:
+        preparing.result().cancel()
 
 
 class Answers:

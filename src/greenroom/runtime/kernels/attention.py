@@ -148,8 +148,7 @@ class OneToken:
             and width % 2 == 0
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and self.module.config.__dict__.get("_attn_implementation_internal")
-            in _IMPLEMENTATIONS
+            and self.module.config.__dict__.get("_attn_implementation_internal") in _IMPLEMENTATIONS
             and self.intact()
             and self._sound(width)
         )
