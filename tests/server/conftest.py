@@ -47,7 +47,8 @@ def thinker_tokenizer() -> Any:
         "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
         "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+        "{% endif %}"
         "{% endif %}"
     )
     return tokenizer
@@ -122,7 +123,7 @@ Serve = Callable[..., Running]
 
 @pytest.fixture
 def serve(no_threads_left: None) -> Iterator[Serve]:
-    """`serve(engine, key=..., max_queue=..., ...)`: a running server; more options are ServeConfig's."""
+    """`serve(engine, key=..., max_queue=...)`: a running server; other options are ServeConfig's."""
     running: list[Running] = []
 
     def start(

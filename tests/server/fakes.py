@@ -97,9 +97,16 @@ class FakeEngine:
         ticket.done.set()
         ticket.listener(
             Finished(
-                reason, len(request.ids), self.reused, ticket.told, 0.0, first,
-                time.monotonic() - began, 0.75, error,
-            )  # fmt: skip
+                reason,
+                len(request.ids),
+                self.reused,
+                ticket.told,
+                0.0,
+                first,
+                time.monotonic() - began,
+                0.75,
+                error,
+            )
         )
 
     def _token(self, request: Request, token: int) -> Token:

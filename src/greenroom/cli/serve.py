@@ -102,7 +102,7 @@ def try_it(service: Service, url: str) -> str:
         path, asked = "completions", '"prompt": "Hello"'
     return (
         f"try: curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
-        f" -d '{{\"model\": \"{service.name}\", {asked}}}'"
+        f' -d \'{{"model": "{service.name}", {asked}}}\''
     )
 
 

@@ -91,7 +91,7 @@ class Terminal:
             sys.stdout.write(DIM if thinking else f"{PLAIN}\n")
             self._thinking = thinking
         if not thinking or sys.stdout.isatty():
-            sys.stdout.write(delta.reasoning if thinking else _safe(delta.text))
+            sys.stdout.write(_safe(delta.reasoning or delta.text))
         sys.stdout.flush()
 
     def end(self) -> None:
@@ -146,13 +146,15 @@ class Session:
                 self._terminal.say(f"greenroom: {' '.join(str(error).split())}")
 
     def _take(self, line: str) -> None:
-        name, _, rest = line.strip().partition(" ")
+        name, _, rest = line.partition(" ")
         if not name.startswith("/"):
             self._answer(line)
         elif name in self._commands:
             self._commands[name](rest.strip())
         else:
-            raise UsageError(f"there is no command {name[:40]!r}: /help lists them")
+            raise UsageError(
+                f"there is no command {name[:40]!r}: /help lists them, a space before it sends it"
+            )
 
     def _answer(self, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
@@ -167,7 +169,7 @@ class Session:
         self._terminal.say(closing(reply))
 
     def _stats(self, rest: str) -> None:
-        from greenroom.cli.snapshot import summary
+        from greenroom.cli.summary import summary
 
         self._terminal.say(summary(self._talker.stats()))
 
@@ -210,5 +212,7 @@ def closing(reply: Reply) -> str:
     if reply.hit_ratio is not None:
         parts.append(f"hit ratio {reply.hit_ratio:.1%}")
     if reply.reason != "stop":
-        parts.append({"length": "cut short", "cancelled": "stopped"}.get(reply.reason, reply.reason))
+        parts.append(
+            {"length": "cut short", "cancelled": "stopped"}.get(reply.reason, reply.reason)
+        )
     return f"[{' · '.join(parts)}]"

@@ -80,48 +80,62 @@ class EngineCollector(Collector):
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
-    """Metrics of one snapshot."""
-    for name, key, text in GAUGES:
-        if (value := _at(stats, key)) is not None:
+    """Metrics of one snapshot (see `Engine.stats`); what it does not have is left out."""
+    for name, path, text in GAUGES:
+        if (value := _at(stats, path)) is not None:
             yield _gauge(f"greenroom_{name}", text, value)
-    for name, key, text, label in LABELLED:
-        found = _at(stats, key)
-        if found is None:
-            continue
-        family = CounterMetricFamily(f"greenroom_{name}", text, labels=[label])
-        for each, value in found.items() if isinstance(found, dict) else enumerate(found):
-            if isinstance(value, int | float):
-                family.add_metric([str(each)], value)
-        yield family
-    for name, key, text in LINKS:
-        links = stats.get("links") or []
-        family = CounterMetricFamily(f"greenroom_link_{name}", text, labels=["link"])
-        for link in links:
-            family.add_metric([str(link["link"])], link[key])
-        yield family
+    for name, path, text in COUNTERS:
+        if (value := _at(stats, path)) is not None:
+            yield CounterMetricFamily(f"greenroom_{name}", text, value=value)
+    for name, path, label, key, text in ROWS:
+        if rows := _at(stats, path):
+            family = CounterMetricFamily(f"greenroom_{name}", text, labels=[label])
+            for row in rows:
+                family.add_metric([str(row[label])], row[key])
+            yield family
+    for name, path, label, text in TABLES:
+        if table := _at(stats, path):
+            family = CounterMetricFamily(f"greenroom_{name}", text, labels=[label])
+            for each, value in table.items():
+                if type(value) in (int, float) and each not in NO_COUNTS:
+                    family.add_metric([each], value)
+            yield family
 
 
 # (name, where in the statistics, text)
 GAUGES = (
-    ("running_requests", "running", "answers that are being computed"),
-    ("queued_requests", "queued", "requests that wait for a place"),
-    ("resident_experts", "cache.capacity", "slots of the expert cache"),
-    ("resident_bytes", "cache.resident_bytes", "bytes of the expert cache's slots"),
-    ("budget_bytes", "cache.budget_bytes", "--memory"),
-    ("process_resident_bytes", "cache.rss_bytes", "memory of the process"),
-    ("kv_bytes", "kv.bytes", "keys and values that there is room for"),
-    ("prefix_tokens", "prefixes.tokens", "tokens whose keys and values are kept for reuse"),
+    ("running_requests", "queue.running", "answers that are being computed"),
+    ("queued_requests", "queue.waiting", "requests that wait for a place"),
+    ("budget_bytes", "memory.budget_bytes", "--memory"),
+    ("resident_bytes", "memory.resident_bytes", "bytes of the expert cache's slots"),
+    ("resident_experts", "memory.slots", "slots of the expert cache"),
+    ("process_resident_bytes", "memory.process_bytes", "memory of the process"),
+    ("kv_limit_bytes", "kv.limit_bytes", "keys and values that there may be"),
+    ("kv_reserved_bytes", "kv.reserved_bytes", "keys and values of what runs"),
+    ("prefix_bytes", "prefixes.bytes", "keys and values that are kept for reuse"),
 )
-LABELLED = (
-    ("expert_hits", "layers.hits", "experts that were resident when asked for", "layer"),
-    ("expert_misses", "layers.misses", "experts that were not", "layer"),
-    ("prefetches", "prefetch", "prefetches by what became of them", "outcome"),
-    ("stall_seconds", "stalls", "seconds with nothing to compute, by cause", "cause"),
+COUNTERS = (
+    ("passes", "passes.count", "forward passes"),
+    ("pass_tokens", "passes.tokens", "tokens of all passes"),
+    ("pass_faults", "passes.faults", "passes that failed and were tried again"),
+    ("prefixes_evicted", "prefixes.evicted", "prefixes that made room for others"),
+    ("expert_bytes_read", "experts.bytes_read", "bytes of experts that were read"),
+    ("stalled_seconds", "stall_s", "seconds with nothing to compute"),
 )
-LINKS = (
-    ("bytes", "bytes", "bytes carried"),
-    ("busy_seconds", "busy_s", "seconds in which it carried any"),
+# (name, where, label, key, text)
+ROWS = (
+    ("expert_hits", "experts.layers", "layer", "hits", "experts that were there when asked for"),
+    ("expert_misses", "experts.layers", "layer", "misses", "experts that were not"),
+    ("link_bytes", "links", "link", "bytes", "bytes carried"),
+    ("link_busy_seconds", "links", "link", "busy_s", "seconds in which it carried any"),
+    ("link_idle_seconds", "links", "link", "idle_s", "seconds in which it carried none"),
 )
+# (name, where, label, text)
+TABLES = (
+    ("prefetches", "prefetch", "outcome", "prefetches by what became of them"),
+    ("stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
+)
+NO_COUNTS = frozenset({"distance", "accuracy", "goodpred"})
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

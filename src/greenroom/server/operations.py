@@ -43,7 +43,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/stats")
     async def stats() -> JSONResponse:
-        return JSONResponse(await asyncio.to_thread(service.engine.stats))
+        found = dict(await asyncio.to_thread(service.engine.stats))
+        if isinstance(found.get("state"), dict):  # why it failed may name files; the log has it
+            found["state"] = {k: v for k, v in found["state"].items() if k != "why"}
+        return JSONResponse(found)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:

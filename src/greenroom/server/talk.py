@@ -1,7 +1,7 @@
 """A conversation with a model, without HTTP: what the terminal chat talks to.
 
-    voice = Voice(engine, sampling)
-    reply = voice.answer(messages, on_text)      # until it ends, or Ctrl-C ends it
+voice = Voice(engine, sampling)
+reply = voice.answer(messages, on_text)      # until it ends, or Ctrl-C ends it
 """
 
 from __future__ import annotations
