@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -193,6 +193,16 @@ class OneToken:
         return (
             (self._project, self._to_project(x, positions, k, v, work)),
             (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
+        )
+
+    def stages_of_rows(
+        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]]
+    ) -> tuple[sequence.Stage, sequence.Stage]:
+        """The stages of several tokens, from those of each."""
+        project, attend = zip(*each, strict=True)
+        return (
+            sequence.of_rows(body(heads.project_rows, self.dtype), [words for _, words in project]),
+            sequence.of_rows(body(heads.attend_rows, self.dtype), [words for _, words in attend]),
         )
 
     def work(self, context: int) -> Tensor:

@@ -10,7 +10,7 @@ The bits are those of the accelerated modules called one by one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ from greenroom.runtime.kernels.patterns import routed
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# The stages up to a layer's block, and the tensors that they use.
+Attending = tuple[tuple[sequence.Stage, ...], tuple[Tensor, Tensor]]
 
 
 class OneLayer:
@@ -118,11 +122,26 @@ class OneLayer:
                 raise AssertionError("caches of one batch are of one kind")
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        for i, ((each, its), room) in enumerate(zip(alone, rooms, strict=True)):
-            here = slice(i, i + 1)
-            positions = its["position_embeddings"]
-            self._attend(each, positions, room, total[:, here], state[:, here])
+        rows = zip(alone, rooms, total.split(1, 1), state.split(1, 1), strict=True)
+        self._run_rows(
+            [
+                self._stages(each, its["position_embeddings"], room, summed, out)  # type: ignore[arg-type]
+                for (each, its), room, summed, out in rows
+            ]
+        )
         return self._after(total, state, together.exact)
+
+    def _run_rows(self, rows: Sequence[Attending]) -> None:
+        """The stages of several tokens, side by side."""
+        begin, project, attend, middle = zip(*(stages for stages, _ in rows), strict=True)
+        join = body(layers.join_rows, self._one.dtype)
+        sequence.run(
+            (
+                sequence.of_rows(join, [words for _, words in begin]),
+                *self._one.stages_of_rows(list(zip(project, attend, strict=True))),
+                sequence.of_rows(join, [words for _, words in middle]),
+            )
+        )
 
     def _alone(
         self, x: Tensor, i: int, kwargs: dict[str, Any], cache: Any
@@ -158,6 +177,18 @@ class OneLayer:
         out: Tensor,
     ) -> None:
         """total = x + attention(norm(x)), out = its norm."""
+        stages, _ = self._stages(x, positions, room, total, out)
+        sequence.run(stages)
+
+    def _stages(
+        self,
+        x: Tensor,
+        positions: Positions,
+        room: tuple[Tensor, Tensor],
+        total: Tensor,
+        out: Tensor,
+    ) -> Attending:
+        """What `_attend` does, and the memory that it works in until it is done."""
         one, between = self._one, torch.empty(2, *x.shape, dtype=x.dtype)
         normed = between.data_ptr()
         attended, work = normed + between.nbytes // 2, one.work(room[0].shape[2])
@@ -166,7 +197,7 @@ class OneLayer:
         middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
         middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
         stages = one.stages(normed, positions, *room, work, attended)
-        sequence.run(((self._join, begin), *stages, (self._join, middle)))
+        return ((self._join, begin), *stages, (self._join, middle)), (between, work)
 
     def _plain(self) -> bool:
         """Is the block still what it was, and does nobody listen to it or to its experts?"""

@@ -25,7 +25,15 @@ from greenroom.runtime.kernels.ir import (
     stack,
     word,
 )
-from greenroom.runtime.kernels.layers import UNIT, F, multiply, normalise
+from greenroom.runtime.kernels.layers import (
+    R_COUNT,
+    R_DONE,
+    R_FIRST,
+    UNIT,
+    F,
+    multiply,
+    normalise,
+)
 
 # The words of `project`; four a head follow them: weight, bias, norm's weight (0: none), rotated?
 (
@@ -56,6 +64,36 @@ def rotate(kind, row, cos, sin, width):
         put(F, row, half + i, rounded(kind, second))
 
 
+@njit(inline="always")
+def project_head(kind, p, head):
+    """One head of `project`, with the words at p."""
+    size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
+    queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
+    eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
+    own = PROJECT_WORDS + HEAD_WORDS * head
+    w, bias, norm = word(p, own), word(p, own + 1), word(p, own + 2)
+    row, ld = word(p, SCRATCH) + 4 * head * width, columns * size
+    for i in range(0, width, COLUMNS):
+        dot_1x4(kind, kind, w + i * ld, ld, columns, columns, 0, (word(p, X),), (row + 4 * i,))
+    for i in range(width):
+        v = get(F, row, i)
+        if bias != 0:
+            v += get(kind, bias, i)
+        put(F, row, i, rounded(kind, v))
+    if norm != 0:
+        normalise(kind, F, row, width, norm, eps, style, F, row)
+    if word(p, own + 3) != 0:
+        rotate(kind, row, word(p, COS), word(p, SIN), rotary)
+    if head < queries:
+        out = word(p, Q_OUT) + head * width * size
+    elif head < queries + keys:
+        out = word(p, K_OUT) + (head - queries) * word(p, K_STEP)
+    else:
+        out = word(p, V_OUT) + (head - queries - keys) * word(p, V_STEP)
+    for i in range(width):
+        put(kind, out, i, get(F, row, i))
+
+
 def project(kind, stamp):
     """Queries, keys and values of one token x [K]: a head's rows times x, bias, norm, rotation.
 
@@ -66,38 +104,30 @@ def project(kind, stamp):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
-        queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
-        eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
+        heads = word(p, Q_HEADS) + 2 * word(p, KV_HEADS)
         while True:
             head = claim(p, 0, 1)
-            if head >= queries + 2 * keys:
+            if head >= heads:
                 return
-            own = PROJECT_WORDS + HEAD_WORDS * head
-            w, bias, norm = word(p, own), word(p, own + 1), word(p, own + 2)
-            row, ld = word(p, SCRATCH) + 4 * head * width, columns * size
-            for i in range(0, width, COLUMNS):
-                dot_1x4(
-                    kind, kind, w + i * ld, ld, columns, columns, 0,
-                    (word(p, X),), (row + 4 * i,),
-                )  # fmt: skip
-            for i in range(width):
-                v = get(F, row, i)
-                if bias != 0:
-                    v += get(kind, bias, i)
-                put(F, row, i, rounded(kind, v))
-            if norm != 0:
-                normalise(kind, F, row, width, norm, eps, style, F, row)
-            if word(p, own + 3) != 0:
-                rotate(kind, row, word(p, COS), word(p, SIN), rotary)
-            if head < queries:
-                out = word(p, Q_OUT) + head * width * size
-            elif head < queries + keys:
-                out = word(p, K_OUT) + (head - queries) * word(p, K_STEP)
-            else:
-                out = word(p, V_OUT) + (head - queries - keys) * word(p, V_STEP)
-            for i in range(width):
-                put(kind, out, i, get(F, row, i))
+            project_head(kind, p, head)
+
+    return enter
+
+
+def project_rows(kind, stamp):
+    """`project` for several tokens: a head's weight is read from memory once for all of them."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        first = word(p, R_FIRST)
+        heads = word(first, Q_HEADS) + 2 * word(first, KV_HEADS)
+        while True:
+            head = claim(p, 0, 1)
+            if head >= heads:
+                return
+            for token in range(word(p, R_COUNT)):
+                project_head(kind, word(p, R_FIRST + token), head)
 
     return enter
 
@@ -123,6 +153,54 @@ def exponentials(row, n, scale):
     return (a + b) + (c + d)
 
 
+@njit(inline="always")
+def attend_heads(kind, p, unit):
+    """One head of keys of `attend`, and the queries that share it, with the words at p."""
+    size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
+    kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
+    scale = float_of(np.int32(word(p, SCALE)))
+    heads, mixed = kv_heads * group, word(p, MIXED)
+    first = unit * group
+    scores = word(p, SCORES) + 4 * first * context
+    x = word(p, SCORES) + 4 * (heads * context + first * width)
+    out = x + 4 * heads * width
+    cells = word(p, SCORES) + 4 * (heads * (context + 2 * width) + unit * width)
+    q = word(p, Q) + first * width * size
+    for i in range(group * width):
+        put(F, x, i, get(kind, q, i))
+    keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
+    whole = context - context % COLUMNS
+    for t in range(0, whole, COLUMNS):
+        for j in range(group):
+            out_of = (scores + 4 * (j * context + t),)
+            dot_1x4(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
+    for t in range(whole, context):
+        for j in range(group):
+            out_of = (scores + 4 * (j * context + t),)
+            dot_1x1(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
+    for j in range(group):  # the sums take the place of the queries
+        put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
+    for j in range(group):
+        panels(
+            kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,
+            BLOCK, 0, scores + 4 * j * context, out + 4 * j * width, cells,
+        )  # fmt: skip
+    for j in range(group):
+        total, row = get(F, x, j), j * width
+        for i in range(row, row + width):
+            put(kind, mixed, first * width + i, get(F, out, i) / total)
+
+
+@njit(inline="always")
+def attend_out(kind, p, n0, sums):
+    """UNIT rows from n0 on of the output projection of `attend`, with the words at p."""
+    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
+    multiply(
+        kind, word(p, A_W), word(p, A_BIAS), word(p, MIXED), word(p, A_OUT), word(p, A_ROWS),
+        columns, n0, sums,
+    )  # fmt: skip
+
+
 def attend(kind, stamp):
     """One token's attention over its context, then the output projection.
 
@@ -135,56 +213,42 @@ def attend(kind, stamp):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums = stack()
-        size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
-        kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
-        scale = float_of(np.int32(word(p, SCALE)))
-        heads, mixed = kv_heads * group, word(p, MIXED)
+        sums, kv_heads = stack(), word(p, A_KV_HEADS)
         while True:
             unit = claim(p, 0, 1)
-            if unit >= kv_heads:
-                n0 = (unit - kv_heads) * UNIT
-                if n0 >= word(p, A_ROWS):
-                    return
-                await_(p, DONE, kv_heads)
-                multiply(
-                    kind, word(p, A_W), word(p, A_BIAS), mixed, word(p, A_OUT), word(p, A_ROWS),
-                    heads * width, n0, sums,
-                )  # fmt: skip
+            if unit < kv_heads:
+                attend_heads(kind, p, unit)
+                claim(p, DONE, 1)
                 continue
-            first = unit * group
-            scores = word(p, SCORES) + 4 * first * context
-            x = word(p, SCORES) + 4 * (heads * context + first * width)
-            out = x + 4 * heads * width
-            cells = word(p, SCORES) + 4 * (heads * (context + 2 * width) + unit * width)
-            q = word(p, Q) + first * width * size
-            for i in range(group * width):
-                put(F, x, i, get(kind, q, i))
-            keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
-            whole = context - context % COLUMNS
-            for t in range(0, whole, COLUMNS):
-                for j in range(group):
-                    out_of = (scores + 4 * (j * context + t),)
-                    dot_1x4(
-                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
-                    )  # fmt: skip
-            for t in range(whole, context):
-                for j in range(group):
-                    out_of = (scores + 4 * (j * context + t),)
-                    dot_1x1(
-                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
-                    )  # fmt: skip
-            for j in range(group):  # the sums take the place of the queries
-                put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
-            for j in range(group):
-                panels(
-                    kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,
-                    BLOCK, 0, scores + 4 * j * context, out + 4 * j * width, cells,
-                )  # fmt: skip
-            for j in range(group):
-                total, row = get(F, x, j), j * width
-                for i in range(row, row + width):
-                    put(kind, mixed, first * width + i, get(F, out, i) / total)
-            claim(p, DONE, 1)
+            n0 = (unit - kv_heads) * UNIT
+            if n0 >= word(p, A_ROWS):
+                return
+            await_(p, DONE, kv_heads)
+            attend_out(kind, p, n0, sums)
+
+    return enter
+
+
+def attend_rows(kind, stamp):
+    """`attend` for several tokens, each over its own context: the projection's weight is read from
+    memory once for all of them."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        sums, first, tokens = stack(), word(p, R_FIRST), word(p, R_COUNT)
+        kv_heads = word(first, A_KV_HEADS)
+        while True:
+            unit = claim(p, 0, 1)
+            if unit < tokens * kv_heads:
+                attend_heads(kind, word(p, R_FIRST + unit // kv_heads), unit % kv_heads)
+                claim(p, R_DONE, 1)
+                continue
+            n0 = (unit - tokens * kv_heads) * UNIT
+            if n0 >= word(first, A_ROWS):
+                return
+            await_(p, R_DONE, tokens * kv_heads)
+            for token in range(tokens):
+                attend_out(kind, word(p, R_FIRST + token), n0, sums)
 
     return enter
