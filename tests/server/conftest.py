@@ -123,7 +123,7 @@ Serve = Callable[..., Running]
 
 @pytest.fixture
 def serve(no_threads_left: None) -> Iterator[Serve]:
-    """`serve(engine, key=..., max_queue=...)`: a running server; other options are ServeConfig's."""
+    """`serve(engine, key=..., max_queue=...)`: a running server; the rest are ServeConfig's."""
     running: list[Running] = []
 
     def start(

@@ -181,7 +181,10 @@ class Spoken:
         self._parser: ResponseParser | None = parser
         self._raw = ""
         self._shown = 0  # characters of `_raw` that are told, or were delimiters
-        self._between = False  # a region has ended, and the next has not begun
+        # A region has ended, or one with a delimiter has begun: its first spaces say nothing.
+        self._between = False
+        self._said(parser.initial_events)
+        self._shown = 0
 
     def feed(self, token_id: int) -> list[Said]:
         return self._parse(self._text.feed(token_id))
@@ -209,21 +212,28 @@ class Spoken:
         return self._said(events)
 
     def _said(self, events: list[dict[str, Any]]) -> list[Said]:
-        said = []
+        said: list[Said] = []
         for event in events:
-            if event["type"] == "region_close":
-                self._between = True
-            for part in serving.response_events_to_chunks([event]):
-                if isinstance(part, serving.ToolCall):
-                    said.append(Said(call=ToolCall(part.name, part.arguments)))
-                    self._shown = len(self._raw)
-                    continue
-                self._shown = self._raw.rfind(part) + len(part)
-                text = part.lstrip() if self._between else str(part)
-                self._between = self._between and not text
-                reasoning = isinstance(part, serving.ReasoningText)
-                said += [Said(reasoning=text) if reasoning else Said(text)] * bool(text)
+            if event["type"] == "region_close" or event.get("field") != "content":
+                self._between = self._between or event["type"] != "region_chunk"
+            try:
+                parts = serving.response_events_to_chunks([event])
+            except (KeyError, TypeError):  # JSON, but no call
+                return said + self._give_up()
+            for part in parts:
+                said += self._part(part)
         return said
+
+    def _part(self, part: Any) -> list[Said]:
+        if isinstance(part, serving.ToolCall):
+            self._shown = len(self._raw)
+            return [Said(call=ToolCall(part.name, part.arguments))]
+        self._shown = self._raw.rfind(part) + len(part)
+        text = part.lstrip() if self._between else str(part)
+        self._between = self._between and not text
+        if isinstance(part, serving.ReasoningText):
+            return [Said(reasoning=text)] if text else []
+        return _text(text)
 
     def _give_up(self) -> list[Said]:
         self._parser = None
