@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,34 +122,38 @@ def wait_for(true: Callable[[], Any], seconds: float = 10.0) -> None:
 Serve = Callable[..., Running]
 
 
+def launch(
+    engine: FakeEngine,
+    key: str | None = None,
+    head_s: float | None = None,
+    slow_s: float | None = None,
+    **options: Any,
+) -> Running:
+    """A running server; `options` are ServeConfig's."""
+    config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
+    lines: list[str] = []
+    log = RequestLog(config.log_format, lines.append)
+    service = Service(engine, config, NAME, key, log)
+    sock = listening(config.host, config.port)
+    made = server(service)
+    if head_s or slow_s:
+        limits = {"head_s": head_s or Patient.head_s, "slow_s": slow_s or Patient.slow_s}
+        made.config.http = type("Impatient", (Patient,), limits)
+    made.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
+    thread.start()
+    wait_for(lambda: made.started)
+    return Running(service, made, address(sock), thread, lines)
+
+
 @pytest.fixture
 def serve(no_threads_left: None) -> Iterator[Serve]:
-    """`serve(engine, key=..., max_queue=...)`: a running server; the rest are ServeConfig's."""
+    """`serve(engine, ...)`: a server of this test's own (see `launch`)."""
     running: list[Running] = []
 
-    def start(
-        engine: FakeEngine,
-        key: str | None = None,
-        head_s: float | None = None,
-        slow_s: float | None = None,
-        **options: Any,
-    ) -> Running:
-        config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
-        lines: list[str] = []
-        log = RequestLog(config.log_format, lines.append)
-        service = Service(engine, config, NAME, key, log)
-        sock = listening(config.host, config.port)
-        made = server(service)
-        if head_s or slow_s:
-            limits = {"head_s": head_s or Patient.head_s, "slow_s": slow_s or Patient.slow_s}
-            made.config.http = type("Impatient", (Patient,), limits)
-        made.capture_signals = _no_signals  # type: ignore[method-assign]
-        thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
-        found = Running(service, made, address(sock), thread, lines)
-        running.append(found)
-        thread.start()
-        wait_for(lambda: made.started)
-        return found
+    def start(engine: FakeEngine, **options: Any) -> Running:
+        running.append(launch(engine, **options))
+        return running[-1]
 
     yield start
     for each in running:
@@ -156,7 +161,9 @@ def serve(no_threads_left: None) -> Iterator[Serve]:
             each.stop()
 
 
-def _no_signals() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A server that always says Hi, for all tests of a file."""
+    found = launch(saying("Hi"))
+    yield found
+    found.stop()

@@ -52,7 +52,7 @@ def api(service: Service) -> FastAPI:
     )
     for each in APIS:
         app.include_router(each.router(service))
-    for kind in (GreenroomError, HTTPException):
+    for kind in (GreenroomError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
     app.state.log = service.log
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
     found = as_api_error(error)
     served = request.state.served
     served.error = str(found)
-    if found.status >= 500 and found is not error:
+    if found.status >= 500 and found is not error and isinstance(error, GreenroomError):
         request.app.state.log.failed(served.id, error)
     return JSONResponse(found.body(request.url.path, served.id), found.status, found.headers)
 
