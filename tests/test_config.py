@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.config import UNITS, Amount, LoadConfig, SamplingConfig, show_bytes
+from greenroom.config import UNITS, Amount, LoadConfig, SamplingConfig, ServeConfig, show_bytes
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
 CHOICES = [
     (kind, option.name, option.metadata["choices"])
-    for kind in (LoadConfig, SamplingConfig)
+    for kind in (LoadConfig, SamplingConfig, ServeConfig)
     for option in fields(kind)
     if option.metadata["choices"]
 ]
@@ -107,3 +107,25 @@ def test_every_option_has_help_and_a_valid_default(kind: type[LoadConfig]) -> No
         assert option.metadata["help"]
         flag = option.default is False
         assert flag or option.metadata["metavar"] or option.metadata["choices"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_batch": 0}, "--max-batch must be at least 1, got 0"),
+        ({"max_queue": -1}, "--max-queue must be at least 0, got -1"),
+        ({"max_tokens": 0}, "--max-tokens must be at least 1, got 0"),
+        ({"port": 70000}, "--port must be at most 65535, got 70000"),
+        ({"prefill_chunk": 513}, "--prefill-chunk must be at most 512, got 513"),
+        ({"timeout": 0}, "--timeout must be above 0, got 0"),
+        ({"timeout": float("inf")}, "--timeout must be above 0, got inf"),
+        ({"grace": -1}, "--grace must be at least 0, got -1"),
+        ({"kv_memory": "lots"}, "--kv-memory is 'lots': write bytes"),
+        ({"prefix_share": "1GiB"}, "--prefix-share is a share, as 50%"),
+        ({"max_body": "5%"}, "--max-body is an amount, as 4MiB"),
+    ],
+)
+def test_what_a_server_cannot_be_told(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        ServeConfig(**wrong)  # type: ignore[arg-type]
+    assert str(error.value).startswith(said)

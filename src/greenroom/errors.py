@@ -13,6 +13,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- PredictorError        a predictor that is damaged, another model's, or impossible here
 +-- StoreError            reading an expert failed while answering (its cause is the disk's own)
 +-- DeviceError           the device refused memory or a copy
++-- Interrupted           a pass was given up, since nobody waits for it any more
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (full disk, no permission)
 +-- VerifyError           the outputs differ where they must not
@@ -77,6 +78,10 @@ class StoreError(GreenroomError):
 
 class DeviceError(GreenroomError):
     """The device refused memory or a copy."""
+
+
+class Interrupted(GreenroomError):
+    """A pass was given up, since nobody waits for it any more."""
 
 
 class ProfileError(GreenroomError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -32,12 +33,14 @@ from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv import ROOM, adopt, reserve
+from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.hf.pack.checked import checked
 from greenroom.hf.parts import Parts
 from greenroom.hf.recall import Recall
 from greenroom.hf.shared import Shared
 from greenroom.hf.shared import attach as shared
+from greenroom.hf.together import Together
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
@@ -192,10 +195,13 @@ class Greenroom:
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
         self._tier_base = 0, 0
+        self.keys_values: KVBytes | None = None  # what those of a request take
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
+        self._begin: int | None = None  # prompts that begin with the next pass, where it was said
+        self._unnoted = False  # are passes those of a trial?
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
         self.accelerated: Accelerated | None = None
@@ -305,21 +311,28 @@ class Greenroom:
         encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
-        if given is None or given.is_meta:
+        if given is None or given.is_meta or self._unnoted:
             return None
         cache = self._cache(model, kwargs)
-        if self.growth is not None:
-            self.growth.before(cache, *given.shape[:2])
-            self._sized()
-        if model is not self._decoder and (cache is None or not cache.get_seq_length()):
-            self._request += 1
         batch, length = given.shape[:2]
+        together = isinstance(cache, Together)
+        if (growth := self.growth) is not None:  # a resize may take it away meanwhile
+            if together:
+                growth.before_all(cache.caches, cache.lengths)
+            else:
+                growth.before(cache, batch, length)
+            self._sized()
+        if self._begin is not None:
+            self._request, self._begin = self._request + self._begin, None
+        elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
+            self._request += 1
+        prompt = not cache.singles if together else length > 1
         self.driver.begin_pass(
             PassBegins(
                 self._request,
                 self._tokens,
                 batch * length,
-                length > 1,
+                prompt,
                 None if ids is None else ids.flatten().cpu().numpy(),
             )
         )
@@ -330,19 +343,55 @@ class Greenroom:
         """The keys and values that a pass goes on with: of the kind that was asked for, where it
         begins, and those of the usual kind growing in place."""
         cache, kind = kwargs.get("past_key_values"), self.parts.kv
+        if isinstance(cache, Together):
+            for each in cache.caches:
+                self._adopt(each)
+            return cache
         if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
             cache = kwargs["past_key_values"] = kind.cache(model.config)
-        adopt(cache, max(self.parts.context, ROOM) + 1, in_blocks=self.engine is not None)
+        self._adopt(cache)
         return cache
+
+    def _adopt(self, cache: Any) -> None:
+        adopt(cache, max(self.parts.context, ROOM) + 1, in_blocks=self.engine is not None)
+
+    def begins(self, prompts: int) -> None:
+        """So many prompts begin with the next pass; else that is told by keys and values, which a
+        prompt may have of an earlier one."""
+        self._begin = prompts
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Experts give nothing for the while, nothing is read, and no pass is noted."""
+        self._unnoted = True
+        try:
+            for module in self._modules:
+                module.forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+            yield
+        finally:
+            self._unnoted = False
+            for module in self._modules:
+                del module.forward
+
+    def by_tokens(self) -> bool:
+        """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
+        model: Any = self._model()
+        known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
+        bindings: list[Binding] = [getattr(module, BINDING) for module in self._modules]
+        return known == model.config.get_text_config().num_hidden_layers and not any(
+            binding.experts.unfused for binding in bindings
+        )
 
     def _sized(self) -> None:
         least, most = self._sizes
         self._sizes = min(least, self.capacity), max(most, self.capacity)
 
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._unnoted:
+            return
         self.driver.end_pass()
-        if self.growth is not None:
-            self.growth.seen(getattr(out, "past_key_values", None))
+        if (growth := self.growth) is not None:
+            growth.seen(getattr(out, "past_key_values", None))
         if self.engine is not None:  # a router's choice is known here when its experts run
             return
         if not self._preempting and self._shared is not None and self._shared.early:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ class Growth:
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # that were seen and live
         self._last: weakref.ref[Any] | None = None
         self._known = Demand(0, 0, 0)  # what there is room for
+        self._known_together: tuple[Any, ...] | None = None  # the same of several sequences
         self._asked = 0  # bytes that the last resize made room for
         self.least = self._capacity(self._full(), 0)
 
@@ -108,8 +109,52 @@ class Growth:
         with self._lock:
             self._make_room(self._driver, cache, demand, had)
 
+    def before_all(self, caches: Sequence[Any], lengths: Sequence[int]) -> None:
+        """As `before`, for a pass of several sequences: so many new tokens of each."""
+        after = [_tokens(cache) + new for cache, new in zip(caches, lengths, strict=True)]
+        blocks = tuple(-(-tokens // BLOCK) * BLOCK for tokens in after)
+        known = tuple(map(id, caches)), blocks, -(-sum(lengths) // BLOCK)
+        if self._driver is None or known == self._known_together:
+            return
+        with self._lock:
+            held = sum(self._kv.held(tokens) for tokens in blocks)
+            passing = max(self._kv.passing(tokens) for tokens in blocks)
+            workspace = self._workspace.nbytes(1, sum(lengths), max(after))
+            keys_values = held + passing + self._others(caches)
+            self._settle_for(self._driver, self._with(keys_values, workspace))
+            for cache, tokens in zip(caches, blocks, strict=True):
+                if self._kv.on_a_gpu and _tokens(cache):
+                    kv.make_room(cache, tokens, self._release)
+                self.seen(cache)
+            self._known, self._known_together = Demand(0, 0, 0), known
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for so many bytes of keys and values beside those that there are."""
+        if self._driver is None:
+            return
+        with self._lock:
+            full = self._full()
+            workspace = self._workspace.nbytes(1, full.length, full.tokens)
+            self._settle_for(self._driver, self._with(self._others(()) + nbytes, workspace))
+            self._known, self._known_together = Demand(0, 0, 0), None
+
+    def most(self) -> int:
+        """Bytes that keys and values can have where the fewest slots are left."""
+        full = self._full()
+        workspace = self._workspace.nbytes(1, full.length, full.tokens)
+        slots = -(-self._fewest // self._devices) * self._catalog.slot_bytes
+        return max(0, self.budget - self._with(0, workspace).total - slots)
+
+    def _others(self, caches: Sequence[Any]) -> int:
+        """Bytes of the caches that live, but for these."""
+        given = {id(cache) for cache in caches}
+        return sum(kv.held(each) for each in list(self._caches) if id(each) not in given)
+
+    def _with(self, keys_values: int, workspace: int) -> Needs:
+        return replace(self._need, kv_cache=keys_values, workspace=workspace + SLACK)
+
     def _make_room(self, driver: Driver, cache: Any, demand: Demand, had: int) -> None:
-        others = sum(kv.held(each) for each in list(self._caches) if each is not cache)
+        others = self._others((cache,))
         if had:  # a cache of a kind that takes more than ours do
             others += max(0, kv.held(cache) - self._kv.held(demand.tokens, demand.batch))
         rounded = replace(demand, tokens=-(-demand.tokens // BLOCK) * BLOCK)
@@ -120,7 +165,7 @@ class Growth:
             kv.make_room(cache, rounded.tokens, self._release)
         if cache is not None:
             self.seen(cache)
-        self._known = rounded
+        self._known, self._known_together = rounded, None
 
     def seen(self, cache: Any) -> None:
         """A cache that a pass was given, or has made."""
@@ -140,8 +185,12 @@ class Growth:
 
     def _settle(self, driver: Driver, demand: Demand, others: int) -> None:
         """Have the slots that a demand leaves, beside the bytes of other caches."""
-        wanted, now = self._capacity(demand, others), driver.scheduler.capacity
-        asked = self._needs(demand, others).total
+        self._settle_for(driver, self._needs(demand, others))
+
+    def _settle_for(self, driver: Driver, need: Needs) -> None:
+        """Have the slots that needs leave."""
+        wanted, now = self._slots(need), driver.scheduler.capacity
+        asked = need.total
         if wanted < now:
             if (fitting := driver.slots.fitting(wanted)) < now:
                 driver.resize(fitting)
@@ -162,10 +211,12 @@ class Growth:
     def _needs(self, demand: Demand, others: int) -> Needs:
         keys_values = self._kv.total(demand.tokens, demand.batch) + others
         workspace = self._workspace.nbytes(demand.batch, demand.length, demand.tokens)
-        return replace(self._need, kv_cache=keys_values, workspace=workspace + SLACK)
+        return self._with(keys_values, workspace)
 
     def _capacity(self, demand: Demand, others: int) -> int:
-        need = self._needs(demand, others)
+        return self._slots(self._needs(demand, others))
+
+    def _slots(self, need: Needs) -> int:
         fewest, of = self._fewest, self._of
         return capacity_for(self.budget, need, self._catalog, fewest, of, self._devices)
 

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from greenroom.runtime.memory import reservation
 
@@ -46,6 +51,13 @@ class _Room:
         batch, heads, tokens, width = self._view.shape
         row = tokens * width * self._view.element_size()
         return batch * heads * -(-row // PAGESIZE) * PAGESIZE
+
+    def cut(self, tensor: Tensor, tokens: int) -> Tensor:
+        """`tensor` with its first tokens alone, in place."""
+        if not self.holds(tensor) or self._whole is None:
+            return tensor[:, :, :tokens]
+        self._view = self._whole[:, :, :tokens]
+        return self._view
 
     def holds(self, tensor: Tensor) -> bool:
         """Is this the tensor that was given out last? Others (a copy, a part) are not built on."""
@@ -127,6 +139,16 @@ class Growing(DynamicLayer):
         keys = self.keys = self._rooms[0].grown(keys, keys, 1)
         values = self.values = self._rooms[1].grown(values, values, 1)
         return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Without the last -`tokens_to_remove` tokens; those that remain are not moved."""
+        if tokens_to_remove > 0:
+            raise ValueError("tokens to remove are told as a negative number")
+        if tokens_to_remove == 0 or not self.is_initialized:
+            return
+        keys, values = self._tensors()
+        left = max(0, keys.shape[2] + tokens_to_remove)
+        self.keys, self.values = self._rooms[0].cut(keys, left), self._rooms[1].cut(values, left)
 
     def make(self, tokens: int) -> int:
         """Room for so many tokens; the bytes that were left behind for it."""
@@ -215,6 +237,46 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
                 freed = 0
     if freed:
         release()
+
+
+def whole(cache: Any, tokens: int) -> bool:
+    """Are the keys and values of a sequence's first tokens all there, each by itself?
+
+    A recurrence keeps none of them, a sliding window forgets, a quantised cache joins several.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    return all(_whole(layer) and layer.get_seq_length() >= tokens for layer in cache.layers)
+
+
+def _whole(layer: Any) -> bool:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return bool(layer.cumulative_length < layer.sliding_window)
+    return type(layer) in (DynamicLayer, Growing)
+
+
+def cut(cache: Any, tokens: int) -> bool:
+    """Forget what is after a sequence's first tokens, in place; False where that cannot be done.
+
+    Layers may have different numbers of them, as after a pass that failed.
+    """
+    if cache is None or type(cache) is not DynamicCache or cache.offloading:
+        return cache is None and tokens == 0
+    for layer in cache.layers:
+        more = layer.get_seq_length() - tokens if isinstance(layer, DynamicLayer) else 1
+        if more > 0 and not _whole(layer):
+            return False
+    for layer in cache.layers:
+        if (more := layer.get_seq_length() - tokens) > 0:
+            layer.crop(-more)
+    return True
+
+
+def copied(cache: Any, tokens: int, into: Any) -> Any:
+    """`into`, an empty cache, with keys and values of a `whole` sequence's first tokens."""
+    for index, layer in enumerate(cache.layers):
+        into.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+    return into
 
 
 def held(cache: Any) -> int:

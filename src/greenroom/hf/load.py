@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,8 @@ from greenroom.runtime.kernels import ahead
 from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import give_back, rss_bytes, trim_heap, uncollected
 
+Progress = Callable[[float, str], None]
+
 log = logging.getLogger(__name__)
 
 
@@ -82,16 +85,24 @@ def load(
 
 
 def load_with(
-    source: str, config: LoadConfig, *, remember: bool = True
+    source: str,
+    config: LoadConfig,
+    *,
+    remember: bool = True,
+    progress: Progress = lambda share, what: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load` from a checked config; whether it shall `remember` what runs learn of the model."""
+    """`load` from a checked config; whether it shall `remember` what runs learn of the model.
+
+    `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
+    """
     with uncollected():
-        return _load(source, config, remember)
+        return _load(source, config, remember, progress)
 
 
 def _load(
-    source: str, config: LoadConfig, remember: bool
+    source: str, config: LoadConfig, remember: bool, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    progress(0.0, "reading the checkpoint's index")
     named_policy(config.policy).check_online()
     predictor(config.prefetch)  # or UnknownName, UsageError
     cuda = on_a_gpu(config)
@@ -162,6 +173,7 @@ def _load(
     decoder_only = not draft.model.config.is_encoder_decoder
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
+    progress(0.1, "loading the dense parts")
     model: Any = draft.load()
     if engine is not None:  # whatever a class keeps beside its parameters goes with them
         with device_errors("the dense parts"):
@@ -170,12 +182,15 @@ def _load(
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     for name, value in keys_values.kind.implementation.items():
         setattr(model.generation_config, name, value)
+    progress(0.5, "compiling")
     compile_for(chosen)
     ahead.wait()
     if parts.host_bytes is not None:
         give_back()
         parts = _with_host(parts, config, keys_values)  # the process is what it is now
+    progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, parts)
+    greenroom.keys_values = keys_values
     try:
         greenroom.compile()
         give_back()
@@ -191,6 +206,7 @@ def _load(
                 context=context, least=least, of=of, devices=over, release=release,
             )  # fmt: skip
             greenroom.grow(growth)
+        progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
     except BaseException:
         greenroom.detach()

@@ -58,6 +58,7 @@ class Recall:
         finally:
             self._passes = self._driver.meter.passes
             self._driver.asked[:] = 0
+            self._driver.missed[:] = 0
 
     def keep(self) -> None:
         """Leave what was learned since then, where it is enough to be worth it."""

@@ -33,7 +33,7 @@ from greenroom.core.layout import Copy
 from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.whole import Tables
-from greenroom.errors import ClosedError, StoreError
+from greenroom.errors import ClosedError, Interrupted, StoreError
 from greenroom.runtime.copier import Between, Copier, Failure, Store
 from greenroom.runtime.meter import Meter
 from greenroom.runtime.timeline import COMPUTE, Timeline, lane
@@ -90,6 +90,7 @@ class Driver:
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
         self.asked = np.zeros(len(scheduler.pieces), np.int64)  # requests of each piece
+        self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self.timeline: Timeline | None = None
         self.links = links
         self._store, self._between = store, between
@@ -105,7 +106,7 @@ class Driver:
             None  # of the pass: when, stalls then, tokens
         )
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
-        self._closed = False
+        self._closed = self._interrupted = False
         self._broken: BaseException | None = None
         queue = scheduler.queue
         self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
@@ -146,6 +147,17 @@ class Driver:
             first = self.scheduler.pieces.offsets[layer]
             self._tell(Predicted(layer, experts + first, certain=True))
 
+    def interrupt(self) -> None:
+        """Nobody waits for the pass under way: its step raises Interrupted, and so do those that
+        follow, until `resume`. What it has asked for is not fetched any more."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Steps are served again."""
+        self._interrupted = False
+
     # ---- steps
 
     def step(
@@ -173,6 +185,7 @@ class Driver:
         first = self.scheduler.pieces.offsets[layer]
         with self._one_step:
             self._enter()
+            self._check_wanted()
             self._pass += layer <= self._layer
             self._layer = layer
             self.meter.passes = self._pass + 1
@@ -185,6 +198,7 @@ class Driver:
                     self._show_wave(layer, Compute(pieces, slots), begin)
                 return
             self._meanwhile, self._error = meanwhile, None
+            misses = self.scheduler.counts.misses
             try:
                 self._tell(
                     Routed(
@@ -197,6 +211,7 @@ class Driver:
                         self._prefill,
                     )
                 )
+                self.missed[layer] += self.scheduler.counts.misses - misses
                 if self._foresees and seen is not None:
                     self._foretell(lambda foresight: foresight.routed(seen(foresight.on)))
                 while isinstance(order := self._next_order(), Compute):
@@ -220,6 +235,7 @@ class Driver:
             return False
         with self._one_step:
             self._enter()
+            self._check_wanted()
             first = self.scheduler.pieces.offsets[layer]
             if not self.scheduler.at_once(first, self.asked, find):
                 return False
@@ -256,6 +272,10 @@ class Driver:
             raise ClosedError(
                 f"the cache of experts broke ({self._broken!r}): load the model again"
             ) from self._broken
+
+    def _check_wanted(self) -> None:
+        if self._interrupted:
+            raise Interrupted("the pass was given up: nobody waits for it")
 
     def _wait(self) -> None:
         """Until something has changed; with the lock held."""
@@ -317,6 +337,7 @@ class Driver:
             if not self._orders:
                 begin, cause = time.perf_counter(), self._cause()
                 while not self._orders:
+                    self._check_wanted()
                     self._wait()
                 end = time.perf_counter()
                 self.meter.stalls[cause] += end - begin

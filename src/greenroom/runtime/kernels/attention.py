@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from greenroom.runtime.kernels.stored import Record, coded, matrix_of, readable,
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
+TOGETHER = "greenroom_sdpa"  # in place of sdpa, where a pass has several sequences
+_IMPLEMENTATIONS = {"sdpa", TOGETHER}
 _TRIED_CONTEXT = 37  # tokens
 # Relative distance to the class's own forward that rounding alone can explain.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -160,7 +162,7 @@ class OneToken:
             and width % 2 == 0
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and self.module.config.__dict__.get("_attn_implementation_internal") == "sdpa"
+            and self.module.config.__dict__.get("_attn_implementation_internal") in _IMPLEMENTATIONS
             and self.intact()
             and self._sound(width)
         )
@@ -205,6 +207,22 @@ class OneToken:
         return (
             (self._project, self._to_project(x, positions, k, v, work)),
             (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
+        )
+
+    def stages_of_rows(
+        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]]
+    ) -> tuple[sequence.Stage, sequence.Stage]:
+        """The stages of several tokens, from those of each."""
+        projecting, attending = ([words for _, words in part] for part in zip(*each, strict=True))
+        if self._stride:  # each thread has room for a row of each token
+            memory, step = scratch(self._stride * len(each)), self._stride * len(each)
+            for token, (project, attend) in enumerate(zip(projecting, attending, strict=True)):
+                project[heads.MEMORY] = attend[heads.A_MEMORY] = memory + token * self._stride
+                project[heads.STRIDE] = attend[heads.A_STRIDE] = step
+        by_code = bool(self._stride)
+        return (
+            sequence.of_rows(body(heads.project_rows, self.dtype, by_code), projecting),
+            sequence.of_rows(body(heads.attend_rows, self.dtype, by_code), attending),
         )
 
     def work(self, context: int, beside: int = 0) -> Tensor:

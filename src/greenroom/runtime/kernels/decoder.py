@@ -10,7 +10,7 @@ long as a matrix. The bits are those of the accelerated modules called one by on
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from greenroom.runtime.kernels.router import Router
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# The stages up to a layer's block, and the memory that they use.
+Attending = tuple[tuple[sequence.Stage, ...], Tensor]
 
 
 class OneLayer:
@@ -78,10 +82,11 @@ class OneLayer:
         return Router.of(self._block._modules[self._router], self._one.hidden, self._one.dtype)  # type: ignore[arg-type]
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids of the experts that x [1, hidden] goes to, their weights)."""
-        if self._choice is not None and self._choice.intact():
+        """(ids of the experts that x [T, hidden] goes to, their weights), [T, K] each."""
+        if len(x) == 1 and self._choice is not None and self._choice.intact():
             return self._choice(x)
-        _, weights, index = self._block._modules[self._router](x.view(self._shape))  # type: ignore[misc]
+        given = x if len(self._shape) == 2 else x[None]
+        _, weights, index = self._block._modules[self._router](given)  # type: ignore[misc]
         return index, weights
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -116,6 +121,63 @@ class OneLayer:
         index, weights = self._choose(state)
         return self._onto(self._experts, state, index, weights, residual).view(x.shape)
 
+    def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
+        """The layer's output for x [1, T, hidden], a token each of the T sequences of `together`
+        (`hf.together.Together`), whose experts are one step; None, and nothing done, where a token
+        is none that the compiled bodies know.
+
+        Up to the router every token is computed as if it were alone, and experts are: with
+        `exact` the rest is too.
+        """
+        alone = [self._alone(x, i, kwargs, cache) for i, cache in enumerate(together.caches)]
+        if not all(self.takes(each, its) for each, its in alone):
+            return None
+        rooms = [self._one.room(its["past_key_values"]) for _, its in alone]
+        if None in rooms:
+            if any(rooms):
+                raise AssertionError("caches of one batch are of one kind")
+            return None
+        total, state = torch.empty_like(x), torch.empty_like(x)
+        rows = zip(alone, rooms, total.split(1, 1), state.split(1, 1), strict=True)
+        self._run_rows(
+            [
+                self._stages(each, its["position_embeddings"], room, summed, out)  # type: ignore[arg-type]
+                for (each, its), room, summed, out in rows
+            ]
+        )
+        return self._after(total, state, together.exact)
+
+    def _run_rows(self, rows: Sequence[Attending]) -> None:
+        """The stages of several tokens, side by side."""
+        begin, project, attend, middle = zip(*(stages for stages, _ in rows), strict=True)
+        join = body(layers.join_rows, self._one.dtype)
+        sequence.run(
+            (
+                sequence.of_rows(join, [words for _, words in begin]),
+                *self._one.stages_of_rows(list(zip(project, attend, strict=True))),
+                sequence.of_rows(join, [words for _, words in middle]),
+            )
+        )
+
+    def _alone(
+        self, x: Tensor, i: int, kwargs: dict[str, Any], cache: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """A token of a batch, and what its layer would be given if it were alone."""
+        here = slice(i, i + 1)
+        cos, sin = kwargs["position_embeddings"]
+        positions = cos[:, here], sin[:, here]
+        return x[:, here], {**kwargs, "position_embeddings": positions, "past_key_values": cache}
+
+    def _after(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
+        """total + what the block makes of state, [1, T, hidden]."""
+        if self._experts is None or self._onto is None or not self._plain():
+            rows = state.split(1, 1) if exact else (state,)
+            return total + torch.cat([self._block(row) for row in rows], 1)
+        alone = exact or self._choice is not None  # a compiled choice is of one token
+        chosen = [self._choose(row) for row in (state[0].split(1) if alone else (state[0],))]
+        index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
+        return self._onto(self._experts, state[0], index, weights, total[0]).view(state.shape)
+
     def _attend(
         self,
         x: Tensor,
@@ -125,6 +187,18 @@ class OneLayer:
         out: Tensor,
     ) -> None:
         """total = x + attention(norm(x)), out = its norm."""
+        stages, _ = self._stages(x, positions, room, total, out)
+        sequence.run(stages)
+
+    def _stages(
+        self,
+        x: Tensor,
+        positions: Positions,
+        room: tuple[Tensor, Tensor],
+        total: Tensor,
+        out: Tensor,
+    ) -> Attending:
+        """What `_attend` does, and the memory that it works in until it is done."""
         one = self._one
         work = one.work(room[0].shape[2], beside=one.hidden)  # two rows of the model's type
         normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
@@ -134,7 +208,7 @@ class OneLayer:
         middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
         middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
         stages = one.stages(normed, positions, *room, work, attended)
-        sequence.run(((self._join, begin), *stages, (self._join, middle)))
+        return ((self._join, begin), *stages, (self._join, middle)), work
 
     def _plain(self) -> bool:
         """Is the block still what it was, and does nobody listen to it or to its experts?"""
@@ -157,6 +231,11 @@ def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and one.takes(hidden_states, kwargs):
             out = one(hidden_states, kwargs)
+            if out is not None:
+                return out
+        together = kwargs.get("together")
+        if not args and together is not None and together.singles:
+            out = one.tokens(hidden_states, kwargs, together)
             if out is not None:
                 return out
         return original(module, hidden_states, *args, **kwargs)

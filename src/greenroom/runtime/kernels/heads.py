@@ -27,6 +27,9 @@ from greenroom.runtime.kernels.ir import (
 )
 from greenroom.runtime.kernels.layers import (
     M_PRODUCT,
+    R_COUNT,
+    R_DONE,
+    R_FIRST,
     UNIT,
     F,
     coded_rows,
@@ -68,6 +71,55 @@ def rotate(kind, row, cos, sin, width):
         put(F, row, half + i, rounded(kind, second))
 
 
+@njit(inline="always")
+def product_of(p, head):
+    """The product of a head's matrix, where matrices are encoded."""
+    return word(word(p, PROJECT_WORDS + HEAD_WORDS * head), M_PRODUCT)
+
+
+@njit(inline="always")
+def head_codes(p, head):
+    """Where the codes of a head's rows lie."""
+    own = PROJECT_WORDS + HEAD_WORDS * head
+    return codes_at(word(p, own), word(p, own + 1))
+
+
+@njit(inline="always")
+def project_head(kind, p, head, by_code, wide, packed, after):
+    """One head of `project`, with the words at p; `wide`, `packed` and `after` as for `one_row`,
+    `wide` with room for it behind. Returns `packed`."""
+    size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
+    queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
+    eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
+    own = PROJECT_WORDS + HEAD_WORDS * head
+    matrix, first = word(p, own), word(p, own + 1)
+    bias, norm = word(p, own + 2), word(p, own + 3)
+    row = word(p, SCRATCH) + 4 * head * width
+    if by_code:
+        scratch = wide + 4 * columns
+        packed = coded_rows(matrix, first, width, columns, wide, row, scratch, packed, after)
+    else:
+        plain_rows(kind, matrix, first, width, columns, word(p, X), row)
+    for i in range(width):
+        v = get(F, row, i)
+        if bias != 0:
+            v += get(kind, bias, i)
+        put(F, row, i, rounded(kind, v))
+    if norm != 0:
+        normalise(kind, F, row, width, norm, eps, style, F, row)
+    if word(p, own + 4) != 0:
+        rotate(kind, row, word(p, COS), word(p, SIN), rotary)
+    if head < queries:
+        out = word(p, Q_OUT) + head * width * size
+    elif head < queries + keys:
+        out = word(p, K_OUT) + (head - queries) * word(p, K_STEP)
+    else:
+        out = word(p, V_OUT) + (head - queries - keys) * word(p, V_STEP)
+    for i in range(width):
+        put(kind, out, i, get(F, row, i))
+    return packed
+
+
 def project(kind, stamp, by_code):
     """Queries, keys and values of one token x [K]: a head's rows times x, bias, norm, rotation.
 
@@ -78,49 +130,54 @@ def project(kind, stamp, by_code):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
-        queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
-        eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
-        heads, packed, product = queries + 2 * keys, 0, 0
+        heads = word(p, Q_HEADS) + 2 * word(p, KV_HEADS)
+        wide, packed, product, after = 0, 0, 0, 0
         if by_code:
             wide = word(p, MEMORY) + claim(p, TICKET, 1) * word(p, STRIDE)
-            widen_row(kind, word(p, X), columns, wide)
-            scratch = wide + 4 * columns
+            widen_row(kind, word(p, X), word(p, HIDDEN), wide)
         while True:
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            own = PROJECT_WORDS + HEAD_WORDS * head
-            matrix, first = word(p, own), word(p, own + 1)
-            bias, norm = word(p, own + 2), word(p, own + 3)
-            row = word(p, SCRATCH) + 4 * head * width
             if by_code:
-                if word(matrix, M_PRODUCT) != product:
-                    product, packed = word(matrix, M_PRODUCT), 0
-                following = PROJECT_WORDS + HEAD_WORDS * min(word(p, 0), heads - 1)
-                after = codes_at(word(p, following), word(p, following + 1))
-                packed = coded_rows(
-                    matrix, first, width, columns, wide, row, scratch, packed, after
-                )  # fmt: skip
-            else:
-                plain_rows(kind, matrix, first, width, columns, word(p, X), row)
-            for i in range(width):
-                v = get(F, row, i)
-                if bias != 0:
-                    v += get(kind, bias, i)
-                put(F, row, i, rounded(kind, v))
-            if norm != 0:
-                normalise(kind, F, row, width, norm, eps, style, F, row)
-            if word(p, own + 4) != 0:
-                rotate(kind, row, word(p, COS), word(p, SIN), rotary)
-            if head < queries:
-                out = word(p, Q_OUT) + head * width * size
-            elif head < queries + keys:
-                out = word(p, K_OUT) + (head - queries) * word(p, K_STEP)
-            else:
-                out = word(p, V_OUT) + (head - queries - keys) * word(p, V_STEP)
-            for i in range(width):
-                put(kind, out, i, get(F, row, i))
+                if product_of(p, head) != product:
+                    product, packed = product_of(p, head), 0
+                after = head_codes(p, min(word(p, 0), heads - 1))
+            packed = project_head(kind, p, head, by_code, wide, packed, after)
+
+    return enter
+
+
+def project_rows(kind, stamp, by_code):
+    """`project` for several tokens: a head's weight is read from memory once for all of them."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        first, tokens = word(p, R_FIRST), word(p, R_COUNT)
+        heads = word(first, Q_HEADS) + 2 * word(first, KV_HEADS)
+        wide, packed, product, after, ticket = 0, 0, 0, 0, 0
+        if by_code:
+            ticket = claim(first, TICKET, 1)
+            for token in range(tokens):
+                own = word(p, R_FIRST + token)
+                wide = word(own, MEMORY) + ticket * word(own, STRIDE)
+                widen_row(kind, word(own, X), word(own, HIDDEN), wide)
+        while True:
+            head = claim(p, 0, 1)
+            if head >= heads:
+                return
+            same = False  # is each token's row packed for this product?
+            if by_code:
+                same = product_of(first, head) == product
+                product = product_of(first, head)
+                after = head_codes(first, min(word(p, 0), heads - 1))
+            for token in range(tokens):
+                own = word(p, R_FIRST + token)
+                if by_code:
+                    wide = word(own, MEMORY) + ticket * word(own, STRIDE)
+                    packed = wide if same else 0
+                project_head(kind, own, head, by_code, wide, packed, after)
 
     return enter
 
@@ -146,6 +203,70 @@ def exponentials(row, n, scale):
     return (a + b) + (c + d)
 
 
+@njit(inline="always")
+def attend_heads(kind, p, unit):
+    """One head of keys of `attend`, and the queries that share it, with the words at p."""
+    size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
+    kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
+    scale = float_of(np.int32(word(p, SCALE)))
+    heads, mixed = kv_heads * group, word(p, MIXED)
+    first = unit * group
+    scores = word(p, SCORES) + 4 * first * context
+    x = word(p, SCORES) + 4 * (heads * context + first * width)
+    out = x + 4 * heads * width
+    cells = word(p, SCORES) + 4 * (heads * (context + 2 * width) + unit * width)
+    q = word(p, Q) + first * width * size
+    for i in range(group * width):
+        put(F, x, i, get(kind, q, i))
+    keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
+    whole = context - context % COLUMNS
+    for t in range(0, whole, COLUMNS):
+        for j in range(group):
+            out_of = (scores + 4 * (j * context + t),)
+            dot_1x4(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
+    for t in range(whole, context):
+        for j in range(group):
+            out_of = (scores + 4 * (j * context + t),)
+            dot_1x1(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
+    for j in range(group):  # the sums take the place of the queries
+        put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
+    for j in range(group):
+        panels(
+            kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,
+            BLOCK, 0, scores + 4 * j * context, out + 4 * j * width, cells,
+        )  # fmt: skip
+    for j in range(group):
+        total, row = get(F, x, j), j * width
+        for i in range(row, row + width):
+            put(kind, mixed, first * width + i, get(F, out, i) / total)
+
+
+@njit(inline="always")
+def attend_out(kind, p, n0, sums, by_code, wide, packed, after):
+    """UNIT rows from n0 on of the output projection of `attend`, with the words at p; the others as
+    for `project_head`."""
+    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
+    size, w, bias = size_of(kind), word(p, A_W), word(p, A_BIAS)
+    n = min(UNIT, word(p, A_ROWS) - n0)
+    if by_code:
+        packed = coded_rows(w, n0, n, columns, wide, sums, wide + 4 * columns, packed, after)
+    else:
+        plain_rows(kind, w, n0, n, columns, word(p, MIXED), sums)
+    if bias != 0:
+        bias += n0 * size
+    store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
+    return packed
+
+
+@njit(inline="always")
+def widen_mixed(kind, p, ticket):
+    """What the heads of one token came to, as float32 in a thread's memory; returns where."""
+    wide = word(p, A_MEMORY) + ticket * word(p, A_STRIDE)
+    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
+    widen_row(kind, word(p, MIXED), columns, wide)
+    return wide
+
+
 def attend(kind, stamp, by_code):
     """One token's attention over its context, then the output projection.
 
@@ -158,67 +279,60 @@ def attend(kind, stamp, by_code):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums = stack()
-        size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
-        kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
-        scale = float_of(np.int32(word(p, SCALE)))
-        heads, mixed = kv_heads * group, word(p, MIXED)
-        columns, wide, packed = heads * width, 0, 0
+        sums, kv_heads = stack(), word(p, A_KV_HEADS)
+        wide, packed, after = 0, 0, 0
         while True:
             unit = claim(p, 0, 1)
-            if unit >= kv_heads:
-                n0 = (unit - kv_heads) * UNIT
-                if n0 >= word(p, A_ROWS):
-                    return
-                await_(p, DONE, kv_heads)
-                n, bias = min(UNIT, word(p, A_ROWS) - n0), word(p, A_BIAS)
-                if by_code:
-                    if wide == 0:
-                        wide = word(p, A_MEMORY) + claim(p, A_TICKET, 1) * word(p, A_STRIDE)
-                        widen_row(kind, mixed, columns, wide)
-                    after = codes_at(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
-                    packed = coded_rows(
-                        word(p, A_W), n0, n, columns, wide, sums, wide + 4 * columns, packed, after
-                    )  # fmt: skip
-                else:
-                    plain_rows(kind, word(p, A_W), n0, n, columns, mixed, sums)
-                if bias != 0:
-                    bias += n0 * size
-                store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
+            if unit < kv_heads:
+                attend_heads(kind, p, unit)
+                claim(p, DONE, 1)
                 continue
-            first = unit * group
-            scores = word(p, SCORES) + 4 * first * context
-            x = word(p, SCORES) + 4 * (heads * context + first * width)
-            out = x + 4 * heads * width
-            cells = word(p, SCORES) + 4 * (heads * (context + 2 * width) + unit * width)
-            q = word(p, Q) + first * width * size
-            for i in range(group * width):
-                put(F, x, i, get(kind, q, i))
-            keys, ld = word(p, K) + unit * word(p, K_HEAD), word(p, K_ROW)
-            whole = context - context % COLUMNS
-            for t in range(0, whole, COLUMNS):
-                for j in range(group):
-                    out_of = (scores + 4 * (j * context + t),)
-                    dot_1x4(
-                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
-                    )  # fmt: skip
-            for t in range(whole, context):
-                for j in range(group):
-                    out_of = (scores + 4 * (j * context + t),)
-                    dot_1x1(
-                        kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of
-                    )  # fmt: skip
-            for j in range(group):  # the sums take the place of the queries
-                put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
-            for j in range(group):
-                panels(
-                    kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,
-                    BLOCK, 0, scores + 4 * j * context, out + 4 * j * width, cells,
-                )  # fmt: skip
-            for j in range(group):
-                total, row = get(F, x, j), j * width
-                for i in range(row, row + width):
-                    put(kind, mixed, first * width + i, get(F, out, i) / total)
-            claim(p, DONE, 1)
+            n0 = (unit - kv_heads) * UNIT
+            if n0 >= word(p, A_ROWS):
+                return
+            await_(p, DONE, kv_heads)
+            if by_code:
+                if wide == 0:
+                    wide = widen_mixed(kind, p, claim(p, A_TICKET, 1))
+                after = codes_at(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
+            packed = attend_out(kind, p, n0, sums, by_code, wide, packed, after)
+
+    return enter
+
+
+def attend_rows(kind, stamp, by_code):
+    """`attend` for several tokens, each over its own context: the projection's weight is read from
+    memory once for all of them."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        sums, first, tokens = stack(), word(p, R_FIRST), word(p, R_COUNT)
+        kv_heads, ticket = word(first, A_KV_HEADS), -1
+        wide, packed, after = 0, 0, 0
+        while True:
+            unit = claim(p, 0, 1)
+            if unit < tokens * kv_heads:
+                attend_heads(kind, word(p, R_FIRST + unit // kv_heads), unit % kv_heads)
+                claim(p, R_DONE, 1)
+                continue
+            n0 = (unit - tokens * kv_heads) * UNIT
+            if n0 >= word(first, A_ROWS):
+                return
+            await_(p, R_DONE, tokens * kv_heads)
+            same = ticket >= 0  # is each token's row wide, and packed for the product?
+            if by_code:
+                after = codes_at(word(first, A_W), (word(p, 0) - tokens * kv_heads) * UNIT)
+                if not same:
+                    ticket = claim(first, A_TICKET, 1)
+            for token in range(tokens):
+                own = word(p, R_FIRST + token)
+                if by_code:
+                    wide = word(own, A_MEMORY) + ticket * word(own, A_STRIDE)
+                    packed = wide
+                    if not same:
+                        widen_mixed(kind, own, ticket)
+                        packed = 0
+                attend_out(kind, own, n0, sums, by_code, wide, packed, after)
 
     return enter

@@ -50,6 +50,10 @@ JOIN_WORDS = 9
 # The words of `unfold`; U_INDEX: int64 numbers of rows, or 0: the rows from U_FIRST on.
 U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STRIDE = range(1, 10)
 
+# The words of a body for several tokens: how many units are done, how many tokens, and for each the
+# address of the words that the body for one token would have.
+R_DONE, R_COUNT, R_FIRST = range(1, 4)
+
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
 # there is one thread). The address of each body follows, and that of its words.
 COUNT, WAIT, FIRST = range(3)
@@ -191,6 +195,19 @@ def rms_norm(kind, stamp):
     return enter
 
 
+@njit(inline="always")
+def join_row(kind, p):
+    """What `join` does, with the words at p."""
+    n, x, y, out = word(p, J_COLUMNS), word(p, J_X), word(p, J_Y), word(p, J_OUT)
+    if y != 0:
+        for i in range(n):
+            put(kind, word(p, J_SUM), i, get(kind, x, i) + get(kind, y, i))
+        x = word(p, J_SUM)
+    if out != 0:
+        eps = float_of(np.int32(word(p, J_EPS)))
+        normalise(kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out)
+
+
 def join(kind, stamp):
     """sum = x + y (y 0: x as it is), out = its RMSNorm (out 0: not wanted); rows of `kind` [N].
 
@@ -200,16 +217,23 @@ def join(kind, stamp):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        if claim(p, 0, 1) != 0:
-            return
-        n, x, y, out = word(p, J_COLUMNS), word(p, J_X), word(p, J_Y), word(p, J_OUT)
-        if y != 0:
-            for i in range(n):
-                put(kind, word(p, J_SUM), i, get(kind, x, i) + get(kind, y, i))
-            x = word(p, J_SUM)
-        if out != 0:
-            eps = float_of(np.int32(word(p, J_EPS)))
-            normalise(kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out)
+        if claim(p, 0, 1) == 0:
+            join_row(kind, p)
+
+    return enter
+
+
+def join_rows(kind, stamp):
+    """`join` for several tokens, each told by words of its own; a thread does a token."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        while True:
+            token = claim(p, 0, 1)
+            if token >= word(p, R_COUNT):
+                return
+            join_row(kind, word(p, R_FIRST + token))
 
     return enter
 

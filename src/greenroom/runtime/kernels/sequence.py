@@ -17,6 +17,13 @@ from greenroom.runtime.kernels.openmp import BARRIER, Body, body
 Stage = tuple[Body, "array[int]"]  # a body, and the words that it is entered with
 
 
+def of_rows(body_of_rows: Body, each: Sequence[array[int]]) -> Stage:
+    """A stage for several tokens, from the words that a body for one would have for each."""
+    words = array("q", (0, 0, len(each)))
+    words.extend(argument.buffer_info()[0] for argument in each)
+    return body_of_rows, words
+
+
 def run(stages: Sequence[Stage]) -> None:
     """Do the stages, one after the other, each with all of torch's threads."""
     words = array("q", (len(stages), BARRIER))

@@ -1,0 +1,102 @@
+"""`greenroom chat MODEL` or `--url URL`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.ahead import compile_ahead
+from greenroom.cli.options import add_options, take
+from greenroom.cli.serve import name_of, need_extra
+from greenroom.cli.terminal import Session, Terminal
+from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.server.talk import Talker
+
+HELP = "talk to a model in the terminal, or to a server that has one"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("chat", help=HELP, description=HELP)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?",
+        help="a Hugging Face folder, a hub id, or demo; with --url, one of the server's",
+    )  # fmt: skip
+    parser.add_argument("--url", metavar="URL", help="talk to the server at this address instead")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE",
+        help="with --url, file whose first line is the key (or the variable GREENROOM_API_KEY)",
+    )  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", help="a system prompt")
+    add_options(parser, SamplingConfig, "sampling")
+    add_options(parser, LoadConfig, "memory and machine")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
+    if args.url is None and args.model is None:
+        raise UsageError("whom to talk to: give a MODEL, or --url")
+    if args.url is not None and load != LoadConfig():
+        raise UsageError("options of memory and machine are the server's own: not with --url")
+    if args.url is None and args.api_key_file is not None:
+        raise UsageError("--api-key-file is for --url")
+    talker, name = _remote(args, sampling) if args.url else _local(args, load, sampling)
+    try:
+        with Terminal() as terminal:
+            Session(talker, terminal, name, args.system).run()
+    finally:
+        talker.close()
+
+
+def _remote(args: argparse.Namespace, sampling: SamplingConfig) -> tuple[Talker, str]:
+    from greenroom.server.keys import key_of
+    from greenroom.server.remote import Remote
+
+    talker = Remote(args.url, key_of(args.api_key_file), sampling, args.model)
+    return talker, f"{talker.model} at {args.url}"
+
+
+def _local(
+    args: argparse.Namespace, load: LoadConfig, sampling: SamplingConfig
+) -> tuple[Talker, str]:
+    need_extra("chat")
+    compile_ahead(args.model, load)
+
+    from greenroom.cli.progress import bars
+    from greenroom.server.start import start
+    from greenroom.server.talk import Voice, loaded
+
+    bars(loading=True)
+    engine = start(args.model, load, ServeConfig(max_batch=1, max_queue=1))
+    try:
+        with _Loading() as loading:
+            loaded(engine, loading.show)
+        print(engine.summary, file=sys.stderr, flush=True)
+        talker = Voice(engine, sampling)
+    except BaseException:
+        engine.stop(0.0)
+        raise
+    gc.freeze()  # what is there now stays: only what answers leave is worth a look
+    gc.enable()
+    return talker, name_of(args.model)
+
+
+class _Loading(contextlib.AbstractContextManager["_Loading"]):
+    """How far loading is, in one line that goes away; a terminal gets it, a file does not."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def show(self, progress: float) -> None:
+        if self._shown:
+            print(f"\rloading {progress:.0%} ", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

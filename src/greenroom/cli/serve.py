@@ -1,0 +1,110 @@
+"""`greenroom serve MODEL`: an HTTP server that speaks the OpenAI and Anthropic APIs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.ahead import compile_ahead
+from greenroom.cli.options import add_options, take
+from greenroom.config import LoadConfig, ServeConfig
+from greenroom.errors import GreenroomError, UsageError
+
+if TYPE_CHECKING:
+    from greenroom.server.service import Service
+
+HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("serve", help=HELP, description=HELP)
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    add_options(parser, ServeConfig, "server")
+    add_options(parser, LoadConfig, "memory and machine")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    load, config = take(args, LoadConfig), take(args, ServeConfig)
+    need_extra("serve")
+
+    from greenroom.server.keys import check_address, key_of
+
+    key = key_of(config.api_key_file)
+    check_address(config.host, key)
+    compile_ahead(args.model, load)
+
+    from greenroom.cli.progress import bars
+    from greenroom.server.listen import address, listening, serve
+    from greenroom.server.service import Service
+    from greenroom.server.start import start
+
+    bars(loading=True, wanted=config.log_format == "text")
+    sock = listening(config.host, config.port)
+    url = address(sock)
+    _say(f"greenroom: {url} answers once {args.model} is loaded")
+    with sock:
+        engine = start(args.model, load, config)
+        service = Service(engine, config, config.model_name or name_of(args.model), key)
+        serve(service, sock, Watch(service, url))
+
+
+def need_extra(command: str) -> None:
+    """UsageError that says how to install what the server needs."""
+    try:
+        import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"greenroom {command} needs {error.name}: pip install 'greenroom[serve]'"
+        ) from error
+
+
+def name_of(model: str) -> str:
+    """What clients call a model: the last part of its folder, file or hub id."""
+    path = Path(model)
+    return (path if path.name else path.resolve()).name.removesuffix(".gguf")
+
+
+class Watch:
+    """Says when the model is there, and ends the server where it cannot be loaded."""
+
+    def __init__(self, service: Service, url: str) -> None:
+        self._service, self._url = service, url
+        self._state = "loading"
+
+    def __call__(self) -> None:
+        state, _, why = self._service.engine.state()
+        if state == self._state:
+            return
+        before, self._state = self._state, state
+        if state == "ready":
+            gc.freeze()  # what is there now stays: only what answers leave is worth a look
+            gc.enable()
+            _say(f"{self._service.engine.summary}\n{try_it(self._service, self._url)}")
+        elif state == "failed" and before == "loading":
+            raise GreenroomError(why)
+        elif state == "failed":
+            _say(f"greenroom: the model has failed: {why}")
+
+
+def try_it(service: Service, url: str) -> str:
+    """A line for a shell."""
+    key = ' -H "Authorization: Bearer $GREENROOM_API_KEY"' if service.key is not None else ""
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if not service.dialogue().has_template:
+        path, asked = "completions", '"prompt": "Hello"'
+    return (
+        f"try: curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
+        f' -d \'{{"model": "{service.name}", {asked}}}\''
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

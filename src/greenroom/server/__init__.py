@@ -1,0 +1,1 @@
+"""HTTP and the terminal chat: what people and their tools talk to."""

@@ -1,0 +1,190 @@
+"""The answers of one HTTP request: from the engine's threads to the event loop, and let go in time.
+
+answers = await begin(service, served, lambda dialogue: Job(...))
+async for index, said in answers:    # Delta, Delta, ... End of each answer
+answers.cancel()                     # the client has gone: nothing more is computed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from greenroom.errors import GreenroomError
+from greenroom.hf.dialogue import Dialogue, Plain
+from greenroom.server.errors import ApiError, as_api_error
+from greenroom.server.reading import Delta, End, Reader
+from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
+from greenroom.server.served import Served
+from greenroom.server.service import Service
+
+GONE = 499  # what servers log where the client hung up
+LEAVE_S = 5.0  # to wait for cancelled answers to end
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`n` answers to each of some prompts; `plain` reads them as text alone."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    n: int = 1
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    grammar: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    plain: bool = False
+    one_call: bool = False
+
+    def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
+        """For the answer of this index."""
+        if self.plain or self.grammar is not None:
+            speaker: Any = Plain(dialogue)
+        else:
+            speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)
+        return Reader(speaker, self.stops, end_ids, self.one_call)
+
+
+async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job]) -> Answers:
+    """Make the job on a thread of its own, and hand its answers to the engine.
+
+    Raises Busy, TooLong, UsageError, ApiError.
+    """
+    loop = asyncio.get_running_loop()
+
+    def prepare(dialogue: Dialogue) -> Answers:
+        answers = Answers(service, served, dialogue, make(dialogue), loop)
+        answers.submit()  # which may compile a grammar
+        return answers
+
+    preparing = asyncio.ensure_future(service.prepare(prepare))
+    try:
+        return await asyncio.shield(preparing)
+    except asyncio.CancelledError:
+        preparing.add_done_callback(_forget)
+        raise
+
+
+def _forget(preparing: asyncio.Future[Answers]) -> None:
+    """Nobody waits for these answers any more."""
+    if not preparing.cancelled() and preparing.exception() is None:
+        preparing.result().cancel()
+
+
+class Answers:
+    """Answers as they come, of all choices of one request."""
+
+    def __init__(
+        self,
+        service: Service,
+        served: Served,
+        dialogue: Dialogue,
+        job: Job,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.job, self.dialogue = job, dialogue
+        self.prompt_tokens = served.prompt_tokens = sum(map(len, job.prompts))
+        self._service, self._served, self._loop = service, served, loop
+        self._events: asyncio.Queue[tuple[int, Token | Finished]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._count = len(job.prompts) * job.n
+        if self._count > service.most_answers:
+            most = service.most_answers
+            raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
+        ends = tuple(service.engine.end_ids)
+        self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
+        self._left = 0
+
+    def submit(self) -> None:
+        """Hand all to the engine, or none."""
+        try:
+            for index in range(self._count):
+                self._tickets.append(
+                    self._service.engine.submit(self._request(index), partial(self._tell, index))
+                )
+                self._left += 1
+        except GreenroomError:
+            self.cancel()
+            raise
+
+    def _request(self, index: int) -> Request:
+        job, config, engine = self.job, self._service.config, self._service.engine
+        ids, sampling = job.prompts[index // job.n], job.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + index % job.n) % (1 << 63))
+        limits = (job.max_tokens, config.max_tokens, max(1, engine.context - len(ids)))
+        return Request(
+            ids,
+            max_new_tokens=min(limit for limit in limits if limit is not None),
+            sampling=sampling,
+            top_logprobs=job.top_logprobs,
+            grammar=job.grammar,
+            timeout_s=config.timeout,
+            name=self._served.id,
+        )
+
+    def _tell(self, index: int, event: Token | Finished) -> None:
+        """From the engine's thread."""
+        if isinstance(event, Finished):
+            self._service.metrics.finished(event)
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | End]]:
+        """(index of the answer, what it says next); raises ApiError where one of them fails."""
+        while self._left:
+            index, event = await self._events.get()
+            reader = self._readers[index]
+            if isinstance(event, Token):
+                for delta in reader.feed(event):
+                    yield index, delta
+                if reader.stopped:
+                    self._tickets[index].cancel()
+                continue
+            self._note(event)
+            if not reader.stopped:
+                self._check(event)
+            deltas, end = reader.end(event)
+            for delta in deltas:
+                yield index, delta
+            self._served.reason = end.reason
+            yield index, end
+
+    def _note(self, finished: Finished) -> None:
+        self._left -= 1
+        self._served.note(finished)
+
+    def _check(self, finished: Finished) -> None:
+        """ApiError where an answer ended before its end."""
+        if finished.reason == "error":
+            error = finished.error or GreenroomError("the engine failed")
+            self._service.log.failed(self._served.id, error)
+            raise as_api_error(error)
+        if finished.reason == "timeout":
+            seconds = self._service.config.timeout
+            raise ApiError(504, f"the answer took longer than {seconds:g} seconds")
+        if finished.reason == "cancelled":
+            raise ApiError(503, "the server is stopping", retry_after_s=30)
+
+    def cancel(self) -> None:
+        """Free the places of all answers that have not ended."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def leave(self) -> None:
+        """Cancel, and wait a moment until the engine has let go, so that the log has its counts."""
+        self.cancel()
+
+        async def drain() -> None:
+            while self._left:
+                _, event = await self._events.get()
+                if isinstance(event, Finished):
+                    self._note(event)
+
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(drain(), LEAVE_S)

@@ -1,0 +1,224 @@
+"""OpenAI's completions of text: POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from starlette.responses import JSONResponse, Response
+
+from greenroom.hf.dialogue import Dialogue
+from greenroom.server.answers import Answers, Job, begin
+from greenroom.server.errors import ApiError
+from greenroom.server.params import OpenAI, Sampled, Stop, StreamOptions, Tokens
+from greenroom.server.reading import End
+from greenroom.server.requests import Token
+from greenroom.server.routes import body_of, described, new_id, served_of
+from greenroom.server.service import Service
+from greenroom.server.streams import DONE, EventStream, event, told, whole
+from greenroom.server.tallies import FINISH, finite, usage
+
+DEFAULT_TOKENS = 16  # OpenAI's
+MOST_PROMPTS = 128
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _prompts(value: Any) -> Any:
+    """A text, a list of texts, ids, or a list of ids: as a tuple of texts or tuples of ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("prompt must be a text, token ids, or a list of either")
+    if _are_ids(value):
+        return (tuple(value),)
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"prompt is a list of at most {MOST_PROMPTS}")
+    if all(isinstance(one, str) for one in value):
+        return tuple(value)
+    if all(isinstance(one, list) and one and _are_ids(one) for one in value):
+        return tuple(map(tuple, value))
+    raise ValueError("prompt must be a text, token ids, or a list of either")
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(one) is int for one in value)
+
+
+Prompts = Annotated[
+    tuple[str | tuple[int, ...], ...],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                IDS,
+                {"type": "array", "items": IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(OpenAI, Sampled):
+    prompt: Prompts
+    max_tokens: Tokens | None = DEFAULT_TOKENS
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not supported: leave it out, or send what n is")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo is not supported together with logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    def job(self, dialogue: Dialogue) -> Job:
+        return Job(
+            prompts=tuple(_ids(prompt, dialogue) for prompt in self.prompt),
+            sampling=self.sampling(),
+            n=self.n or 1,
+            max_tokens=self.max_tokens,
+            stops=self.stop or (),
+            top_logprobs=self.logprobs,
+            plain=True,
+        )
+
+
+def _ids(prompt: str | tuple[int, ...], dialogue: Dialogue) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        ids = tuple(dialogue.encode(prompt))
+        if not ids:
+            raise ApiError(400, "prompt is empty", param="prompt")
+        return ids
+    if not all(0 <= one < dialogue.vocabulary for one in prompt):
+        most = dialogue.vocabulary - 1
+        raise ApiError(400, f"prompt has a token id that is not from 0 to {most}", param="prompt")
+    return prompt
+
+
+BODIES = (CompletionRequest,)
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
+    async def complete(request: Request) -> Response:
+        body = await body_of(request, service, CompletionRequest)
+        served = served_of(request)
+        answers = await begin(service, served, body.job)
+        shown = Shown(service, body, answers)
+        if not body.stream:
+            return JSONResponse(await whole(request, answers, shown.whole()))
+        events = told(shown.events(), service, served, lambda error: event(error.body("", "")))
+        return EventStream(events, answers, served)
+
+    return routes
+
+
+class Shown:
+    """Answers in the form of completions."""
+
+    def __init__(self, service: Service, body: CompletionRequest, answers: Answers) -> None:
+        self._body, self._answers = body, answers
+        self._ends: list[End] = []
+        job = answers.job
+        self._count = len(job.prompts) * job.n
+        self._length = [0] * self._count  # characters so far, for text_offset
+        self._head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        texts = [[self._echo(index)] for index in range(self._count)]
+        reasons = [""] * self._count
+        tokens: list[list[tuple[Token, int]]] = [[] for _ in range(self._count)]
+        async for index, said in self._answers:
+            if isinstance(said, End):
+                self._ends.append(said)
+                reasons[index] = FINISH[said.reason]
+                continue
+            texts[index].append(said.text)
+            tokens[index] += self._placed(index, said.tokens)
+        choices = [
+            self._choice(index, "".join(texts[index]), tokens[index], reasons[index])
+            for index in range(self._count)
+        ]
+        used = usage(self._answers.prompt_tokens, self._ends)
+        return {**self._head, "choices": choices, "usage": used}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        for index in range(self._count):
+            if text := self._echo(index):
+                yield self._chunk(index, text, [], None)
+        async for index, said in self._answers:
+            if isinstance(said, End):
+                self._ends.append(said)
+                yield self._chunk(index, "", [], FINISH[said.reason])
+            else:
+                yield self._chunk(index, said.text, self._placed(index, said.tokens), None)
+        if self._with_usage:
+            used = usage(self._answers.prompt_tokens, self._ends)
+            yield event({**self._head, "choices": [], "usage": used})
+        yield DONE
+
+    @property
+    def _with_usage(self) -> bool:
+        options = self._body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def _echo(self, index: int) -> str:
+        if not self._body.echo:
+            return ""
+        prompt = self._body.prompt[index // self._answers.job.n]
+        return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
+
+    def _placed(self, index: int, tokens: tuple[Token, ...]) -> list[tuple[Token, int]]:
+        """Tokens and where in the text each begins."""
+        found = []
+        for token in tokens:
+            found.append((token, self._length[index]))
+            self._length[index] += len(self._text(token.id))
+        return found
+
+    def _chunk(
+        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
+    ) -> bytes:
+        rest: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        choice = self._choice(index, text, tokens, reason)
+        return event({**self._head, "choices": [choice], **rest})
+
+    def _choice(
+        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
+    ) -> dict[str, Any]:
+        shown = self._logprobs(tokens) if self._body.logprobs is not None else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(token.id) for token, _ in tokens],
+            "token_logprobs": [finite(token.logprob) for token, _ in tokens],
+            "top_logprobs": [
+                {self._text(each): finite(logprob) for each, logprob in token.top}
+                for token, _ in tokens
+            ],
+            "text_offset": [offset for _, offset in tokens],
+        }
+
+    def _text(self, token_id: int) -> str:
+        return self._answers.dialogue.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,0 +1,95 @@
+"""Errors as clients see them, in the format of the API that they called.
+
+Messages that come from deeper down may name files: a client is told what kind of error it was, and
+the log has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from greenroom.errors import ClosedError, DeviceError, GreenroomError, StoreError, UsageError
+from greenroom.server.requests import Busy, TooLong
+
+ANTHROPIC_PATH = "/v1/messages"
+
+OPENAI = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+ANTHROPIC = {**OPENAI, 408: "invalid_request_error", 503: "overloaded_error"}
+CLIENT, SERVER = "invalid_request_error", {"openai": "server_error", "anthropic": "api_error"}
+
+
+class ApiError(GreenroomError):
+    """An answer with an HTTP status instead of what was asked for.
+
+    `param` names the parameter that is wrong, `code` is one of OpenAI's, where it has one; `close`
+    ends the connection, because the rest of the request is not wanted.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.retry_after_s, self.close = retry_after_s, close
+
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {}
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.close:
+            found["connection"] = "close"
+        return found
+
+    def body(self, path: str, request_id: str) -> dict[str, Any]:
+        """What is sent for an error of the API that has this path."""
+        if path.startswith(ANTHROPIC_PATH):
+            kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
+            error = {"type": kind, "message": str(self)}
+            return {"type": "error", "error": error, "request_id": request_id}
+        kind = _kind(OPENAI, self.status, SERVER["openai"])
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def _kind(table: dict[int, str], status: int, server: str) -> str:
+    return table.get(status, CLIENT if status < 500 else server)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error from anywhere."""
+    if isinstance(error, ApiError):
+        return error
+    message = " ".join(str(error).split())
+    if isinstance(error, Busy):
+        return ApiError(429, message, retry_after_s=error.retry_after_s)
+    if isinstance(error, TooLong):
+        return ApiError(400, message, param="messages", code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, message)
+    if isinstance(error, ClosedError):
+        return ApiError(503, "the server is stopping, or its model has failed", retry_after_s=5)
+    if isinstance(error, StoreError):
+        return ApiError(500, "reading a part of the model failed; try again")
+    if isinstance(error, DeviceError):
+        return ApiError(500, "the device refused memory or a copy; try again")
+    return ApiError(500, "the server failed; its log has more")

@@ -1,0 +1,85 @@
+"""For those who run the server: health, metrics, statistics, models, the size of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timezone
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from greenroom.server.errors import ApiError
+from greenroom.server.params import Strict
+from greenroom.server.routes import body_of, described
+from greenroom.server.service import Service
+
+
+class CacheSize(Strict):
+    """The expert cache's new size: a share of the experts as 25%, or bytes as 2GiB."""
+
+    cache: Annotated[str, Field(min_length=1, max_length=32)]
+
+
+BODIES = (CacheSize,)
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> JSONResponse:
+        state, progress, _ = service.engine.state()
+        found: dict[str, Any] = {"status": state}
+        if state == "loading":
+            found["progress"] = round(progress, 3)
+        return JSONResponse(found, 200 if state == "ready" else 503)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type=service.metrics.CONTENT_TYPE)
+
+    @routes.get("/v1/stats")
+    async def stats() -> JSONResponse:
+        found = dict(await asyncio.to_thread(service.engine.stats))
+        if isinstance(found.get("state"), dict):  # why it failed may name files; the log has it
+            found["state"] = {k: v for k, v in found["state"].items() if k != "why"}
+        return JSONResponse(found)
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        one = _model(service)
+        return {"object": "list", "data": [one], "has_more": False,
+                "first_id": one["id"], "last_id": one["id"]}  # fmt: skip
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @routes.post("/v1/admin/cache", openapi_extra=described(CacheSize))
+    async def resize(request: Request) -> dict[str, Any]:
+        if service.key is None:
+            raise ApiError(403, "only for those with a key: start the server with --api-key-file")
+        body = await body_of(request, service, CacheSize)
+        service.dialogue()  # or 503
+        slots = await asyncio.to_thread(service.engine.resize, body.cache)
+        return {"slots": slots}
+
+    return routes
+
+
+def _model(service: Service) -> dict[str, Any]:
+    """As OpenAI describes a model, and as Anthropic does."""
+    made = datetime.fromtimestamp(service.created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "greenroom",
+        "type": "model",
+        "display_name": service.name,
+        "created_at": made,
+    }

@@ -1,0 +1,138 @@
+"""A pass of the engine: run, put right where it failed, and counted for whom it was for.
+
+What fails is a read, or the device: neither is the fault of the requests in the pass. It is tried
+again; if that fails too, each request by itself, so that only those whose own experts cannot be had
+end with an error. What the failed pass left of keys and values is taken back first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence as Many
+from typing import Any
+
+from torch import Tensor
+
+from greenroom.errors import BudgetError, DeviceError, GreenroomError, Interrupted, StoreError
+from greenroom.hf import kv
+from greenroom.hf.together import Batch
+from greenroom.runtime.cuda.engine import device_errors
+from greenroom.server.batches import Share, to_grid
+from greenroom.server.journal import Journal, Pass
+from greenroom.server.sequence import Sequence
+
+RETRY_S = 0.05  # a read that failed is tried again after this long
+FAULTS = (StoreError, DeviceError, BudgetError, MemoryError)
+
+Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
+
+
+class Passes:
+    """The passes of one model. `interrupt_unless` may be called from any thread."""
+
+    def __init__(
+        self, greenroom: Any, batch: Batch, chunk: int, journal: Journal | None = None
+    ) -> None:
+        self._greenroom, self._driver, self._batch = greenroom, greenroom.driver, batch
+        self._chunk, self._journal = chunk, journal
+        self._lock = threading.Lock()
+        self._current: list[Sequence] = []
+        self.passes = self.tokens = self.faults = 0
+
+    def interrupt_if_unwanted(self) -> None:
+        """End the pass under way where nobody waits for it any more."""
+        with self._lock:
+            if self._current and all(each.cancelled for each in self._current):
+                self._driver.interrupt()
+
+    def run(self, shares: Many[Share]) -> Outcome:
+        """Compute these tokens. What follows each sequence: logits [V], where all of its tokens
+        are computed, or why it cannot go on; nothing for those in between, or cancelled."""
+        shares = [share for share in shares if not share[0].cancelled]
+        try:
+            return self._run(shares)
+        except FAULTS:
+            self.faults += 1
+            time.sleep(RETRY_S)
+        try:
+            return self._run([self._again(share) for share in shares])
+        except FAULTS as error:
+            if len(shares) == 1:
+                return [(shares[0][0], _as_error(error))]
+        done: Outcome = []
+        for share in shares:
+            try:
+                done += self._run([self._again(share)])
+            except FAULTS as error:
+                done.append((share[0], _as_error(error)))
+        return done
+
+    def _run(self, shares: list[Share]) -> Outcome:
+        if not self._begin([sequence for sequence, _ in shares]):
+            return []
+        ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
+        caches = [each.cache for each, _ in shares]
+        counts = self._driver.scheduler.counts
+        before = counts.requests, counts.hits
+        try:
+            with device_errors():
+                logits = self._batch(ids, caches)
+        except BaseException as error:
+            self._take_back([each for each, _ in shares])
+            if isinstance(error, Interrupted):
+                return []
+            raise
+        finally:
+            with self._lock:
+                self._current = []
+        self._note(shares, caches, counts.requests - before[0], counts.hits - before[1])
+        return [
+            (each, found)
+            for (each, _), found in zip(shares, logits, strict=True)
+            if each.pending == 0
+        ]
+
+    def _begin(self, sequences: list[Sequence]) -> bool:
+        """Is there anybody whom the pass is for?"""
+        with self._lock:
+            if all(each.cancelled for each in sequences):
+                return False
+            self._current = sequences
+            self._driver.resume()
+        self._greenroom.begins(sum(not each.begun for each in sequences))
+        return True
+
+    def _note(self, shares: list[Share], caches: list[Any], requests: int, hits: int) -> None:
+        if self._journal is not None:
+            numbers = tuple((each.number, each.computed, count) for each, count in shares)
+            self._journal.events.append(Pass(numbers))
+        self.passes += 1
+        for (each, count), cache in zip(shares, caches, strict=True):
+            on_grid = each.computed % self._chunk == 0 and each.exact == each.computed
+            if on_grid and count == self._chunk:
+                each.exact += count
+            each.cache, each.begun = cache, True
+            each.computed += count
+            each.requests += requests
+            each.hits += hits
+            self.tokens += count
+
+    def _take_back(self, sequences: list[Sequence]) -> None:
+        """Forget what a pass that did not end has left of keys and values."""
+        for each in sequences:
+            if not kv.cut(each.cache, each.computed):
+                each.start_again(self._batch.cache())
+
+    def _again(self, share: Share) -> Share:
+        """A share as it is now: a sequence that was begun again reads its first tokens first."""
+        sequence, count = share
+        if count <= sequence.pending and sequence.computed:
+            return share
+        return sequence, to_grid(sequence, self._chunk)
+
+
+def _as_error(error: BaseException) -> GreenroomError:
+    if isinstance(error, GreenroomError):
+        return error
+    return DeviceError("there is no memory for the pass")

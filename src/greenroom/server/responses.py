@@ -1,0 +1,346 @@
+"""OpenAI's responses: POST /v1/responses. Nothing is kept: each request brings its conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.responses import JSONResponse, Response
+
+from greenroom.hf.dialogue import Dialogue
+from greenroom.server.answers import Answers, Job, begin
+from greenroom.server.chat import EFFORTS
+from greenroom.server.conversation import arguments_of, call, check_tools, thinking
+from greenroom.server.errors import ApiError
+from greenroom.server.formats import json_grammar
+from greenroom.server.output import Output
+from greenroom.server.params import (
+    CallId,
+    Name,
+    OpenAI,
+    Sampled,
+    Strict,
+    Tokens,
+    content,
+    one_of,
+)
+from greenroom.server.reading import End
+from greenroom.server.routes import body_of, described, new_id, served_of
+from greenroom.server.service import Service
+from greenroom.server.streams import EventStream, event, told, whole
+
+LOGPROBS = "message.output_text.logprobs"
+Status = Literal["in_progress", "completed", "incomplete"]
+InputText = content("input_text", "output_text", "text")
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InMessage(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: InputText
+    id: str | None = None
+    status: Status | None = None
+    phase: None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
+
+
+class InCall(Strict):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
+        return {"role": "assistant", "content": "", "tool_calls": [made]}
+
+
+class InOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: InputText
+    id: str | None = None
+    status: Status | None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class InReasoning(Strict):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    id: str | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        text = "\n".join(part.text for part in self.content or ())
+        return {"role": "assistant", "content": "", "reasoning_content": text}
+
+
+Item = one_of(
+    message=InMessage, function_call=InCall, function_call_output=InOutput, reasoning=InReasoning
+)
+Items = Annotated[
+    list[Item],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(lambda it: [{"role": "user", "content": it}] if isinstance(it, str) else it),
+]
+
+
+class ResponsesTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+    def told(self) -> dict[str, Any]:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        described = {"name": self.name, "description": self.description or ""}
+        return {"type": "function", "function": {**described, "parameters": parameters}}
+
+
+class Format(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Format:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("text.format.schema belongs to the type json_schema")
+        return self
+
+    def grammar(self) -> str | None:
+        return None if self.type == "text" else json_grammar(self.schema_, "text.format.schema")
+
+
+class TextConfig(Strict):
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    effort: EFFORTS | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(OpenAI, Sampled):
+    input: Items
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+    stream_options: StreamOptions | None = None
+    # Of these, only what they are without being sent:
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    context_management: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.include)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResponsesRequest:
+        if self.top_logprobs is not None and not self.include:
+            raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
+        if self.tool_choice == "auto" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    def job(self, dialogue: Dialogue) -> Job:
+        """What the engine is asked. ApiError where this model cannot do it."""
+        form = self.text.format if self.text else None
+        grammar = form.grammar() if form else None
+        tools = [tool.told() for tool in self.tools or []] if self.tool_choice != "none" else []
+        if tools:
+            check_tools(dialogue)
+            if grammar is not None:
+                raise ApiError(400, "tools cannot be called in JSON mode: send one of tools and"
+                               " text.format", param="text.format")  # fmt: skip
+        effort = self.reasoning.effort if self.reasoning else None
+        options = thinking(dialogue, effort, "reasoning.effort")
+        if grammar is not None and not options and dialogue.reads("enable_thinking"):
+            options = {"enable_thinking": False}  # JSON is all that it can say
+        ids = dialogue.chat(self._messages(dialogue), tools, **options)
+        return Job(
+            prompts=(tuple(ids),),
+            sampling=self.sampling(),
+            max_tokens=self.max_output_tokens,
+            top_logprobs=(self.top_logprobs or 0) if self.include else None,
+            grammar=grammar,
+            tools=tools or None,
+            one_call=self.parallel_tool_calls is False,
+        )
+
+    def _messages(self, dialogue: Dialogue) -> list[dict[str, Any]]:
+        """Items as messages: what one turn thought, said and called is one message."""
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        for index, item in enumerate(self.input):
+            told = item.told(f"input.{index}")
+            if told["role"] == "tool" or "tool_calls" in told:
+                check_tools(dialogue, f"{item.type} items")
+            last = found[-1] if found else None
+            if last and last["role"] == told["role"] == "assistant":
+                found[-1] = _joined(last, told)
+            else:
+                found.append(told)
+        return found
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the model's own turn."""
+    both = {**first, **then}
+    both["content"] = "\n".join(text for text in (first["content"], then["content"]) if text)
+    if "tool_calls" in both:
+        both["tool_calls"] = [*first.get("tool_calls", ()), *then.get("tool_calls", ())]
+    return both
+
+
+BODIES = (ResponsesRequest,)
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    async def create(request: Request) -> Response:
+        body = await body_of(request, service, ResponsesRequest)
+        served = served_of(request)
+        answers = await begin(service, served, body.job)
+        shown = Shown(service, body, answers)
+        if not body.stream:
+            return JSONResponse(await whole(request, answers, shown.whole()))
+        events = told(shown.events(), service, served, shown.failed)
+        return EventStream(events, answers, served)
+
+    return routes
+
+
+class Shown:
+    """An answer in the form of responses."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, answers: Answers) -> None:
+        self._body, self._answers = body, answers
+        self._sequence = 0
+        self._output = Output(answers.dialogue, body.wants_logprobs)
+        self._response: dict[str, Any] = {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": service.name,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": _format(body)},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "background": False,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        async for _, said in self._answers:
+            if isinstance(said, End):
+                list(self._output.end(said))
+                return self._ended(said)
+            list(self._output.add(said))
+        raise ApiError(500, "the engine gave no end")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event({"type": kind, "response": self._response})
+        async for _, said in self._answers:
+            is_end = isinstance(said, End)
+            for data in self._output.end(said) if isinstance(said, End) else self._output.add(said):
+                yield self._event(data)
+            if is_end:
+                ended = self._ended(said)
+                yield self._event({"type": f"response.{ended['status']}", "response": ended})
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of an answer that broke off."""
+        told = {"code": "server_error", "message": str(error)}
+        response = {**self._response, "status": "failed", "error": told}
+        return self._event({"type": "response.failed", "response": response})
+
+    def _ended(self, end: End) -> dict[str, Any]:
+        cut = end.reason == "length"
+        new, prompt = end.finished.new_tokens, self._answers.prompt_tokens
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": end.finished.reused_tokens},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "total_tokens": prompt + new,
+        }
+        return {
+            **self._response,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output.items,
+            "usage": usage,
+        }
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        self._sequence += 1
+        return event({**data, "sequence_number": self._sequence - 1}, data["type"])
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    form = body.text.format if body.text else None
+    return form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}

@@ -1,0 +1,169 @@
+"""A server on a real socket over a fake engine, and the tokenizers that its models have."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from greenroom.config import ServeConfig
+from greenroom.server.listen import Patient, Server, address, listening, server
+from greenroom.server.served import RequestLog
+from greenroom.server.service import Service
+from tests.server.fakes import FakeEngine
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+NAME = "tiny"
+
+
+@cache
+def demo_tokenizer() -> Any:
+    """Byte-level, with a plain chat template."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@cache
+def thinker_tokenizer() -> Any:
+    """The same with a template of a model that reasons and calls tools, as Qwen3's does."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]}
+    )
+    tokenizer.chat_template = (
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+        "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+        "{% endif %}"
+        "{% endif %}"
+    )
+    return tokenizer
+
+
+def speaking(text: str, tokenizer: Any = None, end: str | None = "<|end|>") -> list[int]:
+    """The tokens of an answer, and the one that ends it."""
+    tokenizer = tokenizer or demo_tokenizer()
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids + ([tokenizer.convert_tokens_to_ids(end)] if end else [])
+
+
+def saying(text: str, **options: Any) -> FakeEngine:
+    """An engine that always says this."""
+    return FakeEngine(demo_tokenizer(), speaking(text), end_ids=(1,), **options)
+
+
+def thinking(text: str, **options: Any) -> FakeEngine:
+    """The same by a model that reasons and calls tools."""
+    tokenizer = thinker_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    script = speaking(text, tokenizer, "<|im_end|>")
+    return FakeEngine(tokenizer, script, end_ids=(end,), model_type="qwen3_moe", **options)
+
+
+@dataclass
+class Running:
+    """A server in a thread."""
+
+    service: Service
+    server: Server
+    url: str
+    thread: threading.Thread
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def engine(self) -> FakeEngine:
+        assert isinstance(self.service.engine, FakeEngine)
+        return self.service.engine
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, timeout=20, **options)
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return httpx2.get(self.url + path, timeout=20, **options)
+
+    def line(self, count: int = 1) -> str:
+        """The last line of the log, once there are so many."""
+        wait_for(lambda: len(self.lines) >= count)
+        return self.lines[-1]
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(15)
+        assert not self.thread.is_alive()
+
+
+def wait_for(true: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Until it is so; AssertionError where it does not become so."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.005)
+
+
+Serve = Callable[..., Running]
+
+
+def launch(
+    engine: FakeEngine,
+    key: str | None = None,
+    head_s: float | None = None,
+    slow_s: float | None = None,
+    **options: Any,
+) -> Running:
+    """A running server; `options` are ServeConfig's."""
+    config = ServeConfig(**{"port": 0, "grace": 1.0, **options})
+    lines: list[str] = []
+    log = RequestLog(config.log_format, lines.append)
+    service = Service(engine, config, NAME, key, log)
+    sock = listening(config.host, config.port)
+    made = server(service)
+    if head_s or slow_s:
+        limits = {"head_s": head_s or Patient.head_s, "slow_s": slow_s or Patient.slow_s}
+        made.config.http = type("Impatient", (Patient,), limits)
+    made.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
+    thread.start()
+    wait_for(lambda: made.started)
+    return Running(service, made, address(sock), thread, lines)
+
+
+@pytest.fixture
+def serve(no_threads_left: None) -> Iterator[Serve]:
+    """`serve(engine, ...)`: a server of this test's own (see `launch`)."""
+    running: list[Running] = []
+
+    def start(engine: FakeEngine, **options: Any) -> Running:
+        running.append(launch(engine, **options))
+        return running[-1]
+
+    yield start
+    for each in running:
+        if each.thread.is_alive():
+            each.stop()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A server that always says Hi, for all tests of a file."""
+    found = launch(saying("Hi"))
+    yield found
+    found.stop()

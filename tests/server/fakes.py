@@ -1,0 +1,134 @@
+"""An engine without a model: it says what its script says, when it is told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenroom.errors import GreenroomError
+from greenroom.server.requests import Busy, Finished, Listener, Request, Token, TooLong
+
+Script = Callable[[Request], Iterable[int]]
+
+
+@dataclass
+class FakeTicket:
+    """One request, answered by a thread of its own."""
+
+    request: Request
+    listener: Listener
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    told: int = 0
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeEngine:
+    """Answers every request with the tokens of `script`, one every `delay_s`.
+
+    `failing` is raised after `fail_after` tokens; `places` bounds the requests at a time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        script: Script | Sequence[int] = (),
+        *,
+        end_ids: tuple[int, ...] = (),
+        model_type: str | None = None,
+        context: int = 512,
+        delay_s: float = 0.0,
+        first_s: float = 0.0,
+        places: int = 1000,
+        reused: int = 0,
+    ) -> None:
+        self.tokenizer, self.end_ids, self.model_type = tokenizer, end_ids, model_type
+        self.context, self.summary = context, "fake: nothing is placed anywhere"
+        self.script = script if callable(script) else (lambda request: script)
+        self.delay_s, self.first_s, self.places, self.reused = delay_s, first_s, places, reused
+        self.failing: GreenroomError | None = None
+        self.fail_after = 0
+        self.now: tuple[str, float, str] = ("ready", 1.0, "")
+        self.tickets: list[FakeTicket] = []
+        self.resized: list[str | int] = []
+        self.stopped_after: float | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, request: Request, listener: Listener) -> FakeTicket:
+        if len(request.ids) >= self.context:
+            raise TooLong(f"the prompt has {len(request.ids)} tokens, there is room for"
+                          f" {self.context}")  # fmt: skip
+        with self._lock:
+            if sum(not ticket.done.is_set() for ticket in self.tickets) >= self.places:
+                raise Busy("the queue is full", retry_after_s=3.0)
+            ticket = FakeTicket(request, listener)
+            self.tickets.append(ticket)
+        threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
+        return ticket
+
+    def _answer(self, ticket: FakeTicket) -> None:
+        request, began, first = ticket.request, time.monotonic(), None
+        reason = "stop"
+        ticket.cancelled.wait(self.first_s)
+        for token in self.script(request):
+            if ticket.cancelled.is_set():
+                break
+            if self.failing is not None and ticket.told >= self.fail_after:
+                reason = "error"
+                break
+            if ticket.told >= request.max_new_tokens:
+                reason = "length"
+                break
+            first = first or time.monotonic() - began
+            ticket.told += 1
+            ticket.listener(self._token(request, token))
+            ticket.cancelled.wait(self.delay_s)
+            if request.timeout_s and time.monotonic() - began > request.timeout_s:
+                reason = "timeout"
+                break
+        if ticket.cancelled.is_set():
+            reason = "cancelled"
+        error = self.failing if reason == "error" else None
+        ticket.done.set()
+        ticket.listener(
+            Finished(
+                reason,
+                len(request.ids),
+                self.reused,
+                ticket.told,
+                0.0,
+                first,
+                time.monotonic() - began,
+                0.75,
+                error,
+            )
+        )
+
+    def _token(self, request: Request, token: int) -> Token:
+        if request.top_logprobs is None:
+            return Token(token)
+        top = tuple((token + i, -0.5 - i) for i in range(request.top_logprobs))
+        return Token(token, -0.5, top)
+
+    def state(self) -> tuple[str, float, str]:
+        return self.now
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": 0, "queued": 0, "layers": {"hits": [3, 4], "misses": [1, 0]}}
+
+    def resize(self, cache: str | int) -> int:
+        self.resized.append(cache)
+        return 7
+
+    def stop(self, grace_s: float) -> None:
+        self.stopped_after = grace_s
+        self.now = ("stopping", 1.0, "")
+        until = time.monotonic() + grace_s
+        for ticket in self.tickets:
+            ticket.done.wait(max(0.0, until - time.monotonic()))
+            ticket.cancel()
