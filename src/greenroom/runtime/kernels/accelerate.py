@@ -31,7 +31,7 @@ from greenroom.runtime.kernels.decoder import OneLayer, Onto, layer_forward
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import sublayers
 
-FEW = 4  # tokens
+FEW = 16  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
 _DTYPES = {torch.bfloat16, torch.float16}
 _ROUTERS = {"gate", "router"}  # their choice of experts stays torch's, bit for bit
