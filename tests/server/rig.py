@@ -17,7 +17,7 @@ from greenroom.hf.build import Draft
 from greenroom.hf.kv_bytes import kv_bytes
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store import DiskStore
-from greenroom.server.engine import ContinuousEngine
+from greenroom.server.engine import ContinuousEngine, Loaded
 from greenroom.server.journal import Journal
 from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
 
@@ -73,7 +73,7 @@ class Served:
     ) -> None:
         self.store: Any = None
 
-        def load(progress: Callable[[float, str], None]) -> tuple[Any, Any]:
+        def load(progress: Callable[[float, str], None]) -> Loaded:
             progress(0.0, "loading")
             draft = Draft.of(folder)
             sizes = kv_bytes(draft.model, block=512, room=context)
@@ -84,7 +84,7 @@ class Served:
             model: Any = draft.load()
             model.greenroom = Greenroom(model, made, store=self.store)
             model.greenroom.keys_values = sizes
-            return model, AutoTokenizer.from_pretrained(folder)
+            return Loaded(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)
         until = time.monotonic() + PATIENCE
@@ -120,6 +120,6 @@ def draw(count: int, seed: int = 0) -> list[int]:
 def greedy(model: Any, ids: Sequence[int], new: int) -> list[int]:
     """What transformers' own `generate` answers."""
     given = torch.tensor([list(ids)])
-    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}  # it never ends
     out = model.generate(given, attention_mask=torch.ones_like(given), **options)
     return out[0, len(ids) :].tolist()

@@ -210,7 +210,9 @@ class Batch:
         return [out.logits[0, -1]]
 
     def _together(self, ids: Sequence[Sequence[int]], cache: Together) -> list[Tensor]:
-        model, positions, ends = self._model, [], []
+        model = self._model
+        positions: list[int] = []
+        ends: list[int] = []
         for each, own in zip(ids, cache.caches, strict=True):
             had = length_of(own)
             positions += range(had, had + len(each))
