@@ -22,7 +22,6 @@ from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 
-GONE = 499  # what servers log where the client hung up
 LEAVE_S = 5.0  # to wait for cancelled answers to end
 
 
