@@ -160,11 +160,16 @@ def linear_forward(module: nn.Linear) -> Forward:
         ):
             return original(module, input)
         out = empty((*input.shape[:-1], N), dtype=dtype)
+        floats, sums = (input.float(), empty(size // K, N)) if size > K else (None, None)
         words = array(
             "q",
             (
                 *(0, weight.data_ptr(), N, K, input.data_ptr(), out.data_ptr()),
                 *(0 if bias is None else bias.data_ptr(), size // K),
+                *(
+                    0 if floats is None else floats.data_ptr(),
+                    0 if sums is None else sums.data_ptr(),
+                ),
             ),
         )
         enter(words.buffer_info()[0], wide)

@@ -196,14 +196,22 @@ class OneToken:
         )
 
     def stages_of_rows(
-        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]]
+        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]], work: Tensor
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """The stages of several tokens, from those of each."""
-        project, attend = zip(*each, strict=True)
+        """The stages of several tokens, from those of each. `work` [4, T, `widest`] begins with
+        their hidden states [T, hidden] in float32."""
+        project, attend = ([words for _, words in stages] for stages in zip(*each, strict=True))
+        wide, projected, mixed, out = (part.data_ptr() for part in work)
         return (
-            sequence.of_rows(body(heads.project_rows, self.dtype), [words for _, words in project]),
-            sequence.of_rows(body(heads.attend_rows, self.dtype), [words for _, words in attend]),
+            sequence.of_rows(body(heads.project_rows, self.dtype), project, wide, projected),
+            sequence.of_rows(body(heads.attend_rows, self.dtype), attend, mixed, out),
         )
+
+    @property
+    def widest(self) -> int:
+        """Values that a token has at most, in and around the attention."""
+        return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
+                   self._attending[heads.A_ROWS])  # fmt: skip
 
     def work(self, context: int) -> Tensor:
         """Memory for a call, in float32 words: queries, then what one of the bodies needs."""

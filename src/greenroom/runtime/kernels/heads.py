@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.compiled import BLOCK, exp, panels
+from greenroom.runtime.kernels.compiled import BLOCK, dots, exp, panels
 from greenroom.runtime.kernels.ir import (
     COLUMNS,
     address_of,
@@ -29,10 +29,13 @@ from greenroom.runtime.kernels.layers import (
     R_COUNT,
     R_DONE,
     R_FIRST,
+    R_OUT,
+    R_WIDE,
     UNIT,
     F,
     multiply,
     normalise,
+    store,
 )
 
 # The words of `project`; four a head follow them: weight, bias, norm's weight (0: none), rotated?
@@ -65,16 +68,13 @@ def rotate(kind, row, cos, sin, width):
 
 
 @njit(inline="always")
-def project_head(kind, p, head):
-    """One head of `project`, with the words at p."""
-    size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
+def finish_head(kind, p, head, row):
+    """Bias, norm and rotation of a head whose product is at `row`, with the words at p."""
+    size, width = size_of(kind), word(p, WIDTH)
     queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
     eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
     own = PROJECT_WORDS + HEAD_WORDS * head
-    w, bias, norm = word(p, own), word(p, own + 1), word(p, own + 2)
-    row, ld = word(p, SCRATCH) + 4 * head * width, columns * size
-    for i in range(0, width, COLUMNS):
-        dot_1x4(kind, kind, w + i * ld, ld, columns, columns, 0, (word(p, X),), (row + 4 * i,))
+    bias, norm = word(p, own + 1), word(p, own + 2)
     for i in range(width):
         v = get(F, row, i)
         if bias != 0:
@@ -105,29 +105,44 @@ def project(kind, stamp):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
         heads = word(p, Q_HEADS) + 2 * word(p, KV_HEADS)
+        size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
         while True:
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            project_head(kind, p, head)
+            w, ld = word(p, PROJECT_WORDS + HEAD_WORDS * head), columns * size
+            row = word(p, SCRATCH) + 4 * head * width
+            for i in range(0, width, COLUMNS):
+                dot_1x4(
+                    kind, kind, w + i * ld, ld, columns, columns, 0,
+                    (word(p, X),), (row + 4 * i,),
+                )  # fmt: skip
+            finish_head(kind, p, head, row)
 
     return enter
 
 
 def project_rows(kind, stamp):
-    """`project` for several tokens: a head's weight is read from memory once for all of them."""
+    """`project` for several tokens: a head's weight is read and widened once for all of them."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
         first = word(p, R_FIRST)
-        heads = word(first, Q_HEADS) + 2 * word(first, KV_HEADS)
+        heads, tokens = word(first, Q_HEADS) + 2 * word(first, KV_HEADS), word(p, R_COUNT)
+        columns, width = word(first, HIDDEN), word(first, WIDTH)
         while True:
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            for token in range(word(p, R_COUNT)):
-                project_head(kind, word(p, R_FIRST + token), head)
+            w, all_heads = word(first, PROJECT_WORDS + HEAD_WORDS * head), heads * width
+            dots(
+                kind, w, columns * size_of(kind), columns, width, columns, 0,
+                word(p, R_WIDE), columns, 0, word(p, R_OUT), all_heads, 0, head * width, 0, tokens,
+            )  # fmt: skip
+            for token in range(tokens):
+                row = word(p, R_OUT) + 4 * (token * all_heads + head * width)
+                finish_head(kind, word(p, R_FIRST + token), head, row)
 
     return enter
 
@@ -191,16 +206,6 @@ def attend_heads(kind, p, unit):
             put(kind, mixed, first * width + i, get(F, out, i) / total)
 
 
-@njit(inline="always")
-def attend_out(kind, p, n0, sums):
-    """UNIT rows from n0 on of the output projection of `attend`, with the words at p."""
-    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
-    multiply(
-        kind, word(p, A_W), word(p, A_BIAS), word(p, MIXED), word(p, A_OUT), word(p, A_ROWS),
-        columns, n0, sums,
-    )  # fmt: skip
-
-
 def attend(kind, stamp):
     """One token's attention over its context, then the output projection.
 
@@ -224,31 +229,50 @@ def attend(kind, stamp):
             if n0 >= word(p, A_ROWS):
                 return
             await_(p, DONE, kv_heads)
-            attend_out(kind, p, n0, sums)
+            multiply(
+                kind, word(p, A_W), word(p, A_BIAS), word(p, MIXED), word(p, A_OUT),
+                word(p, A_ROWS), kv_heads * word(p, GROUP) * word(p, A_WIDTH), n0, sums,
+            )  # fmt: skip
 
     return enter
 
 
 def attend_rows(kind, stamp):
-    """`attend` for several tokens, each over its own context: the projection's weight is read from
-    memory once for all of them."""
+    """`attend` for several tokens, each over its own context: the projection's weight is read and
+    widened once for all of them."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums, first, tokens = stack(), word(p, R_FIRST), word(p, R_COUNT)
-        kv_heads = word(first, A_KV_HEADS)
+        first, tokens, size = word(p, R_FIRST), word(p, R_COUNT), size_of(kind)
+        kv_heads, wide, sums = word(first, A_KV_HEADS), word(p, R_WIDE), word(p, R_OUT)
+        of_a_head = word(first, GROUP) * word(first, A_WIDTH)
+        columns, rows = kv_heads * of_a_head, word(first, A_ROWS)
         while True:
             unit = claim(p, 0, 1)
             if unit < tokens * kv_heads:
-                attend_heads(kind, word(p, R_FIRST + unit // kv_heads), unit % kv_heads)
+                token, head = unit // kv_heads, unit % kv_heads
+                own = word(p, R_FIRST + token)
+                attend_heads(kind, own, head)
+                mixed = word(own, MIXED)
+                for i in range(head * of_a_head, (head + 1) * of_a_head):
+                    put(F, wide + 4 * token * columns, i, get(kind, mixed, i))
                 claim(p, R_DONE, 1)
                 continue
             n0 = (unit - tokens * kv_heads) * UNIT
-            if n0 >= word(first, A_ROWS):
+            if n0 >= rows:
                 return
             await_(p, R_DONE, tokens * kv_heads)
+            n, w = min(UNIT, rows - n0), word(first, A_W) + n0 * columns * size
+            dots(
+                kind, w, columns * size, columns, n, columns, 0,
+                wide, columns, 0, sums, rows, 0, n0, 0, tokens,
+            )  # fmt: skip
+            bias = word(first, A_BIAS)
+            if bias != 0:
+                bias += n0 * size
             for token in range(tokens):
-                attend_out(kind, word(p, R_FIRST + token), n0, sums)
+                out = word(word(p, R_FIRST + token), A_OUT) + n0 * size
+                store(kind, sums + 4 * (token * rows + n0), bias, out, n)
 
     return enter

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from greenroom.runtime.kernels.compiled import dots
 from greenroom.runtime.kernels.emit import COLUMNS
 from greenroom.runtime.kernels.ir import (
     STACK,
@@ -30,16 +31,17 @@ UNIT = STACK  # weight rows claimed together
 F = np.float32(0)
 
 # The words of `gemv`, of `rms_norm`; the first of both is the cursor.
-W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS = range(1, 8)
+W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, X_WIDE, OUT_WIDE = range(1, 10)
 N_X, N_OUT, N_WEIGHT, N_ROWS, N_COLUMNS, N_EPS, N_STYLE = range(1, 8)
 
 # The words of `join`.
 J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE = range(1, 9)
 JOIN_WORDS = 9
 
-# The words of a body for several tokens: how many units are done, how many tokens, and for each the
-# address of the words that the body for one token would have.
-R_DONE, R_COUNT, R_FIRST = range(1, 4)
+# The words of a body for several tokens: how many units are done, how many tokens, float32 matrices
+# of their inputs and outputs, a row a token (0: none), and for each the address of the words that
+# the body for one token would have.
+R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
 
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
 # there is one thread). The address of each body follows, and that of its words.
@@ -96,7 +98,10 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 
 
 def gemv(kind, stamp):
-    """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32."""
+    """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32.
+
+    Several rows are given in float32 too, with room for their sums: weights are widened once then.
+    """
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
@@ -107,6 +112,18 @@ def gemv(kind, stamp):
             n0 = claim(p, 0, 1) * UNIT
             if n0 >= N:
                 return
+            if word(p, X_WIDE) != 0:
+                n, rows, sums_of = min(UNIT, N - n0), word(p, X_ROWS), word(p, OUT_WIDE)
+                w, bias = word(p, W) + n0 * K * size, word(p, BIAS)
+                dots(
+                    kind, w, K * size, K, n, K, 0, word(p, X_WIDE), K, 0, sums_of, N, 0, n0, 0, rows
+                )  # fmt: skip
+                if bias != 0:
+                    bias += n0 * size
+                for m in range(rows):
+                    out = word(p, OUT) + (m * N + n0) * size
+                    store(kind, sums_of + 4 * (m * N + n0), bias, out, n)
+                continue
             for m in range(word(p, X_ROWS)):
                 x, out = word(p, X) + m * K * size, word(p, OUT) + m * N * size
                 multiply(kind, word(p, W), word(p, BIAS), x, out, N, K, n0, sums)
@@ -158,7 +175,8 @@ def join(kind, stamp):
 
 
 def join_rows(kind, stamp):
-    """`join` for several tokens, each told by words of its own; a thread does a token."""
+    """`join` for several tokens, each told by words of its own; a thread does a token. Its norm is
+    also left in float32, where there is a matrix for it."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
@@ -167,7 +185,12 @@ def join_rows(kind, stamp):
             token = claim(p, 0, 1)
             if token >= word(p, R_COUNT):
                 return
-            join_row(kind, word(p, R_FIRST + token))
+            own, wide = word(p, R_FIRST + token), word(p, R_WIDE)
+            join_row(kind, own)
+            if wide != 0:
+                n = word(own, J_COLUMNS)
+                for i in range(n):
+                    put(F, wide + 4 * token * n, i, get(kind, word(own, J_OUT), i))
 
     return enter
 
