@@ -32,7 +32,7 @@ import torch
 from checkpoints import VARIANTS, folder_of
 from common import commit, machine, note, show_ratio, table
 
-from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
+from greenroom.config import LoadConfig, ServeConfig
 from greenroom.server.engine import ContinuousEngine
 from greenroom.server.requests import Finished, Request, Sampling, Token
 from greenroom.server.start import start
@@ -120,21 +120,36 @@ class Bench:
         return counted / (end - begin)
 
 
+class Clock:
+    """A streamer of `generate` that notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())  # the prompt is the first
+
+    def end(self) -> None:
+        pass
+
+
 def run(bench: Bench) -> str:
     """Both on the same model, cache and prompts."""
-    from greenroom.hf.generate import answer
-
     engine = bench.start(no_prefix_reuse=True)
-    sampling = SamplingConfig(max_new_tokens=bench.args.tokens, temperature=0)
     pairs: Pairs = []
-    engine.model.generation_config.eos_token_id = None
+    new = bench.args.tokens
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     for _ in range(bench.args.repeats):
-        ours = bench.rate(1)
-        text = engine.tokenizer.decode(bench.prompt(bench.args.prompt))
-        theirs = answer(
-            engine.model, engine.tokenizer, text, sampling, raw=True, context=engine.context
-        ).tokens_per_s
-        pairs.append((ours, theirs or 0.0))
+        prompt = bench.prompt(bench.args.prompt)
+        times = Answer(engine, prompt, new).end().times
+        ours = (new - 1) / (times[-1] - times[0])
+        ids, clock = torch.tensor([prompt]), Clock()
+        with torch.inference_mode():
+            engine.model.generate(
+                ids, attention_mask=torch.ones_like(ids), streamer=clock, **options
+            )
+        theirs = (new - 1) / (clock.times[-1] - clock.times[1])
+        pairs.append((ours, theirs))
         note(f"run: engine {ours:.1f}, generate {theirs:.1f} tokens/s")
     return f"One user of the engine, times `generate`: {show_ratio(pairs)}"
 
