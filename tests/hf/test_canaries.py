@@ -255,3 +255,28 @@ def test_quantisers_expand_when_told_to() -> None:
 
     for name in ("FineGrainedFP8Config", "Mxfp4Config", "CompressedTensorsConfig", "GgufConfig"):
         assert "dequantize" in parameters(getattr(configs, name)), name
+
+
+def test_attention_can_be_ours_for_a_pass() -> None:
+    """Several sequences lie in one pass; what makes them is in hf/together.py."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    config = small()
+    config._attn_implementation_internal = "another"
+    assert config._attn_implementation == "another", "an attention is chosen by another name now"
+    assert "another" not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    given = ["module", "query", "key", "value", "attention_mask"]
+    for own in (sdpa_attention_forward, modeling_qwen3_moe.eager_attention_forward):
+        assert parameters(own)[:5] == given, "attention functions take other arguments now"
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    assert parameters(Cache.update)[:4] == ["self", "key_states", "value_states", "layer_idx"]
+    assert "logits_to_keep" in parameters(Qwen3MoeForCausalLM.forward)
+    assert Cache(layers=[]).layers == [], "a cache cannot be made without layers any more"
+    layer = DynamicSlidingWindowLayer(sliding_window=4)
+    assert (layer.cumulative_length, layer.sliding_window) == (0, 4)
+    assert DynamicCache(config=config).layers, "layers of a cache are made later now"

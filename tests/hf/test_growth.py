@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import greenroom
 from greenroom.errors import BudgetError
@@ -200,3 +201,44 @@ def test_a_budget_of_the_process_grows_and_a_cache_of_a_size_does_not(folder):
     model, _ = greenroom.load(str(folder), cache="50%", kernels="eager")
     assert model.greenroom.growth is None
     model.greenroom.detach()
+
+
+def caches(count: int) -> list[Any]:
+    return [DynamicCache() for _ in range(count)]
+
+
+def test_sequences_that_go_together_are_all_counted(watched):
+    from greenroom.hf.together import Batch
+
+    batch, own = Batch(watched.model), caches(3)
+    prompts = [ids(1, n)[0].tolist() for n in (200, 60, 31)]
+    with torch.inference_mode():
+        batch(prompts, own)
+        some = watched.greenroom.capacity
+        assert some < watched.greenroom.parts.catalog.experts
+        watched.resizes.clear()
+        for _ in range(32):
+            batch([[5]] * 3, own)
+        assert watched.inside()
+        assert 1 <= len(watched.resizes) <= 3  # as each of them enters another block
+        with pytest.raises(BudgetError):
+            batch([[5] * 150] * 3, own)
+        before = watched.greenroom.capacity
+        del own
+        batch([[5]], caches(1))
+    assert watched.greenroom.capacity > before
+    assert watched.inside()
+
+
+def test_room_for_keys_and_values_that_are_to_come(watched):
+    growth, slot = watched.growth, watched.greenroom.parts.catalog.slot_bytes
+    most = growth.most()
+    assert most + SLACK + slot == growth.budget  # one slot is the least
+    for slots in (4, 7, 1):
+        growth.reserve(most - (slots - 1) * slot)
+        assert watched.greenroom.capacity == slots
+    with pytest.raises(BudgetError):
+        growth.reserve(most + 1)
+    with torch.no_grad():
+        watched.model(ids(1, 5))
+    assert watched.greenroom.capacity == watched.greenroom.parts.catalog.experts

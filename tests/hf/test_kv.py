@@ -12,7 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Fp8QuantizedLayer, QuantizedCache
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    Fp8QuantizedLayer,
+    QuantizedCache,
+)
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from greenroom.hf import kv
@@ -37,7 +41,19 @@ def add(cache: DynamicCache, k: torch.Tensor, v: torch.Tensor) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            ["one", "one", "one", "update", "block", "crop", "copy", "beam", "make", "reset"]
+            [
+                "one",
+                "one",
+                "one",
+                "update",
+                "block",
+                "crop",
+                "cut",
+                "copy",
+                "beam",
+                "make",
+                "reset",
+            ]
         ),
         max_size=30,
     ),
@@ -64,6 +80,9 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
             elif move == "crop" and theirs.get_seq_length() > 1:
                 ours.crop(-1)
                 theirs.crop(-1)
+            elif move == "cut" and theirs.get_seq_length() > 3:
+                assert kv.cut(ours, theirs.get_seq_length() - 3)
+                theirs.crop(-3)
             elif move == "copy":
                 kept.append((ours, theirs))
                 ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
@@ -185,3 +204,59 @@ def test_others_are_left_to_update():
     assert kv.reserve(filled(3), 1) is None  # no such layer yet
     assert kv.reserve(filled(3, batch=2), 0) is None
     assert kv.reserve(None, 0) is None
+
+
+def sliding(tokens: int) -> DynamicCache:
+    """A layer of full attention, and one that looks at 6 tokens."""
+    cache = DynamicCache(config=CONFIG)
+    cache.layers[1] = DynamicSlidingWindowLayer(sliding_window=6)
+    for _ in range(tokens):
+        for layer in range(2):
+            cache.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), layer)
+    return cache
+
+
+def test_a_pass_that_failed_is_taken_back_in_place():
+    cache = filled(9)
+    kv.adopt(cache, 64)
+    k, v = torch.randn(2, 1, 2, 3, 4)
+    cache.update(k, v, 0)
+    place, wanted = cache.layers[0].keys.data_ptr(), cache.layers[0].keys[:, :, :9].clone()
+    assert kv.cut(cache, 9)
+    assert torch.equal(cache.layers[0].keys, wanted)
+    cache.update(k, v, 0)
+    assert cache.layers[0].keys.data_ptr() == place
+    assert torch.equal(cache.layers[0].keys[:, :, 9:], k)
+    assert kv.cut(cache, 20)  # it has fewer
+    assert cache.get_seq_length() == 12
+    assert kv.cut(None, 0)
+    assert not kv.cut(None, 3)
+
+
+def test_what_a_window_has_forgotten_cannot_be_taken_back():
+    cache = sliding(4)
+    kv.adopt(cache)
+    assert kv.whole(cache, 3)
+    assert not kv.whole(cache, 5)
+    assert kv.cut(cache, 3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
+    cache = sliding(9)
+    kv.adopt(cache)
+    assert not kv.whole(cache, 3)
+    assert not kv.cut(cache, 8)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]  # nothing was done
+    assert kv.cut(cache, 9)
+    assert not kv.cut(QuantizedCache("fp8", CONFIG), 1)
+    assert not kv.whole(QuantizedCache("fp8", CONFIG), 1)
+
+
+def test_the_first_tokens_of_one_can_begin_another():
+    cache = sliding(5)
+    kv.adopt(cache)
+    other = kv.copied(cache, 4, sliding(0))
+    for mine, theirs in zip(other.layers, cache.layers, strict=True):
+        assert mine.get_seq_length() == 4
+        assert torch.equal(mine.keys, theirs.keys[:, :, :4])
+        assert torch.equal(mine.values, theirs.values[:, :, :4])
+        mine.keys.zero_()
+        assert theirs.keys.abs().sum() > 0

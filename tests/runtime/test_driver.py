@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from greenroom.core.events import Landed
-from greenroom.errors import ClosedError, StoreError
+from greenroom.errors import ClosedError, Interrupted, StoreError
 from greenroom.policies import policy
 from greenroom.sim.simulate import TraceStep, simulate
 from tests.runtime.rig import Ahead, Rig, in_time, threads
@@ -398,3 +398,60 @@ def test_the_guard_is_told_of_decode_and_decides_what_the_next_pass_does(rig):
     r.begin()
     r.step(0, 1)
     assert r.scheduler.counts.prefetches == began
+
+
+def test_a_pass_that_nobody_waits_for_is_given_up(rig):
+    r = rig(2, 1, latency=0.05)
+    failed: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            r.step(0, 0, 1, 2, 3)
+        except Interrupted as error:
+            failed.append(error)
+
+    in_time(step, lambda: (time.sleep(0.02), r.driver.interrupt()))
+    assert failed
+    reads = r.store.reads
+    assert reads < 4 * 3  # chunks of all four experts
+    with pytest.raises(Interrupted, match="nobody waits for it"):
+        r.step(0, 1)
+    assert r.store.reads == reads
+    r.driver.resume()
+    r.step(0, 0, 1, 2, 3)
+
+
+def test_an_interrupt_that_comes_at_any_time_leaves_the_cache_sound(rig):
+    r = rig(3, 2, jitter=0.002)
+    rng, over = random.Random(4), threading.Event()
+
+    def interrupts() -> None:
+        while not over.is_set():
+            time.sleep(rng.random() * 0.004)
+            r.driver.interrupt()
+
+    def steps() -> None:
+        done = given_up = 0
+        while done < 20 or given_up < 5:
+            r.driver.resume()
+            try:
+                r.step(done % 2, *sorted(rng.sample(range(4), rng.randint(1, 4))))
+                done += 1
+            except Interrupted:
+                given_up += 1
+        over.set()
+
+    in_time(steps, interrupts)
+    r.driver.resume()
+    r.step(0, 0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 8])
+def test_misses_of_each_layer(rig, capacity):
+    r, rng = rig(capacity), random.Random(5)
+    for _ in range(20):
+        for layer in range(2):
+            r.step(layer, *sorted(rng.sample(range(4), rng.randint(1, 4))))
+    assert r.driver.missed.sum() == r.scheduler.counts.misses
+    asked = [int(r.driver.asked[4 * layer : 4 * layer + 4].sum()) for layer in range(2)]
+    assert all(0 < missed <= each for missed, each in zip(r.driver.missed, asked, strict=True))

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.runtime.kernels.attention import TOGETHER as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
@@ -154,13 +155,15 @@ class Batch:
 
     `apart` says why sequences cannot lie together, "" where they can. With `exact` every token
     is computed as if its sequence were alone: only single tokens lie together then, and only
-    where all layers around the experts are known token by token.
+    where all layers around the experts are known token by token. `plain`: keys and values are of
+    the usual kind, each token's by itself.
     """
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self._model: Any = model
         self._configs = _configs(model)
         self.exact, self.joined = exact, False
+        self.plain = is_plain(model)
         self.apart = self._why_apart()
 
     def _why_apart(self) -> str:
@@ -177,7 +180,7 @@ class Batch:
 
     def cache(self) -> Any:
         """An empty cache for a sequence; None where the model makes its own."""
-        return None if self.apart else DynamicCache(config=self._model.config)
+        return DynamicCache(config=self._model.config) if self.plain else None
 
     def goes_together(self, lengths: Sequence[int]) -> bool:
         """Can sequences with so many new tokens each be in one pass?"""
@@ -207,7 +210,9 @@ class Batch:
         return [out.logits[0, -1]]
 
     def _together(self, ids: Sequence[Sequence[int]], cache: Together) -> list[Tensor]:
-        model, positions, ends = self._model, [], []
+        model = self._model
+        positions: list[int] = []
+        ends: list[int] = []
         for each, own in zip(ids, cache.caches, strict=True):
             had = length_of(own)
             positions += range(had, had + len(each))
@@ -266,10 +271,8 @@ def unlike(model: Any, configs: Sequence[Any]) -> str:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    if model.greenroom.parts.kv.name != "dynamic":
-        return f"keys and values are kept as {model.greenroom.parts.kv.name}"
-    if not model._supports_default_dynamic_cache():
-        return f"{name} has a cache of its own"
+    if not is_plain(model):
+        return f"keys and values of {name} are not kept token by token"
     if others := {c._attn_implementation_internal for c in configs} - set(ATTENTION):
         return f"{name} computes attention by {', '.join(sorted(others))}"
     text = model.config.get_text_config()
@@ -277,10 +280,17 @@ def unlike(model: Any, configs: Sequence[Any]) -> str:
         return f"{name} has layers of {', '.join(sorted(others))}"
     if getattr(text, "attention_chunk_size", None):
         return f"{name} looks at chunks of its context"
-    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if others := {kind.__name__ for kind in layers - {DynamicLayer, DynamicSlidingWindowLayer}}:
-        return f"{name} keeps {', '.join(sorted(others))}"
     return ""
+
+
+def is_plain(model: Any) -> bool:
+    """Are keys and values of the usual kind? Then an empty cache is made for each sequence."""
+    if model.config.is_encoder_decoder or model.greenroom.parts.kv.name != DYNAMIC:
+        return False
+    if not model._supports_default_dynamic_cache():
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 @torch.inference_mode()

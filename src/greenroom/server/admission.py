@@ -74,7 +74,7 @@ class Admission:
     def _about_to_be_read(self, sequence: Sequence, running: Many[Sequence]) -> bool:
         """Does a prompt that is being read begin like this one? Then it is worth the wait."""
         reading = [each for each in running if each.computed < each.prompt]
-        if not reading or self._config.no_prefix_reuse or self._batch.apart:
+        if not reading or self._config.no_prefix_reuse or not self._batch.plain:
             return False
         ids = as_ids(sequence.request.ids)
         there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
@@ -142,7 +142,7 @@ class Admission:
             return 0
         if source.kept is not None and tokens == source.ids.size:
             return tokens
-        return tokens if not self._batch.apart and kv.whole(source.cache, tokens) else 0
+        return tokens if self._batch.plain and kv.whole(source.cache, tokens) else 0
 
     def _cut(self, tokens: int) -> int:
         """As many of so many tokens as a request alone would have read in whole chunks."""

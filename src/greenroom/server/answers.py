@@ -22,7 +22,7 @@ from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 
-GONE = 499  # what servers log where the client hung up
+TURN = 16  # events
 LEAVE_S = 5.0  # to wait for cancelled answers to end
 
 
@@ -98,7 +98,7 @@ class Answers:
             raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
         ends = tuple(service.engine.end_ids)
         self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
-        self._left = 0
+        self._left = self._taken = 0
 
     def submit(self) -> None:
         """Hand all to the engine, or none."""
@@ -138,7 +138,7 @@ class Answers:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | End]]:
         """(index of the answer, what it says next); raises ApiError where one of them fails."""
         while self._left:
-            index, event = await self._events.get()
+            index, event = await self._next()
             reader = self._readers[index]
             if isinstance(event, Token):
                 for delta in reader.feed(event):
@@ -154,6 +154,13 @@ class Answers:
                 yield index, delta
             self._served.reason = end.reason
             yield index, end
+
+    async def _next(self) -> tuple[int, Token | Finished]:
+        """Where many wait, since the client is slow, others get their turn between them."""
+        self._taken += 1
+        if self._taken % TURN == 0:
+            await asyncio.sleep(0)
+        return await self._events.get()
 
     def _note(self, finished: Finished) -> None:
         self._left -= 1

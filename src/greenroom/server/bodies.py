@@ -7,10 +7,10 @@ from collections.abc import Container
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from greenroom.config import show_bytes
-from greenroom.server.errors import ApiError
+from greenroom.server.errors import GONE, ApiError
 from greenroom.server.params import TAG
 
 BODY_S = 30.0  # in which a body must be there
@@ -18,7 +18,7 @@ TOO_MANY = 100  # mistakes, of which none is worth a name
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Body], limit: int, seconds: float = BODY_S) -> Body:
+async def read(request: Request, model: type[Body], limit: int) -> Body:
     """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -26,10 +26,10 @@ async def read(request: Request, model: type[Body], limit: int, seconds: float =
         wanted = "the body must be JSON: send Content-Type: application/json"
         raise ApiError(415, wanted, close=True)
     try:
-        data = await asyncio.wait_for(_collect(request, limit), seconds)
+        data = await asyncio.wait_for(_collect(request, limit), BODY_S)
     except (asyncio.TimeoutError, TimeoutError):
         raise ApiError(
-            408, f"the body did not come within {seconds:g} seconds", close=True
+            408, f"the body did not come within {BODY_S:g} seconds", close=True
         ) from None
     return await asyncio.to_thread(parse, model, data)
 
@@ -42,10 +42,13 @@ async def _collect(request: Request, limit: int) -> bytes:
     if length.isdecimal() and int(length) > limit:
         raise too_large
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                raise too_large
+    except ClientDisconnect:
+        raise ApiError(GONE, "the client hung up") from None
     return bytes(data)
 
 

@@ -17,11 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from greenroom.config import ServeConfig
+from greenroom.config import ServeConfig, show_bytes
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel, UsageError
 from greenroom.hf.together import Batch
 from greenroom.server.admission import Admission
@@ -33,12 +33,22 @@ from greenroom.server.passes import Passes
 from greenroom.server.requests import Busy, Listener, Request, TooLong
 from greenroom.server.sampling import Sampler
 from greenroom.server.sequence import Sequence
-from greenroom.server.snapshot import Totals, snapshot
+from greenroom.server.snapshot import Totals, of_model, snapshot
 
 LOADING_S = 5.0  # after which somebody who came while the model was loading may try again
 
 Progress = Callable[[float, str], None]
-Load = Callable[[Progress], tuple[Any, Any]]  # -> (model, tokenizer)
+
+
+class Loaded(NamedTuple):
+    """A model with its cache of experts; `summary` says what was placed where."""
+
+    model: Any
+    tokenizer: Any
+    summary: str = ""
+
+
+Load = Callable[[Progress], Loaded]
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +63,11 @@ class ContinuousEngine:
         self.model: Any = None
         self.greenroom: Any = None  # the model's, also when it was detached
         self.served = False  # was it ready once?
+        self.final: dict[str, Any] | None = None  # what was counted, once the model is given back
         self.tokenizer: Any = None
+        self.model_type: str | None = None
+        self.end_ids: tuple[int, ...] = ()
+        self.summary = ""
         self.totals = Totals()
         self._load = load
         self._changed = threading.Condition()
@@ -115,7 +129,7 @@ class ContinuousEngine:
                 f" there is room for {self.context}"
             )
         grammar = None if request.grammar is None else self._grammars(request.grammar)
-        ends = self._end_ids if request.end_ids is None else request.end_ids
+        ends = self.end_ids if request.end_ids is None else request.end_ids
         return Sequence(
             number=-1,
             request=request,
@@ -185,7 +199,7 @@ class ContinuousEngine:
             self._leave()
 
     def _begin(self) -> None:
-        self.model, self.tokenizer = self._load(self._progress)
+        self.model, tokenizer, summary = self._load(self._progress)
         self.greenroom = greenroom = self.model.greenroom
         config = self.config
         if self.model.config.is_encoder_decoder:
@@ -195,18 +209,30 @@ class ContinuousEngine:
             )
         self.context = greenroom.parts.context
         self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
-        self._end_ids = end_ids(self.model)
-        self._grammars = Grammars(self.tokenizer, self._vocabulary, self._end_ids)
+        self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
+        self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.apart:
             log.warning("requests are computed one after another: %s", self.batch.apart)
         self.passes = Passes(greenroom, self.batch, config.prefill_chunk, self.journal)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
+        self.summary = f"{summary} · {self._placed(limit)}" if summary else self._placed(limit)
+        self.tokenizer = tokenizer
         with self._changed:
             self.served = True
             if self._state[0] == "loading":
                 self._state = ("ready", 1.0, "")
+
+    def _placed(self, limit: int) -> str:
+        """What was decided about requests, for the start-up line."""
+        one = "one after another" if self.batch.apart else "together"
+        exact = ", each as if it were alone" if self.config.batch_invariant else ""
+        return (
+            f"up to {self.config.max_batch} requests {one}{exact}, with"
+            f" {show_bytes(limit)} for their keys and values, of which"
+            f" {show_bytes(self.admission.prefixes.limit)} may keep what was read"
+        )
 
     def _progress(self, share: float, what: str) -> None:
         with self._changed:
@@ -328,6 +354,8 @@ class ContinuousEngine:
         for each in (*self._waiting, *self._running):
             self._finish(each, "cancelled")
         if self.greenroom is not None:
+            if self.served:
+                self.final = of_model(self)
             self.greenroom.detach()
 
 

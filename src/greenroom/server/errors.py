@@ -11,6 +11,7 @@ from typing import Any
 from greenroom.errors import ClosedError, DeviceError, GreenroomError, StoreError, UsageError
 from greenroom.server.requests import Busy, TooLong
 
+GONE = 499  # what servers log where the client hung up
 ANTHROPIC_PATH = "/v1/messages"
 
 OPENAI = {

@@ -23,7 +23,7 @@ LEAST = 16  # tokens that are worth a copy
 Ids = NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Kept:
     """The keys and values of a request that is over: `ids` [n] are the tokens that they are of,
     `exact` of them were read in the passes that a request alone would have read them in."""

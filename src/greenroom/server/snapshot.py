@@ -60,10 +60,13 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
             "new": totals.new_tokens,
         },
     }
-    return found | (_of_model(engine) if engine.served else {})
+    if engine.final is not None:
+        return found | engine.final
+    return found | (of_model(engine) if engine.served else {})
 
 
-def _of_model(engine: ContinuousEngine) -> dict[str, Any]:
+def of_model(engine: ContinuousEngine) -> dict[str, Any]:
+    """What there is to say while the model is attached."""
     greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
     stats, prefixes = greenroom.stats(), admission.prefixes
     return {

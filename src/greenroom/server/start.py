@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any
-
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.server.engine import ContinuousEngine, Progress
+from greenroom.server.engine import ContinuousEngine, Loaded, Progress
 from greenroom.server.journal import Journal
 
 
@@ -19,11 +16,11 @@ def start(
     so that it can be computed again.
     """
 
-    def model_and_tokenizer(progress: Progress) -> tuple[Any, Any]:
+    def loaded(progress: Progress) -> Loaded:
         from greenroom.hf.load import load_with
+        from greenroom.hf.report import startup_line
 
-        found = load_with(source, load, progress=progress)
-        gc.freeze()  # what is there now stays: only what answers leave is worth a look
-        return found
+        model, tokenizer = load_with(source, load, progress=progress)
+        return Loaded(model, tokenizer, startup_line(source, model, load))
 
-    return ContinuousEngine(model_and_tokenizer, serve, load.context, journal)
+    return ContinuousEngine(loaded, serve, load.context, journal)

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from greenroom.server.answers import GONE, Answers
-from greenroom.server.errors import ApiError, as_api_error
+from greenroom.server.answers import Answers
+from greenroom.server.errors import GONE, ApiError, as_api_error
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 

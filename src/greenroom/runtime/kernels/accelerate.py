@@ -45,7 +45,8 @@ from greenroom.runtime.kernels.stored import (
     stored_of,
 )
 
-FEW = 4  # tokens
+FEW = 16  # tokens
+FEW_STORED = 4  # and where a row of weights is expanded for each of them
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
 _DTYPES = {torch.bfloat16, torch.float16}
 _ROUTERS = {"gate", "router"}  # their choice of experts stays torch's, bit for bit
@@ -186,11 +187,16 @@ def linear_forward(module: nn.Linear) -> Forward:
         ):
             return original(module, input)
         out = empty((*input.shape[:-1], N), dtype=dtype)
+        floats, sums = (input.float(), empty(size // K, N)) if size > K else (None, None)
         words = array(
             "q",
             (
                 *(0, weight.data_ptr(), N, K, input.data_ptr(), out.data_ptr()),
-                *(0 if bias is None else bias.data_ptr(), size // K),
+                *(0 if bias is None else bias.data_ptr(), size // K, 0, 0, 0),
+                *(
+                    0 if floats is None else floats.data_ptr(),
+                    0 if sums is None else sums.data_ptr(),
+                ),
             ),
         )
         enter(words.buffer_info()[0], wide)
@@ -208,7 +214,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
     )
     record, enter = Record(stored, rounded), body(layers.gemv, stored.dtype, True)
     (N, K), dtype, grad = stored.shape, stored.dtype, torch.is_grad_enabled
-    stride, wide = 4 * FEW * K + room(K), N * K > _SERIAL
+    stride, wide = 4 * FEW_STORED * K + room(K), N * K > _SERIAL
 
     def forward(input: Tensor) -> Tensor:
         if parameters["weight"] is not None:  # it was given one
@@ -217,7 +223,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
             return input.new_empty(*input.shape[:-1], N)
         size = input.numel()
         if (
-            size > FEW * K
+            size > FEW_STORED * K
             or size == 0
             or input.dtype is not dtype
             or not input.is_contiguous()
@@ -231,6 +237,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
             (
                 *(0, record.address, N, K, input.data_ptr(), out.data_ptr()),
                 *(0 if bias is None else bias.data_ptr(), size // K, 0, scratch(stride), stride),
+                *(0, 0),
             ),
         )
         enter(words.buffer_info()[0], wide)

@@ -210,20 +210,25 @@ class OneToken:
         )
 
     def stages_of_rows(
-        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]]
+        self, each: Sequence[tuple[sequence.Stage, sequence.Stage]], work: Tensor
     ) -> tuple[sequence.Stage, sequence.Stage]:
-        """The stages of several tokens, from those of each."""
-        projecting, attending = ([words for _, words in part] for part in zip(*each, strict=True))
-        if self._stride:  # each thread has room for a row of each token
-            memory, step = scratch(self._stride * len(each)), self._stride * len(each)
-            for token, (project, attend) in enumerate(zip(projecting, attending, strict=True)):
-                project[heads.MEMORY] = attend[heads.A_MEMORY] = memory + token * self._stride
-                project[heads.STRIDE] = attend[heads.A_STRIDE] = step
+        """The stages of several tokens, from those of each. `work` [4, T, `widest`] begins with
+        their hidden states [T, hidden] in float32."""
+        project, attend = ([words for _, words in stages] for stages in zip(*each, strict=True))
+        wide, projected, mixed, out = (part.data_ptr() for part in work)
         by_code = bool(self._stride)
         return (
-            sequence.of_rows(body(heads.project_rows, self.dtype, by_code), projecting),
-            sequence.of_rows(body(heads.attend_rows, self.dtype, by_code), attending),
+            sequence.of_rows(
+                body(heads.project_rows, self.dtype, by_code), project, wide, projected
+            ),
+            sequence.of_rows(body(heads.attend_rows, self.dtype, by_code), attend, mixed, out),
         )
+
+    @property
+    def widest(self) -> int:
+        """Values that a token has at most, in and around the attention."""
+        return max(self.hidden, (self.heads + 2 * self.kv_heads) * self.width,
+                   self._attending[heads.A_ROWS])  # fmt: skip
 
     def work(self, context: int, beside: int = 0) -> Tensor:
         """Memory for a call, in float32 words: queries, then what one of the bodies needs, then

@@ -150,11 +150,12 @@ class OneLayer:
     def _run_rows(self, rows: Sequence[Attending]) -> None:
         """The stages of several tokens, side by side."""
         begin, project, attend, middle = zip(*(stages for stages, _ in rows), strict=True)
-        join = body(layers.join_rows, self._one.dtype)
+        join, one = body(layers.join_rows, self._one.dtype), self._one
+        work = torch.empty(4, len(rows), one.widest)
         sequence.run(
             (
-                sequence.of_rows(join, [words for _, words in begin]),
-                *self._one.stages_of_rows(list(zip(project, attend, strict=True))),
+                sequence.of_rows(join, [words for _, words in begin], work.data_ptr()),
+                *one.stages_of_rows(list(zip(project, attend, strict=True)), work),
                 sequence.of_rows(join, [words for _, words in middle]),
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.compiled import BLOCK, exp, panels
+from greenroom.runtime.kernels.compiled import BLOCK, dots, exp, panels
 from greenroom.runtime.kernels.ir import (
     COLUMNS,
     address_of,
@@ -30,6 +30,8 @@ from greenroom.runtime.kernels.layers import (
     R_COUNT,
     R_DONE,
     R_FIRST,
+    R_OUT,
+    R_WIDE,
     UNIT,
     F,
     coded_rows,
@@ -85,21 +87,13 @@ def head_codes(p, head):
 
 
 @njit(inline="always")
-def project_head(kind, p, head, by_code, wide, packed, after):
-    """One head of `project`, with the words at p; `wide`, `packed` and `after` as for `one_row`,
-    `wide` with room for it behind. Returns `packed`."""
-    size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
+def finish_head(kind, p, head, row):
+    """Bias, norm and rotation of a head whose product is at `row`, with the words at p."""
+    size, width = size_of(kind), word(p, WIDTH)
     queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
     eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
     own = PROJECT_WORDS + HEAD_WORDS * head
-    matrix, first = word(p, own), word(p, own + 1)
     bias, norm = word(p, own + 2), word(p, own + 3)
-    row = word(p, SCRATCH) + 4 * head * width
-    if by_code:
-        scratch = wide + 4 * columns
-        packed = coded_rows(matrix, first, width, columns, wide, row, scratch, packed, after)
-    else:
-        plain_rows(kind, matrix, first, width, columns, word(p, X), row)
     for i in range(width):
         v = get(F, row, i)
         if bias != 0:
@@ -117,7 +111,6 @@ def project_head(kind, p, head, by_code, wide, packed, after):
         out = word(p, V_OUT) + (head - queries - keys) * word(p, V_STEP)
     for i in range(width):
         put(kind, out, i, get(F, row, i))
-    return packed
 
 
 def project(kind, stamp, by_code):
@@ -131,53 +124,64 @@ def project(kind, stamp, by_code):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
         heads = word(p, Q_HEADS) + 2 * word(p, KV_HEADS)
-        wide, packed, product, after = 0, 0, 0, 0
+        columns, width, packed, product = word(p, HIDDEN), word(p, WIDTH), 0, 0
         if by_code:
             wide = word(p, MEMORY) + claim(p, TICKET, 1) * word(p, STRIDE)
-            widen_row(kind, word(p, X), word(p, HIDDEN), wide)
+            widen_row(kind, word(p, X), columns, wide)
         while True:
             head = claim(p, 0, 1)
             if head >= heads:
                 return
+            own, row = PROJECT_WORDS + HEAD_WORDS * head, word(p, SCRATCH) + 4 * head * width
+            matrix, first = word(p, own), word(p, own + 1)
             if by_code:
                 if product_of(p, head) != product:
                     product, packed = product_of(p, head), 0
                 after = head_codes(p, min(word(p, 0), heads - 1))
-            packed = project_head(kind, p, head, by_code, wide, packed, after)
+                packed = coded_rows(
+                    matrix, first, width, columns, wide, row, wide + 4 * columns, packed, after
+                )  # fmt: skip
+            else:
+                plain_rows(kind, matrix, first, width, columns, word(p, X), row)
+            finish_head(kind, p, head, row)
 
     return enter
 
 
 def project_rows(kind, stamp, by_code):
-    """`project` for several tokens: a head's weight is read from memory once for all of them."""
+    """`project` for several tokens: a head's weight is read once for all of them, and widened once
+    where it is plain."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        first, tokens = word(p, R_FIRST), word(p, R_COUNT)
-        heads = word(first, Q_HEADS) + 2 * word(first, KV_HEADS)
-        wide, packed, product, after, ticket = 0, 0, 0, 0, 0
+        leader, tokens, wide = word(p, R_FIRST), word(p, R_COUNT), word(p, R_WIDE)
+        heads = word(leader, Q_HEADS) + 2 * word(leader, KV_HEADS)
+        columns, width = word(leader, HIDDEN), word(leader, WIDTH)
+        step = heads * width
         if by_code:
-            ticket = claim(first, TICKET, 1)
-            for token in range(tokens):
-                own = word(p, R_FIRST + token)
-                wide = word(own, MEMORY) + ticket * word(own, STRIDE)
-                widen_row(kind, word(own, X), word(own, HIDDEN), wide)
+            scratch = word(leader, MEMORY) + claim(leader, TICKET, 1) * word(leader, STRIDE)
         while True:
             head = claim(p, 0, 1)
             if head >= heads:
                 return
-            same = False  # is each token's row packed for this product?
+            own, row = PROJECT_WORDS + HEAD_WORDS * head, word(p, R_OUT) + 4 * head * width
+            matrix, first = word(leader, own), word(leader, own + 1)
             if by_code:
-                same = product_of(first, head) == product
-                product = product_of(first, head)
-                after = head_codes(first, min(word(p, 0), heads - 1))
+                after = head_codes(leader, min(word(p, 0), heads - 1))
+                for token in range(tokens):
+                    coded_rows(
+                        matrix, first, width, columns, wide + 4 * token * columns,
+                        row + 4 * token * step, scratch, 0, after,
+                    )  # fmt: skip
+            else:
+                ld = columns * size_of(kind)
+                dots(
+                    kind, matrix + first * ld, ld, columns, width, columns, 0,
+                    wide, columns, 0, word(p, R_OUT), step, 0, head * width, 0, tokens,
+                )  # fmt: skip
             for token in range(tokens):
-                own = word(p, R_FIRST + token)
-                if by_code:
-                    wide = word(own, MEMORY) + ticket * word(own, STRIDE)
-                    packed = wide if same else 0
-                project_head(kind, own, head, by_code, wide, packed, after)
+                finish_head(kind, word(p, R_FIRST + token), head, row + 4 * token * step)
 
     return enter
 
@@ -241,32 +245,6 @@ def attend_heads(kind, p, unit):
             put(kind, mixed, first * width + i, get(F, out, i) / total)
 
 
-@njit(inline="always")
-def attend_out(kind, p, n0, sums, by_code, wide, packed, after):
-    """UNIT rows from n0 on of the output projection of `attend`, with the words at p; the others as
-    for `project_head`."""
-    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
-    size, w, bias = size_of(kind), word(p, A_W), word(p, A_BIAS)
-    n = min(UNIT, word(p, A_ROWS) - n0)
-    if by_code:
-        packed = coded_rows(w, n0, n, columns, wide, sums, wide + 4 * columns, packed, after)
-    else:
-        plain_rows(kind, w, n0, n, columns, word(p, MIXED), sums)
-    if bias != 0:
-        bias += n0 * size
-    store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
-    return packed
-
-
-@njit(inline="always")
-def widen_mixed(kind, p, ticket):
-    """What the heads of one token came to, as float32 in a thread's memory; returns where."""
-    wide = word(p, A_MEMORY) + ticket * word(p, A_STRIDE)
-    columns = word(p, A_KV_HEADS) * word(p, GROUP) * word(p, A_WIDTH)
-    widen_row(kind, word(p, MIXED), columns, wide)
-    return wide
-
-
 def attend(kind, stamp, by_code):
     """One token's attention over its context, then the output projection.
 
@@ -279,8 +257,8 @@ def attend(kind, stamp, by_code):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums, kv_heads = stack(), word(p, A_KV_HEADS)
-        wide, packed, after = 0, 0, 0
+        sums, kv_heads, size = stack(), word(p, A_KV_HEADS), size_of(kind)
+        columns, wide, packed = kv_heads * word(p, GROUP) * word(p, A_WIDTH), 0, 0
         while True:
             unit = claim(p, 0, 1)
             if unit < kv_heads:
@@ -291,48 +269,71 @@ def attend(kind, stamp, by_code):
             if n0 >= word(p, A_ROWS):
                 return
             await_(p, DONE, kv_heads)
+            n, bias = min(UNIT, word(p, A_ROWS) - n0), word(p, A_BIAS)
             if by_code:
                 if wide == 0:
-                    wide = widen_mixed(kind, p, claim(p, A_TICKET, 1))
+                    wide = word(p, A_MEMORY) + claim(p, A_TICKET, 1) * word(p, A_STRIDE)
+                    widen_row(kind, word(p, MIXED), columns, wide)
                 after = codes_at(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
-            packed = attend_out(kind, p, n0, sums, by_code, wide, packed, after)
+                packed = coded_rows(
+                    word(p, A_W), n0, n, columns, wide, sums, wide + 4 * columns, packed, after
+                )  # fmt: skip
+            else:
+                plain_rows(kind, word(p, A_W), n0, n, columns, word(p, MIXED), sums)
+            if bias != 0:
+                bias += n0 * size
+            store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
 
     return enter
 
 
 def attend_rows(kind, stamp, by_code):
-    """`attend` for several tokens, each over its own context: the projection's weight is read from
-    memory once for all of them."""
+    """`attend` for several tokens, each over its own context: the projection's weight is read once
+    for all of them, and widened once where it is plain."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums, first, tokens = stack(), word(p, R_FIRST), word(p, R_COUNT)
-        kv_heads, ticket = word(first, A_KV_HEADS), -1
-        wide, packed, after = 0, 0, 0
+        first, tokens, size = word(p, R_FIRST), word(p, R_COUNT), size_of(kind)
+        kv_heads, wide, sums = word(first, A_KV_HEADS), word(p, R_WIDE), word(p, R_OUT)
+        of_a_head = word(first, GROUP) * word(first, A_WIDTH)
+        columns, rows, scratch = kv_heads * of_a_head, word(first, A_ROWS), 0
         while True:
             unit = claim(p, 0, 1)
             if unit < tokens * kv_heads:
-                attend_heads(kind, word(p, R_FIRST + unit // kv_heads), unit % kv_heads)
+                token, head = unit // kv_heads, unit % kv_heads
+                own = word(p, R_FIRST + token)
+                attend_heads(kind, own, head)
+                mixed = word(own, MIXED)
+                for i in range(head * of_a_head, (head + 1) * of_a_head):
+                    put(F, wide + 4 * token * columns, i, get(kind, mixed, i))
                 claim(p, R_DONE, 1)
                 continue
             n0 = (unit - tokens * kv_heads) * UNIT
-            if n0 >= word(first, A_ROWS):
+            if n0 >= rows:
                 return
             await_(p, R_DONE, tokens * kv_heads)
-            same = ticket >= 0  # is each token's row wide, and packed for the product?
+            n, w, bias = min(UNIT, rows - n0), word(first, A_W), word(first, A_BIAS)
             if by_code:
-                after = codes_at(word(first, A_W), (word(p, 0) - tokens * kv_heads) * UNIT)
-                if not same:
+                if scratch == 0:
                     ticket = claim(first, A_TICKET, 1)
+                    scratch = word(first, A_MEMORY) + ticket * word(first, A_STRIDE)
+                after = codes_at(w, (word(p, 0) - tokens * kv_heads) * UNIT)
+                for token in range(tokens):
+                    coded_rows(
+                        w, n0, n, columns, wide + 4 * token * columns,
+                        sums + 4 * (token * rows + n0), scratch, 0, after,
+                    )  # fmt: skip
+            else:
+                ld = columns * size
+                dots(
+                    kind, w + n0 * ld, ld, columns, n, columns, 0,
+                    wide, columns, 0, sums, rows, 0, n0, 0, tokens,
+                )  # fmt: skip
+            if bias != 0:
+                bias += n0 * size
             for token in range(tokens):
-                own = word(p, R_FIRST + token)
-                if by_code:
-                    wide = word(own, A_MEMORY) + ticket * word(own, A_STRIDE)
-                    packed = wide
-                    if not same:
-                        widen_mixed(kind, own, ticket)
-                        packed = 0
-                attend_out(kind, own, n0, sums, by_code, wide, packed, after)
+                out = word(word(p, R_FIRST + token), A_OUT) + n0 * size
+                store(kind, sums + 4 * (token * rows + n0), bias, out, n)
 
     return enter

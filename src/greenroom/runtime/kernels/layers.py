@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from greenroom.runtime.kernels.compiled import dots
 from greenroom.runtime.kernels.emit import COLUMNS
 from greenroom.runtime.kernels.encoded import L_CODES, L_ROW, expanded_rows, one_row
 from greenroom.runtime.kernels.ir import (
@@ -39,8 +40,10 @@ RECORD_WORDS = 3
 M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_WORDS)
 
 # The words of `gemv`, of `rms_norm`; the first of both is the cursor. Where matrices are encoded
-# each thread takes a ticket for `STRIDE` bytes at SCRATCH.
-W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE = range(1, 11)
+# each thread takes a ticket for `STRIDE` bytes at SCRATCH; X_WIDE and OUT_WIDE are of plain ones.
+(
+    W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE, X_WIDE, OUT_WIDE,
+) = range(1, 13)  # fmt: skip
 N_X, N_OUT, N_WEIGHT, N_ROWS, N_COLUMNS, N_EPS, N_STYLE = range(1, 8)
 
 # The words of `join`.
@@ -50,9 +53,10 @@ JOIN_WORDS = 9
 # The words of `unfold`; U_INDEX: int64 numbers of rows, or 0: the rows from U_FIRST on.
 U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STRIDE = range(1, 10)
 
-# The words of a body for several tokens: how many units are done, how many tokens, and for each the
-# address of the words that the body for one token would have.
-R_DONE, R_COUNT, R_FIRST = range(1, 4)
+# The words of a body for several tokens: how many units are done, how many tokens, float32 matrices
+# of their inputs and outputs, a row a token (0: none), and for each the address of the words that
+# the body for one token would have.
+R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
 
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
 # there is one thread). The address of each body follows, and that of its words.
@@ -127,7 +131,10 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
 
 
 def gemv(kind, stamp, by_code):
-    """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32."""
+    """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32.
+
+    Several rows are given in float32 too, with room for their sums: weights are widened once then.
+    """
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
@@ -145,6 +152,15 @@ def gemv(kind, stamp, by_code):
             n, bias = min(UNIT, N - n0), word(p, BIAS)
             if bias != 0:
                 bias += n0 * size
+            if not by_code and word(p, X_WIDE) != 0:
+                w, of = word(p, W) + n0 * K * size, word(p, OUT_WIDE)
+                dots(
+                    kind, w, K * size, K, n, K, 0, word(p, X_WIDE), K, 0, of, N, 0, n0, 0, rows
+                )  # fmt: skip
+                for m in range(rows):
+                    out = word(p, OUT) + (m * N + n0) * size
+                    store(kind, of + 4 * (m * N + n0), bias, out, n)
+                continue
             for m in range(rows):
                 if by_code:
                     x, after = wide + 4 * m * K, codes_at(word(p, W), word(p, 0) * UNIT)
@@ -224,7 +240,8 @@ def join(kind, stamp):
 
 
 def join_rows(kind, stamp):
-    """`join` for several tokens, each told by words of its own; a thread does a token."""
+    """`join` for several tokens, each told by words of its own; a thread does a token. Its norm is
+    also left in float32, where there is a matrix for it."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
@@ -233,7 +250,12 @@ def join_rows(kind, stamp):
             token = claim(p, 0, 1)
             if token >= word(p, R_COUNT):
                 return
-            join_row(kind, word(p, R_FIRST + token))
+            own, wide = word(p, R_FIRST + token), word(p, R_WIDE)
+            join_row(kind, own)
+            if wide != 0:
+                n = word(own, J_COLUMNS)
+                for i in range(n):
+                    put(F, wide + 4 * token * n, i, get(kind, word(own, J_OUT), i))
 
     return enter
 

@@ -17,9 +17,10 @@ from greenroom.runtime.kernels.openmp import BARRIER, Body, body
 Stage = tuple[Body, "array[int]"]  # a body, and the words that it is entered with
 
 
-def of_rows(body_of_rows: Body, each: Sequence[array[int]]) -> Stage:
-    """A stage for several tokens, from the words that a body for one would have for each."""
-    words = array("q", (0, 0, len(each)))
+def of_rows(body_of_rows: Body, each: Sequence[array[int]], wide: int = 0, out: int = 0) -> Stage:
+    """A stage for several tokens, from the words that a body for one would have for each, and the
+    addresses of float32 matrices of what goes in and what comes out."""
+    words = array("q", (0, 0, len(each), wide, out))
     words.extend(argument.buffer_info()[0] for argument in each)
     return body_of_rows, words
 

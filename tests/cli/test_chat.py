@@ -1,0 +1,281 @@
+"""`greenroom chat`: a conversation on a terminal or a pipe, with a model or a server."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.cli.summary import summary
+from greenroom.cli.terminal import Session, Terminal, closing, history_file
+from greenroom.errors import GreenroomError
+from greenroom.server.reading import Delta
+from greenroom.server.talk import Reply
+from tests.cli.conftest import START, Ran, Run
+from tests.server.conftest import Running, launch, saying, thinking
+from tests.server.test_operations import STATS
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+class Echo:
+    """A talker that repeats what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[dict[str, Any]]] = []
+        self.fail: GreenroomError | None = None
+
+    def answer(self, messages: list[dict[str, Any]], on_delta: Any) -> Reply:
+        self.heard.append([dict(message) for message in messages])
+        if self.fail:
+            raise self.fail
+        reply = Reply(prompt_tokens=3, reused_tokens=1, new_tokens=2, ttft_s=0.5, hit_ratio=0.25)
+        for delta in (Delta(reasoning="hm"), Delta(text=messages[-1]["content"].upper())):
+            reply.add(delta)
+            on_delta(delta)
+        return reply
+
+    def stats(self) -> dict[str, Any]:
+        return STATS | {"requests": {}, "tokens": {"prompt": 1, "reused": 0, "new": 2}} | _MORE
+
+    def resize(self, cache: str) -> int:
+        return 1234 if cache == "20%" else 0
+
+    def close(self) -> None:
+        pass
+
+
+_MORE: dict[str, Any] = {
+    "memory": {**STATS["memory"], "experts": 256},
+    "experts": {**STATS["experts"], "hit_ratio": 0.5, "policy": "lru"},
+}
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`talk(talker, "line\\n...")` -> (standard output, standard error)."""
+
+    def call(talker: Any, text: str, system: str | None = None) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        with Terminal() as terminal:
+            Session(talker, terminal, "tiny", system).run()
+        found = capsys.readouterr()
+        return found.out, found.err
+
+    return call
+
+
+def test_each_line_is_a_turn_and_all_are_remembered(talk: Any) -> None:
+    echo = Echo()
+    out, err = talk(echo, "one\n\ntwo\n", "Be kind.")
+    assert out == "ONE\nTWO\n"
+    assert [message["role"] for message in echo.heard[1]] == [
+        "system", "user", "assistant", "user",
+    ]  # fmt: skip
+    assert "3 prompt (1 reused) + 2 new tokens · TTFT 0.50 s · hit ratio 25.0%" in err
+
+
+def test_a_line_goes_on_after_a_backslash(talk: Any) -> None:
+    assert talk(Echo(), "one \\\ntwo\n")[0] == "ONE \nTWO\n"
+
+
+def test_commands(talk: Any) -> None:
+    echo = Echo()
+    out, err = talk(
+        echo, "one\n/reset\n/cache 20%\n/stats\n/help\n/system Be.\ntwo\n/exit\nthree\n"
+    )
+    assert out == "ONE\nTWO\n"
+    assert [message["content"] for message in echo.heard[-1]] == ["Be.", "two"]
+    assert "1,234 slots" in err
+    assert "hit ratio 50.0%" in err
+    assert "/cache SIZE" in err
+
+
+def test_what_begins_with_a_space_is_no_command(talk: Any) -> None:
+    assert talk(Echo(), " /etc/passwd\n")[0] == " /ETC/PASSWD\n"
+
+
+@pytest.mark.parametrize(("line", "said"), [("/nothing", "no command"), ("/cache", "needs a size")])
+def test_on_a_pipe_the_first_mistake_ends_it(talk: Any, line: str, said: str) -> None:
+    with pytest.raises(GreenroomError, match=said):
+        talk(Echo(), f"{line}\nmore\n")
+
+
+def test_a_turn_that_fails_is_forgotten(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = Echo()
+    echo.fail = GreenroomError("no")
+    monkeypatch.setattr(Terminal, "typed", True, raising=False)
+    with pytest.raises(GreenroomError):
+        talk(echo, "one\n")
+    assert len(echo.heard[0]) == 1
+
+
+def test_an_answer_cannot_speak_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    terminal = Terminal()
+    terminal.write(Delta(text="a\x1b]0;title\x07b\x9bc\n"))
+    assert capsys.readouterr().out == "a]0;titlebc\n"
+
+
+def test_how_an_answer_ended() -> None:
+    assert closing(Reply(reason="length")) == "[cut short]"
+    assert closing(Reply(reason="cancelled", tokens_per_s=2.0)) == "[2.0 tokens/s · stopped]"
+
+
+def test_statistics_of_other_servers_are_shown_as_they_are() -> None:
+    assert summary({"a": 1}) == '{\n  "a": 1\n}'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    found = launch(thinking("<think>Hm.</think>Hello there!<|im_end|>"), key="k")
+    yield found
+    found.stop()
+
+
+def remote(url: str, text: str, *argv: str, key: str = "k") -> Ran:
+    """`greenroom chat --url` as a process."""
+    command = [sys.executable, "-c", START, "chat", "--url", url, *argv]
+    ran = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "GREENROOM_API_KEY": key},
+    )  # fmt: skip
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+def test_a_server_by_its_address(server: Running, tmp_path: Path) -> None:
+    before = len(server.engine.tickets)
+    ran = remote(server.url, "Hi\n/cache 30%\nAnd?\n", "--seed", "5", "--system", "Be kind.")
+    assert (ran.code, ran.out) == (0, "Hello there!\nHello there!\n"), ran.err
+    assert "new tokens" in ran.err
+    assert server.engine.resized[-1] == "30%"
+    assert [t.request.sampling.seed for t in server.engine.tickets[before:]] == [5, 5]
+    told = server.engine.tokenizer.decode(server.engine.tickets[-1].request.ids)
+    assert "Be kind." in told
+    assert "Hello there!" in told
+    file = tmp_path / "key"
+    file.write_text("k\n")
+    again = remote(f"{server.url}/v1", "Hi\n", "tiny", "--api-key-file", str(file), key="wrong")
+    assert again.out == "Hello there!\n"
+
+
+def test_a_server_that_refuses(server: Running) -> None:
+    assert "wrong API key" in remote(server.url, "Hi\n", key="wrong").mistake
+    assert "does not exist" in remote(server.url, "Hi\n", "other").line
+
+
+def test_a_server_that_is_not_there() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    assert f"http://127.0.0.1:{port}: " in remote(f"http://127.0.0.1:{port}", "Hi\n").mistake
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "give a MODEL, or --url"),
+        (("--url", "localhost:8000"), "begin with http"),
+        (("--url", "http://localhost:8000", "--cache", "10%"), "not with --url"),
+        (("demo", "--api-key-file", "x"), "is for --url"),
+    ],
+)
+def test_options_that_cannot_be_right(cli: Run, argv: tuple[str, ...], said: str) -> None:
+    assert said in cli("chat", *argv).mistake
+
+
+def test_a_model_that_cannot_be_loaded(cli: Run, tmp_path: Path) -> None:
+    assert str(tmp_path) in cli("chat", tmp_path).mistake
+
+
+@pytest.mark.timeout(240)
+def test_the_demo_model_on_a_pipe() -> None:
+    options = ["--cache", "25%", "--context", "256", "--temperature", "0", "--max-new-tokens", "6"]
+    command = [sys.executable, "-c", START, "chat", str(DEMO), *options]
+    text = "Hello\n/cache 50%\n/stats\nHello again\n/reset\nHello\n"
+    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    first, second, third = ran.stdout.splitlines()
+    assert first == third != ""
+    assert second
+    assert "64 of 256 experts in slots" in ran.stderr
+    assert "128 slots" in ran.stderr
+    assert "hit ratio" in ran.stderr
+
+
+class Screen:
+    """A process on a terminal of its own."""
+
+    def __init__(self, *argv: str, env: dict[str, str]) -> None:
+        self.shown = ""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:  # the child
+            os.environ.update(env)
+            os.execv(sys.executable, [sys.executable, "-c", START, *argv])
+
+    def until(self, text: str, seconds: float = 60) -> None:
+        """Read until this is shown, after what was waited for before."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, repr(self.shown)
+            if select.select([self.fd], [], [], 0.1)[0]:
+                self.shown += os.read(self.fd, 65536).decode("utf-8", "replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def wait(self) -> int:
+        while True:
+            try:
+                if not os.read(self.fd, 65536):
+                    break
+            except OSError:  # the terminal has gone with its process
+                break
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.timeout(120)
+def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -> None:
+    slow = launch(saying("word " * 200, delay_s=0.05))
+    screen = Screen(
+        "chat", "--url", slow.url, env={"XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+    )
+    try:
+        screen.until("/help")
+        screen.until("> ")
+        screen.type("Hello\n")
+        screen.until("word word")
+        os.kill(screen.pid, signal.SIGINT)
+        screen.until("stopped]")
+        screen.until("> ")
+        assert slow.engine.tickets[0].cancelled.wait(5)
+        os.kill(screen.pid, signal.SIGINT)
+        screen.until("Ctrl-D or /exit")
+        screen.type("/nothing\n")
+        screen.until("there is no command")
+        screen.until("> ")
+        screen.type("\x04")
+        assert screen.wait() == 0
+    finally:
+        slow.stop()
+    kept = (tmp_path / "greenroom" / "chat_history").read_text()
+    assert "Hello" in kept
+
+
+def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert history_file() == tmp_path / "greenroom" / "chat_history"

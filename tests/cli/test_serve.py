@@ -1,0 +1,220 @@
+"""`greenroom serve` as its user sees it: the real engine, real signals, real clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from greenroom.cli.serve import name_of
+from tests.cli.conftest import Run, start
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+CACHE = ("--cache", "25%", "--context", 256)
+ASKED: Any = [{"role": "user", "content": "Hello"}]
+KEY = "sk-greenroom-test"
+
+
+@contextmanager
+def served(*argv: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server as a process: (process, URL, lines of the start), once it is ready."""
+    process = start("serve", DEMO, "--port", 0, *CACHE, *argv, **options)
+    assert process.stderr is not None
+    lines = []
+    try:
+        while not (lines and lines[-1].startswith("try: ")):
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line.rstrip("\n"))
+        yield process, lines[0].split()[1], lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.mark.timeout(240)
+def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
+    with served("--log-format", "json") as (process, url, lines):
+        assert "64 of 256 experts in slots" in "\n".join(lines)
+        curl = subprocess.run(
+            ["sh", "-c", lines[-1].removeprefix("try: ") + " -sS"],
+            capture_output=True, text=True, timeout=60,
+        ) if _has_curl() else None  # fmt: skip
+        if curl is not None:
+            assert json.loads(curl.stdout)["choices"][0]["message"]["content"], curl.stderr
+        by_openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        options: Any = {"model": "demo", "messages": ASKED, "max_tokens": 12, "temperature": 0}
+        whole = by_openai.chat.completions.create(**options)
+        chunks = by_openai.chat.completions.create(**options, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content != ""
+        by_anthropic = anthropic.Anthropic(base_url=url, api_key="none")
+        message = by_anthropic.messages.create(
+            model="demo", max_tokens=12, messages=ASKED, extra_body={"temperature": 0}
+        )
+        assert message.content[0].text == text  # type: ignore[union-attr]
+        response = by_openai.responses.create(model="demo", input="Hello", max_output_tokens=4)
+        assert response.usage is not None
+        form: Any = {"type": "json_object"}
+        made = by_openai.chat.completions.create(
+            model="demo", messages=ASKED, response_format=form, max_tokens=60, seed=1
+        )
+        if made.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(made.choices[0].message.content or ""), dict)
+        assert httpx2.get(f"{url}/health").json() == {"status": "ready"}
+        metrics = httpx2.get(f"{url}/metrics").text
+        assert 'greenroom_expert_hits_total{layer="0"}' in metrics
+        assert "greenroom_link_bytes_total" in metrics
+        assert httpx2.get(f"{url}/v1/stats").json()["tokens"]["new"] > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        rest = [json.loads(line) for line in process.stderr.read().splitlines()]
+        posts = [line for line in rest if line["method"] == "POST"]
+        assert all(line["status"] == 200 for line in posts)
+        assert all(line["hit_ratio"] is not None for line in posts)
+
+
+@pytest.mark.timeout(240)
+def test_kill_and_start_again_on_the_same_port(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    with served("--api-key-file", file) as (process, url, _):
+        port = url.rpartition(":")[2]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        stream = client.chat.completions.create(model="demo", messages=ASKED, stream=True)
+        next(iter(stream))
+        process.kill()
+        process.wait()
+        with pytest.raises((openai.APIError, httpx2.HTTPError)):
+            list(stream)
+        again = start(
+            "serve", DEMO, *CACHE, "--port", port, env={**os.environ, "GREENROOM_API_KEY": KEY}
+        )
+        try:
+            _ready(url, again)
+            assert client.chat.completions.create(model="demo", messages=ASKED, max_tokens=2).usage
+            resized = httpx2.post(
+                f"{url}/v1/admin/cache",
+                json={"cache": "50%"},
+                headers={"x-api-key": KEY},
+                timeout=30,
+            )
+            assert resized.json() == {"slots": 128}
+            wrong = httpx2.post(
+                f"{url}/v1/admin/cache", json={"cache": "x"}, headers={"x-api-key": KEY}
+            )
+            assert wrong.status_code == 400
+            again.send_signal(signal.SIGINT)
+            again.communicate(timeout=30)
+            assert again.returncode == 0
+        finally:
+            if again.poll() is None:
+                again.kill()
+                again.communicate()
+
+
+def _ready(url: str, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None
+        try:
+            if httpx2.get(f"{url}/health").status_code == 200:
+                return
+        except httpx2.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError("not ready in time")
+
+
+def _has_curl() -> bool:
+    from shutil import which
+
+    return which("curl") is not None
+
+
+def test_a_port_that_is_in_use(cli: Run, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert cli("serve", folder, "--port", port).mistake.startswith(f"port {port} is in use")
+
+
+def test_others_are_let_in_only_with_a_key(
+    cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GREENROOM_API_KEY", raising=False)
+    assert "--api-key-file" in cli("serve", folder, "--host", "0.0.0.0").mistake
+    monkeypatch.setenv("GREENROOM_API_KEY", "")
+    assert "GREENROOM_API_KEY is empty" in cli("serve", folder).mistake
+
+
+def test_a_key_file_that_is_missing_or_empty(cli: Run, folder: Path, tmp_path: Path) -> None:
+    missing = cli("serve", folder, "--api-key-file", tmp_path / "none").mistake
+    assert missing.endswith("none: No such file or directory")
+    (tmp_path / "empty").touch()
+    assert "is empty" in cli("serve", folder, "--api-key-file", tmp_path / "empty").mistake
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(cli: Run, tmp_path: Path) -> None:
+    before, line = cli("serve", tmp_path, "--port", 0).err.splitlines()
+    assert before.startswith("greenroom: http://127.0.0.1:")
+    assert line.startswith(f"greenroom: {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--port", 70000), "--port must be at most 65535"),
+        (("--max-batch", 0), "--max-batch must be at least 1"),
+        (("--max-body", "10%"), "--max-body"),
+        (("--log-format", "xml"), "unknown log_format"),
+        (("--timeout", 0), "--timeout must be above 0"),
+    ],
+)
+def test_options_that_cannot_be_right(
+    cli: Run, folder: Path, options: tuple[object, ...], said: str
+) -> None:
+    assert said in cli("serve", folder, *options).mistake
+
+
+def test_what_is_not_installed_is_named() -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None\n"
+        "from greenroom.cli import main; sys.exit(main(['serve', 'demo']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 2
+    wanted = "greenroom: greenroom serve needs fastapi: pip install 'greenroom[serve]'\n"
+    assert ran.stderr == wanted
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("demo", "demo"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("/models/mine/", "mine"),
+        ("/models/mine-Q4_K_M.gguf", "mine-Q4_K_M"),
+    ],
+)
+def test_the_last_part_of_a_model_is_its_name(model: str, name: str) -> None:
+    assert name_of(model) == name
+    assert re.fullmatch(r"[^/]+", name_of("."))

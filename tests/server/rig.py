@@ -1,0 +1,125 @@
+"""An engine over a tiny model, whose reads can be slow or fail, and somebody who listens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from greenroom.config import ServeConfig
+from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.build import Draft
+from greenroom.hf.kv_bytes import kv_bytes
+from greenroom.runtime.fakes import FakeStore
+from greenroom.runtime.store import DiskStore
+from greenroom.server.engine import ContinuousEngine, Loaded
+from greenroom.server.journal import Journal
+from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
+
+PATIENCE = 60.0  # seconds
+GREEDY = Sampling(temperature=0.0)
+
+
+class Heard:
+    """What a listener was told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.finished: Finished | None = None
+        self.ticket: Ticket | None = None
+        self.first = threading.Event()
+        self._end = threading.Event()
+        self.on_token: Callable[[Token], None] = lambda token: None
+
+    def __call__(self, told: Token | Finished) -> None:
+        assert self.finished is None, "told of something after the end"
+        if isinstance(told, Finished):
+            self.finished = told
+            self.first.set()
+            self._end.set()
+        else:
+            self.tokens.append(told)
+            self.first.set()
+            self.on_token(told)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def end(self) -> Finished:
+        assert self._end.wait(PATIENCE), "the engine hangs"
+        assert self.finished is not None
+        return self.finished
+
+
+class Served:
+    """An engine that is ready; `store` is what its experts are read through."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity: int = 8,
+        context: int = 300,
+        journal: Journal | None = None,
+        parts: dict[str, Any] | None = None,
+        store: dict[str, Any] | None = None,
+        **serve: Any,
+    ) -> None:
+        self.store: Any = None
+
+        def load(progress: Callable[[float, str], None]) -> Loaded:
+            progress(0.0, "loading")
+            draft = Draft.of(folder)
+            sizes = kv_bytes(draft.model, block=512, room=context)
+            made = Parts(
+                draft.catalog, capacity=capacity, context=context, kv=sizes.kind, **(parts or {})
+            )
+            self.store = FakeStore(DiskStore(draft.catalog), **(store or {}))
+            model: Any = draft.load()
+            model.greenroom = Greenroom(model, made, store=self.store)
+            model.greenroom.keys_values = sizes
+            return Loaded(model, AutoTokenizer.from_pretrained(folder))
+
+        self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)
+        until = time.monotonic() + PATIENCE
+        while self.engine.state()[0] == "loading" and time.monotonic() < until:
+            time.sleep(0.005)
+        assert self.engine.state()[0] == "ready", self.engine.state()
+
+    def ask(
+        self,
+        ids: Sequence[int],
+        new: int = 8,
+        *,
+        heard: Heard | None = None,
+        ends: tuple[int, ...] | None = (),
+        sampling: Sampling = GREEDY,
+        **request: Any,
+    ) -> Heard:
+        heard = heard or Heard()
+        heard.ticket = self.engine.submit(
+            Request(tuple(ids), new, sampling=sampling, end_ids=ends, **request), heard
+        )
+        return heard
+
+    def close(self) -> None:
+        self.engine.stop(0.0)
+
+
+def draw(count: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy(model: Any, ids: Sequence[int], new: int) -> list[int]:
+    """What transformers' own `generate` answers."""
+    given = torch.tensor([list(ids)])
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}  # it never ends
+    out = model.generate(given, attention_mask=torch.ones_like(given), **options)
+    return out[0, len(ids) :].tolist()

@@ -1,0 +1,220 @@
+"""Health, statistics, metrics, the log, and the end of a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from greenroom.server.metrics import engine_metrics
+from greenroom.server.requests import Finished
+from greenroom.server.served import RequestLog, Served, tokens_per_s, tpot_s
+from tests.server.conftest import NAME, Running, Serve, saying, wait_for
+
+CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+STATS: dict[str, Any] = {
+    "state": {"name": "ready", "progress": 1.0, "why": "/secret"},
+    "queue": {"waiting": 2, "running": 3, "max_queue": 64, "max_batch": 8},
+    "passes": {"count": 10, "tokens": 30, "faults": 0, "apart": None},
+    "memory": {"budget_bytes": None, "resident_bytes": 4096, "process_bytes": 9, "slots": 4},
+    "kv": {"limit_bytes": 100, "reserved_bytes": 10},
+    "prefixes": {"entries": 1, "bytes": 7, "limit_bytes": 50, "evicted": 2},
+    "experts": {
+        "bytes_read": 1000,
+        "layers": [
+            {"layer": 0, "requests": 4, "hits": 3, "misses": 1},
+            {"layer": 2, "requests": 4, "hits": 4, "misses": 0},
+        ],
+    },
+    "prefetch": {
+        "predictor": "markov", "distance": 1, "on": True, "verdict": None, "began": 9, "useful": 5,
+        "late": 1, "wasted": 3, "accuracy": 0.5, "goodpred": 0.4, "accuracy_by_layer": [0.5],
+    },
+    "stalls": {"demand": 1.5},
+    "stall_s": 1.5,
+    "links": [{"link": "disk", "bytes": 1000, "busy_s": 0.5, "idle_s": 2.0}],
+}  # fmt: skip
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_was_answered(serve: Serve) -> None:
+    running = serve(saying("one two three", reused=2, delay_s=0.002))
+    running.engine.stats = lambda: STATS  # type: ignore[method-assign]
+    running.post("/v1/chat/completions", CHAT)
+    running.post("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream": True})
+    told = [ticket.told for ticket in running.engine.tickets]
+    response = running.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = samples(response.text)
+    prompt = sum(len(ticket.request.ids) for ticket in running.engine.tickets)
+    assert found["greenroom_answers_total", (("reason", "stop"),)] == 1
+    assert found["greenroom_answers_total", (("reason", "length"),)] == 1
+    assert found["greenroom_tokens_total", (("kind", "prompt"),)] == prompt
+    assert found["greenroom_tokens_total", (("kind", "reused"),)] == 4
+    assert found["greenroom_tokens_total", (("kind", "new"),)] == sum(told)
+    assert found["greenroom_ttft_seconds_count", ()] == 2
+    assert found["greenroom_tpot_seconds_count", ()] == 2
+    assert found["greenroom_up", ()] == 1
+    assert found["greenroom_model_info", (("model", NAME),)] == 1
+
+
+def test_metrics_of_the_engine() -> None:
+    found = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in engine_metrics(STATS)
+        for sample in family.samples
+    }
+    assert found["greenroom_expert_misses_total", ("0",)] == 1
+    assert found["greenroom_expert_hits_total", ("2",)] == 4
+    assert found["greenroom_queued_requests", ()] == 2
+    assert found["greenroom_running_requests", ()] == 3
+    assert found["greenroom_link_bytes_total", ("disk",)] == 1000
+    assert found["greenroom_link_busy_seconds_total", ("disk",)] == 0.5
+    assert found["greenroom_stall_seconds_total", ("demand",)] == 1.5
+    assert found["greenroom_resident_bytes", ()] == 4096
+    assert {labels for name, labels in found if name == "greenroom_prefetches_total"} == {
+        ("began",), ("useful",), ("late",), ("wasted",),
+    }  # fmt: skip
+    assert ("greenroom_budget_bytes", ()) not in found
+
+
+def test_metrics_while_loading_and_after_a_failure(serve: Serve) -> None:
+    running = serve(saying("Hi"))
+    running.engine.now = ("loading", 0.5, "")
+    running.engine.stats = lambda: {"queue": STATS["queue"]}  # type: ignore[method-assign]
+    found = samples(running.get("/metrics").text)
+    assert (found["greenroom_up", ()], found["greenroom_load_progress", ()]) == (0, 0.5)
+
+
+def test_statistics_name_no_files(serve: Serve) -> None:
+    running = serve(saying("Hi"))
+    running.engine.stats = lambda: STATS  # type: ignore[method-assign]
+    found = running.get("/v1/stats").json()
+    assert found["queue"] == STATS["queue"]
+    assert "secret" not in json.dumps(found)
+
+
+def test_a_line_a_request(serve: Serve) -> None:
+    running = serve(saying("one two three", reused=2, delay_s=0.002))
+    response = running.post("/v1/chat/completions", CHAT)
+    line = running.line()
+    ticket = running.engine.tickets[0]
+    assert response.headers["x-request-id"] in line
+    assert "POST /v1/chat/completions 200" in line
+    assert f"{len(ticket.request.ids)} prompt (2 reused) + {ticket.told} new tokens" in line
+    for part in ("TTFT", "tokens/s", "hit ratio 75.0%", "stop"):
+        assert part in line
+    assert len(running.lines) == 1
+
+
+def test_a_line_in_json(serve: Serve) -> None:
+    running = serve(saying("one two three", delay_s=0.002), log_format="json")
+    running.post("/v1/chat/completions", {**CHAT, "n": 2, "max_tokens": 3})
+    found = json.loads(running.line())
+    assert list(found) == [
+        "time", "id", "method", "path", "status", "duration_s", "prompt_tokens", "reused_tokens",
+        "new_tokens", "queued_s", "ttft_s", "tokens_per_s", "hit_ratio", "finish_reason",
+    ]  # fmt: skip
+    assert (found["new_tokens"], found["finish_reason"]) == (6, "length")
+    running.post("/v1/chat/completions", {**CHAT, "n": 0})
+    found = json.loads(running.line(2))
+    assert (found["status"], "n:" in found["error"]) == (400, True)
+
+
+def test_those_who_watch_leave_no_lines_while_all_is_well(serve: Serve) -> None:
+    running = serve(saying("Hi"))
+    running.get("/health")
+    running.get("/metrics")
+    running.engine.now = ("failed", 1.0, "")
+    running.get("/health")
+    assert "GET /health 503" in running.line()
+    assert len(running.lines) == 1
+
+
+def test_what_clients_write_cannot_forge_a_line(serve: Serve) -> None:
+    running = serve(saying("Hi"))
+    running.get("/v1/%0a%0dforged%20line")
+    line = running.line()
+    assert "\n" not in line
+    assert "\r" not in line
+
+
+def test_rates_are_of_decoding() -> None:
+    one = Finished("stop", 3, 0, 5, 0.0, 1.0, 3.0, None)
+    assert (tpot_s(one), tokens_per_s(one)) == (0.5, 2.0)
+    assert tpot_s(Finished("stop", 3, 0, 1, 0.0, 1.0, 1.0, None)) is None
+    assert tokens_per_s(Finished("cancelled", 3, 0, 0, 0.0, None, 1.0, None)) is None
+
+
+def test_errors_are_logged_whole() -> None:
+    lines: list[str] = []
+    for form in ("text", "json"):
+        RequestLog(form, lines.append).failed("req_1", ValueError("why"))
+    assert all("ValueError: why" in line and "req_1" in line for line in lines)
+    RequestLog("text", lines.append).line(Served("req_2", "GET", "/"))
+    assert lines[-1].endswith(" s")
+
+
+class TestTheEnd:
+    def test_running_answers_end_in_the_grace_period(self, serve: Serve) -> None:
+        running = serve(saying("word " * 20, delay_s=0.02), grace=10.0)
+        found: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: found.append(running.post("/v1/chat/completions", CHAT))
+        )
+        thread.start()
+        wait_for(lambda: running.engine.tickets)
+        running.stop()
+        thread.join()
+        assert found[0].status_code == 200
+        assert found[0].json()["choices"][0]["finish_reason"] == "stop"
+        assert running.engine.stopped_after == 10.0
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_others_are_told_that_the_server_stops(self, serve: Serve, stream: bool) -> None:
+        running = serve(saying("word " * 400, delay_s=0.02), grace=0.3)
+        found: list[Any] = []
+        body = {**CHAT, "stream": stream}
+        thread = threading.Thread(
+            target=lambda: found.append(running.post("/v1/chat/completions", body))
+        )
+        thread.start()
+        wait_for(lambda: running.engine.tickets and running.engine.tickets[0].told)
+        began = time.monotonic()
+        running.stop()
+        thread.join()
+        assert time.monotonic() - began < 8
+        assert "the server is stopping" in found[0].text
+        assert found[0].status_code == (200 if stream else 503)
+
+    def test_no_more_are_taken(self, serve: Serve) -> None:
+        import httpx2
+
+        running = serve(saying("Hi"))
+        running.stop()
+        with pytest.raises(httpx2.ConnectError):
+            running.get("/health")
+
+
+def test_the_document_describes_every_body(running: Running) -> None:
+    found = running.get("/openapi.json").json()
+    schemas = found["components"]["schemas"]
+    for path in ("chat/completions", "completions", "responses", "messages", "admin/cache"):
+        body = found["paths"][f"/v1/{path}"]["post"]["requestBody"]
+        name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        assert schemas[name]["additionalProperties"] is False
+    references = {
+        part.split('"')[0] for part in json.dumps(found).split("#/components/schemas/")[1:]
+    }
+    assert references <= schemas.keys()
