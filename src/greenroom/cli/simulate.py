@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from greenroom.trace import Trace
 
 HELP = "replay a trace against policies and capacities"
-ORDERS, SCOPES, PINS = ("natural", "rounds", "runtime"), ("shared", "per-layer"), ("step", "none")
+ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
 
 
 def add_to(commands: Any) -> None:
@@ -29,8 +29,9 @@ def add_to(commands: Any) -> None:
     add("--order", metavar="|".join(ORDERS),
         help="how the requests follow one another (default: natural; runtime with --machine,"
         " since times are those of real passes)")  # fmt: skip
-    add("--scope", default="shared", metavar="|".join(SCOPES),
-        help="one cache for all layers, or one a layer (default: %(default)s)")  # fmt: skip
+    add("--scope", default="shared", metavar="shared|per-layer|N,N,...|FILE",
+        help="one cache for all layers, one a layer of equal size, or sizes as the numbers (one a"
+        " layer) or the file of `greenroom trace budgets` say (default: %(default)s)")  # fmt: skip
     add("--pin", default="step", metavar="|".join(PINS),
         help="whether the experts of a step are safe while it is served (default: %(default)s)",
     )  # fmt: skip
@@ -72,6 +73,7 @@ def main(args: argparse.Namespace) -> None:
     check(args)
 
     from greenroom.cli.output import check_target, write_whole
+    from greenroom.config import scope_of
     from greenroom.policies import policy
     from greenroom.sim.sweep import Cell, Study, capacities, names
     from greenroom.trace import load
@@ -93,7 +95,8 @@ def main(args: argparse.Namespace) -> None:
         for prefetch in ahead
     ]
     study = Study.of(
-        trace, args.order, scope=args.scope, seed=args.seed, reset=args.reset, ahead=args.ahead,
+        trace, args.order, scope=scope_of(args.scope), seed=args.seed, reset=args.reset,
+        ahead=args.ahead,
         **timing(args, trace),
     )  # fmt: skip
     rows, page = run(args, study, cells)
@@ -110,9 +113,12 @@ def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
-    for name, known in (("order", ORDERS), ("scope", SCOPES), ("pin", PINS)):
+    for name, known in (("order", ORDERS), ("pin", PINS)):
         if getattr(args, name) not in known:
             raise UnknownName(name, getattr(args, name), known)
+    from greenroom.config import scope_of
+
+    scope_of(args.scope)
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:

@@ -24,27 +24,11 @@ from greenroom.core.policy import (
     State,
     Weights,
 )
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
-from greenroom.errors import BudgetError, UnknownName, UsageError
+from greenroom.errors import UnknownName, UsageError
 
-SCOPES = ("shared", "per-layer")
 PINS = ("step", "none")
-
-
-def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
-    """Slots of each group: one group for all layers, or one a layer ("-Dist").
-
-    `per-layer` gives capacity // layers each, and one more to the first capacity % layers.
-    """
-    if scope not in SCOPES:
-        raise UnknownName("scope", scope, SCOPES)
-    if capacity < 1:
-        raise BudgetError(f"a cache needs at least one slot: {capacity}")
-    if scope == "shared":
-        return [capacity]
-    if capacity < layers:
-        raise BudgetError(f"scope per-layer needs a slot for each of {layers} layers: {capacity}")
-    return [capacity // layers + (i < capacity % layers) for i in range(layers)]
 
 
 def check_pin(pin: str) -> None:
@@ -53,10 +37,13 @@ def check_pin(pin: str) -> None:
         raise UnknownName("pin", pin, PINS)
 
 
-def group_sizes(pieces: Pieces, capacity: int, scope: str) -> list[int]:
+def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     """Slots of each group: a device has groups of its own, and theirs follow one another."""
-    each = pieces.shares(capacity)
-    return [n for share in each for n in split_capacity(share, pieces.layers, scope)]
+    sizes: list[int] = []
+    for device, share in enumerate(pieces.shares(capacity)):
+        at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)
+        sizes += split_capacity(share, pieces.layers, scope, at_home.tolist())
+    return sizes
 
 
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> State:
@@ -183,7 +170,7 @@ class Cache:
         pieces: Pieces,
         capacity: int,
         policy: Policy,
-        scope: str = "shared",
+        scope: Scope = "shared",
         seed: int = 0,
         trace: Stream | None = None,
     ) -> None:

@@ -60,11 +60,14 @@ class Costs:
             to device), each with lanes of its own
     expert: one expert of one step, by the tokens that chose it
     dense:  the rest of one layer, by the tokens of the pass
+    handling: seconds of the processor for each expert that was fetched: its bytes are copied by
+            the same cores and through the same memory, and a wave of its own computes it
     """
 
     links: tuple[Link, ...]
     expert: Work
     dense: Work
+    handling: float = 0.0
 
     @property
     def lanes(self) -> tuple[int, ...]:

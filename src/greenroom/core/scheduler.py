@@ -37,6 +37,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.queue import Entry, TransferQueue, Urgency
 from greenroom.core.reshape import first_places, reshape
+from greenroom.core.scope import Scope
 from greenroom.core.step import Counts, Step
 from greenroom.core.tiers import HostTier
 from greenroom.core.whole import Tables, Whole
@@ -57,7 +58,7 @@ class Scheduler:
         capacity: int,
         policy: Policy,
         *,
-        scope: str = "shared",
+        scope: Scope = "shared",
         pin: str = "step",
         lanes: int | Sequence[int] = 2,
         seats: int | None = None,

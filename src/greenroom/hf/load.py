@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig, devices_of
+from greenroom.config import Amount, LoadConfig, devices_of, scope_of
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
 from greenroom.core.queue import staging_seats
@@ -103,12 +103,12 @@ def _load(
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
     kind, devices = devices_of(config.device)
-    fewest = len(devices) * (len(catalog.layers) if config.scope == "per-layer" else 1)
+    fewest = len(devices) * (1 if config.scope == "shared" else len(catalog.layers))
     parts = Parts(
         catalog,
         capacity=fewest,
         policy=config.policy,
-        scope=config.scope,
+        scope=scope_of(config.scope),
         prefetch=config.prefetch,
         predictor=config.predictor,
         guard=not config.no_guard,
@@ -138,7 +138,7 @@ def _load(
         parts = _with_host(parts, config, keys_values)  # or BudgetError, before anything is loaded
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
-        group_sizes(pieces_of(parts), parts.capacity, config.scope)  # or BudgetError
+        group_sizes(pieces_of(parts), parts.capacity, parts.scope)  # or BudgetError
         room = parts.capacity
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)

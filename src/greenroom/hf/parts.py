@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenroom.core.layout import Catalog
+from greenroom.core.scope import Scope
 from greenroom.hf.kv_kinds import Kind
 
 
@@ -20,7 +21,7 @@ class Parts:
     catalog: Catalog
     capacity: int
     policy: str = "auto"
-    scope: str = "shared"
+    scope: Scope = "shared"
     prefetch: str = "off"
     predictor: str | None = None  # the file of `learned`
     guard: bool = True

@@ -19,6 +19,7 @@ from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.scope import Scope
 from greenroom.core.step import Counts
 from greenroom.core.stream import Stream
 from greenroom.core.tiers import HostTier
@@ -64,7 +65,7 @@ def proactive(
     prefetch: str,
     *,
     ahead: int | None = None,
-    scope: str = "shared",
+    scope: Scope = "shared",
     seed: int = 0,
     reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,

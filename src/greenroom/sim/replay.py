@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache import bind, check_pin, empty_state, preload, split_capacity
+from greenroom.core.cache import bind, check_pin, empty_state, preload
 from greenroom.core.kept import kept
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, State
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.sim.checked import check_stream, layers_of
@@ -44,7 +45,7 @@ def replay(
     capacity: int,
     policy: Policy,
     *,
-    scope: str = "shared",
+    scope: Scope = "shared",
     pin: str = "step",
     seed: int = 0,
     reset: bool = False,
@@ -61,7 +62,7 @@ def replay(
     layer = layers_of(offsets)
     check_capacity(capacity, layer.size)
     check_stream(stream, layer)
-    sizes = split_capacity(capacity, len(offsets) - 1, scope)
+    sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0

@@ -26,6 +26,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.scope import Scope
 from greenroom.core.tiers import HostTier
 
 
@@ -78,7 +79,7 @@ def simulate(
     policy: Policy,
     *,
     costs: Costs = FREE,
-    scope: str = "shared",
+    scope: Scope = "shared",
     pin: str = "step",
     seed: int = 0,
     host: HostTier | None = None,
@@ -132,6 +133,7 @@ class Clock:
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
+        self._fresh: set[int] = set()  # what was fetched since it was last computed
         self.charge(costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.queue.links_from_store
@@ -188,7 +190,7 @@ class Clock:
                 case StartChunk():
                     self._send(action)
                 case Compute(experts, _, device):
-                    seconds = self._seconds(experts)
+                    seconds = self._seconds(experts) + self._handling(experts)
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
                 case Finish():
@@ -205,6 +207,7 @@ class Clock:
             self.bytes_moved += nbytes
         if action.begins:
             self.fetched.append(action.piece)
+            self._fresh.add(action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""
@@ -219,6 +222,12 @@ class Clock:
             return experts.size * work.seconds(1)
         rows = step.rows[np.searchsorted(step.experts, experts)]
         return sum(work.seconds(n) for n in rows.tolist())
+
+    def _handling(self, experts: Ints) -> float:
+        """What those of a wave cost that were fetched for it, or ahead of it."""
+        fresh = self._fresh.intersection(experts.tolist())
+        self._fresh -= fresh
+        return len(fresh) * self.costs.handling
 
     def _at(self, due: float, event: Event) -> None:
         self._serial += 1

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.cost import Costs
+from greenroom.core.scope import Scope, name_of
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
@@ -55,7 +56,7 @@ class Study:
     trace: Trace
     requests: Stream
     order: str
-    scope: str = "shared"
+    scope: Scope = "shared"
     seed: int = 0
     reset: bool = False
     costs: Costs | None = None
@@ -101,7 +102,7 @@ class Study:
         return {
             "policy": chosen.name,
             "order": self.order,
-            "scope": self.scope,
+            "scope": name_of(self.scope),
             "pin": cell.pin,
             "capacity": cell.capacity,
             "requests": requests,
