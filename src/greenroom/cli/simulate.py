@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.systems import HELP as SYSTEM
+from greenroom.cli.systems import simulated
 from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -24,14 +26,15 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("simulate", help=HELP, description=HELP)
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
-    add("--policy", required=True, metavar="P[,P...]", help="who is evicted; auto is the default")
+    add("--policy", metavar="P[,P...]", help="who is evicted; auto is the default")
+    add("--system", metavar="S[,S...]", help=SYSTEM)
     add("--capacity", required=True, metavar="N[,N...]", help="slots, or 25%% of all experts")
     add("--order", metavar="|".join(ORDERS),
         help="how the requests follow one another (default: natural; runtime with --machine,"
         " since times are those of real passes)")  # fmt: skip
-    add("--scope", default="shared", metavar="shared|per-layer|N,N,...|FILE",
+    add("--scope", metavar="shared|per-layer|N,N,...|FILE",
         help="one cache for all layers, one a layer of equal size, or sizes as the numbers (one a"
-        " layer) or the file of `greenroom trace budgets` say (default: %(default)s)")  # fmt: skip
+        " layer) or the file of `greenroom trace budgets` say (default: shared)")  # fmt: skip
     add("--pin", default="step", metavar="|".join(PINS),
         help="whether the experts of a step are safe while it is served (default: %(default)s)",
     )  # fmt: skip
@@ -73,40 +76,58 @@ def main(args: argparse.Namespace) -> None:
     check(args)
 
     from greenroom.cli.output import check_target, write_whole
-    from greenroom.config import scope_of
+    from greenroom.plan.systems import systems
     from greenroom.policies import policy
-    from greenroom.sim.sweep import Cell, Study, capacities, names
+    from greenroom.sim.sweep import Cell, capacities, names
     from greenroom.trace import load
 
     if args.report is not None:
         check_target(args.report)
-    policies = names(args.policy)
+    policies = names(args.policy) if args.policy is not None else []
     for name in policies:
         policy(name)
+    if args.system is not None:
+        systems(args.system)
     trace = load(args.trace)
     if args.limit is not None:
         trace = trace.head(args.limit)
     slots = capacities(args.capacity, int(trace.offsets[-1]))
     ahead = predictors(args, trace)
+    if args.system is not None:
+        study = _study(args, trace)
+        return _show(args, simulated(args, study, slots, lambda s, c: run(args, s, c)[0]), trace)
     cells = [
         Cell(name, capacity, args.pin, prefetch)
         for name in policies
         for capacity in slots
         for prefetch in ahead
     ]
-    study = Study.of(
-        trace, args.order, scope=scope_of(args.scope), seed=args.seed, reset=args.reset,
-        ahead=args.ahead,
-        **timing(args, trace),
-    )  # fmt: skip
-    rows, page = run(args, study, cells)
-    if args.json:
-        print(json.dumps(rows[0] if len(rows) == 1 else rows))
-    else:
-        print(table(rows, trace))
+    rows, page = run(args, _study(args, trace), cells)
+    _show(args, rows, trace)
     if page is not None:
         write_whole(args.report, page)
         print(f"report: {args.report}", file=sys.stderr)
+
+
+def _study(args: argparse.Namespace, trace: Trace) -> Study:
+    """What all cells share."""
+    from greenroom.config import scope_of
+    from greenroom.sim.sweep import Study
+
+    return Study.of(
+        trace, args.order, scope=scope_of(args.scope or "shared"), seed=args.seed,
+        reset=args.reset, ahead=args.ahead, **timing(args, trace),
+    )  # fmt: skip
+
+
+def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
+    if args.json:
+        print(json.dumps(rows[0] if len(rows) == 1 else rows))
+        return
+    print(table(rows, trace))
+    for row in rows:
+        if row.get("without"):
+            print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -118,7 +139,13 @@ def check(args: argparse.Namespace) -> None:
             raise UnknownName(name, getattr(args, name), known)
     from greenroom.config import scope_of
 
-    scope_of(args.scope)
+    scope_of(args.scope or "shared")
+    if args.policy is None and args.system is None:
+        raise UsageError("say who is evicted: --policy lru,auto, or --system llru,greenroom")
+    if args.system is not None and args.policy is not None and "," in args.policy:
+        raise UsageError("--policy beside --system overrides the policy of every row: give one")
+    if args.system is not None and args.report is not None:
+        raise UsageError("--report draws curves of policies: leave out --system")
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
@@ -231,7 +258,7 @@ def run(args: argparse.Namespace, study: Study, cells: list[Cell]) -> tuple[list
 def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
-    for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
+    for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
                  "prefetch", "ahead", "ray",
                  "report"):  # fmt: skip
@@ -247,7 +274,8 @@ def table(rows: list[Row], trace: Trace) -> str:
 
     experts, first = int(trace.offsets[-1]), rows[0]
     ahead = any("prefetches" in row for row in rows)
-    header = ["policy", *["prefetch"] * ahead, "capacity", "requests", "misses", "miss ratio"]
+    named = "system" in first
+    header = [*["system"] * named, "policy", *["prefetch"] * ahead, "capacity", "requests", "misses", "miss ratio"]
     if "seconds" in first:
         header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
     if ahead:
@@ -257,7 +285,7 @@ def table(rows: list[Row], trace: Trace) -> str:
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {experts:,} experts in {trace.layers} layers, top-{trace.top_k}\n"
         f"order {first['order']}, scope {first['scope']}, pin {first['pin']}\n\n"
-        + columns(header, lines, left=1 + ahead)
+        + columns(header, lines, left=1 + ahead + named)
     )
 
 
@@ -269,6 +297,7 @@ def _line(row: Row, experts: int, ahead: bool) -> list[str]:
         return "-" if part is None or not of else f"{part / of:.0%}"
 
     line = [
+        *([row["system"]] if "system" in row else []),
         row["policy"],
         *[row.get("prefetch", "")] * ahead,
         f"{row['capacity']:,} ({row['capacity'] / experts:.0%})",

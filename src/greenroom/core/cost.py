@@ -41,6 +41,10 @@ class Work:
         """The same time for one token; many tokens take it too."""
         return cls(((1, seconds), (1 << 62, seconds)))
 
+    def later(self, seconds: float) -> Work:
+        """The same, and so many seconds more for any number of tokens measured."""
+        return Work(tuple((tokens, taken + seconds) for tokens, taken in self.points))
+
     def seconds(self, tokens: int) -> float:
         above = bisect_left(self.points, (tokens, 0.0))
         if above == 0:

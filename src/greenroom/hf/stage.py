@@ -1,0 +1,163 @@
+"""A loaded model whose cache can be exchanged: one load, many settings of it, measured in turns.
+
+Every setting has the model's slots for itself, one after another, and answers the same prompts with
+the same seeds. Settings that are lossless give the same tokens, so they do the same work; what
+differs is what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.config import LoadConfig, SamplingConfig
+from greenroom.core.cache import compile_for
+from greenroom.core.pieces import Ints
+from greenroom.hf.attach import Greenroom
+from greenroom.hf.generate import answer
+from greenroom.hf.load import load_with
+from greenroom.hf.recall import warm_up
+from greenroom.policies import choose
+from greenroom.trace.prompts import Prompt
+
+Floats = NDArray[np.float64]
+SETTLE = 8  # tokens after a prompt that are not counted: the cache still holds the prompt's
+WARM_S = 10.0  # for filling a cache with what was asked for most before
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one setting did with some prompts. Times in seconds; counts are of the decode passes
+    that were counted.
+
+    ttft: of each prompt; gaps: between tokens, without the first ones after a prompt
+    tokens: what was answered, to be the same with every lossless setting
+    """
+
+    ttft: tuple[float, ...]
+    gaps: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    requests: int
+    misses: int
+    bytes_read: int
+    stall_s: float
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean: slow tokens count."""
+        return float(np.mean(self.gaps))
+
+    @property
+    def miss_ratio(self) -> float:
+        return self.misses / self.requests if self.requests else 0.0
+
+
+class Stage:
+    """A model that was loaded once, and what it is attached to now."""
+
+    def __init__(self, source: str, config: LoadConfig) -> None:
+        """Loads it. Nothing is remembered of earlier runs, nor left to later ones."""
+        self.model: Any
+        self.model, self.tokenizer = load_with(source, config, remember=False)
+        self.parts = replace(self.model.greenroom.parts, remember=False)
+        self.config = config
+        self.hot: Ints = np.empty(0, np.int64)  # what was asked for most, dearest first
+        self._growth = self.model.greenroom.growth
+
+    @property
+    def experts(self) -> int:
+        return self.parts.catalog.experts
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the budget leaves."""
+        return int(self.model.greenroom.capacity)
+
+    def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
+        """Exchange the cache for an empty one of this policy, scope and predictor, with so many
+        slots (those of the budget without it), filled with what was asked for most so far."""
+        slots = self.capacity if capacity is None else capacity
+        self.model.greenroom.detach()
+        chosen = choose(config.policy, slots, self.experts)
+        compile_for(chosen)
+        full = slots >= self.experts
+        parts = replace(
+            self.parts,
+            capacity=slots,
+            policy=chosen.name,
+            scope=config.scope,
+            prefetch="off" if full else config.prefetch,
+            predictor=config.predictor,
+            guard=not config.no_guard,
+        )
+        self.model.greenroom = made = Greenroom(self.model, parts)
+        if self._growth is not None and capacity is None:
+            made.grow(self._growth)
+        if self.hot.size:
+            warm_up(made.driver, np.sort(self.hot[:slots]), WARM_S)
+            made.driver.asked[:] = 0
+        return made
+
+    def fill(self) -> None:
+        """Have every expert in a cache that has a slot for each."""
+        warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
+
+    def close(self) -> None:
+        """End the threads and free the slots."""
+        self.model.greenroom.detach()
+
+    def play(
+        self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False
+    ) -> Session:
+        """Have the model answer with what it is attached to. Tokens are drawn by fixed seeds."""
+        greenroom: Greenroom = self.model.greenroom
+        ttft, gaps, said = [], [], []
+        counted = np.zeros(4)
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingConfig(max_new_tokens=tokens, temperature=1.0, seed=number)
+            with _decodes(self.model, settle) as before:
+                done = answer(
+                    self.model, self.tokenizer, prompt.content, sampling, raw=raw,
+                    context=self.parts.context,
+                )  # fmt: skip
+            ttft.append(done.ttft_s)
+            gaps += done.gaps[settle:]
+            said.append(tuple(done.token_ids))
+            if before:
+                counted += _counters(greenroom) - before[0]
+        requests, misses, nbytes, stall = counted.tolist()
+        return Session(
+            tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall
+        )
+
+
+def _counters(greenroom: Greenroom) -> Floats:
+    """[4]: requests, misses, bytes read, seconds stalled, so far."""
+    counts, meter = greenroom.driver.scheduler.counts, greenroom.driver.meter.copy()
+    return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s])
+
+
+@contextmanager
+def _decodes(model: Any, settle: int) -> Iterator[list[Floats]]:
+    """Leaves the counters as they were when an answer's first `settle` decode passes were over;
+    nothing where there were fewer."""
+    found: list[Floats] = []
+    passed = 0
+
+    def ended(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        nonlocal passed
+        ids = kwargs.get("input_ids")
+        passed += ids is not None and ids.shape[1] == 1
+        if passed == settle and not found:
+            found.append(_counters(model.greenroom))
+
+    hook = model.register_forward_hook(ended, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
