@@ -357,6 +357,26 @@ class TopicsConfig(SynthConfig):
                 raise UsageError(f"--{name} must be at most 1, got {getattr(self, name)}")
 
 
+@dataclass(frozen=True, slots=True)
+class ContestConfig:
+    """How settings are measured against each other."""
+
+    prompts: str | None = _option(
+        None, "prompts to answer: a line each, or JSON lines (default: six short ones)", "FILE"
+    )
+    tokens: int = _option(48, "tokens of each answer; the first eight are not counted", "N")
+    rounds: int = _option(5, "times that every setting has its turn", "N")
+    seconds: float | None = _option(None, "begin no further round after this long", "S")
+    raw: bool = _option(False, "apply no chat template to prompts that are text")
+
+    def __post_init__(self) -> None:
+        if self.tokens < 16:
+            raise UsageError(f"--tokens must be at least 16, got {self.tokens}")
+        _at_least(self, "rounds", 1)
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"--seconds must be above 0, got {self.seconds}")
+
+
 def _at_least(config: Any, name: str, least: int) -> None:
     value = getattr(config, name)
     if not least <= value < float("inf"):

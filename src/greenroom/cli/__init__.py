@@ -27,13 +27,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    from greenroom.cli import doctor, models, pack, run, simulate, trace, train_predictor, verify
+    from greenroom.cli import (
+        bench,
+        doctor,
+        models,
+        pack,
+        plan,
+        run,
+        simulate,
+        trace,
+        train_predictor,
+        tune,
+        verify,
+    )
 
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
     top.set_defaults(main=lambda args: print(top.format_help(), end=""))
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (run, verify, pack, models, simulate, doctor, trace, train_predictor):
+    asked = (run, doctor, plan, tune, bench, verify, pack, models)
+    for command in (*asked, simulate, trace, train_predictor):
         command.add_to(commands)
     return top
 

@@ -95,7 +95,9 @@ def main(args: argparse.Namespace) -> None:
     ahead = predictors(args, trace)
     if args.system is not None:
         study = _study(args, trace)
-        return _show(args, simulated(args, study, slots, lambda s, c: run(args, s, c)[0]), trace)
+        rows = simulated(args, study, slots, lambda s, c: run(args, s, c)[0])
+        _show(args, rows, trace)
+        return
     cells = [
         Cell(name, capacity, args.pin, prefetch)
         for name in policies
@@ -258,7 +260,8 @@ def run(args: argparse.Namespace, study: Study, cells: list[Cell]) -> tuple[list
 def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
-    for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
+    for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
+                 "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
                  "prefetch", "ahead", "ray",
                  "report"):  # fmt: skip
@@ -275,7 +278,15 @@ def table(rows: list[Row], trace: Trace) -> str:
     experts, first = int(trace.offsets[-1]), rows[0]
     ahead = any("prefetches" in row for row in rows)
     named = "system" in first
-    header = [*["system"] * named, "policy", *["prefetch"] * ahead, "capacity", "requests", "misses", "miss ratio"]
+    header = [
+        *["system"] * named,
+        "policy",
+        *["prefetch"] * ahead,
+        "capacity",
+        "requests",
+        "misses",
+        "miss ratio",
+    ]
     if "seconds" in first:
         header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
     if ahead:

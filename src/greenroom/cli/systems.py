@@ -11,15 +11,29 @@ from greenroom.errors import UsageError
 if TYPE_CHECKING:
     from greenroom.core.scope import Scope
     from greenroom.plan.systems import System
-    from greenroom.sim.sweep import Cell, Row, Study
+    from greenroom.sim.sweep import Row, Study
     from greenroom.trace import Trace
 
-HELP = (
-    "named systems instead of policies: mixtral-offloading, adapmoe, moe-infinity, promoe, moepic,"
-    " pre-gated, hobbit, fate, hybrimoe, fiddler, llru, static, greenroom; --policy, --scope and"
-    " --prefetch beside it override their rows"
+NAMES = (
+    "mixtral-offloading, adapmoe, moe-infinity, promoe, moepic, pre-gated, hobbit, fate, hybrimoe,"
+    " fiddler, llru, static, greenroom; options given beside it override its row"
 )
+HELP = f"named systems instead of policies: {NAMES}"
+ONE = f"put the parts together as a paper does: {NAMES}"
 STAND_IN = "noisy-oracle:1,accuracy=0.85"  # about what the papers report of the next layer's gate
+
+
+def apply(args: argparse.Namespace) -> None:
+    """Have a run take the options of `--system`, as far as the user gave no others. UsageError
+    names the parts that are missing."""
+    from greenroom.cli.options import given
+    from greenroom.config import LoadConfig
+    from greenroom.plan.systems import options, system
+
+    known = LoadConfig.__dataclass_fields__
+    mine = {name: value for name, value in given(args).items() if name in known}
+    for name, value in options(system(args.system), mine, known).items():
+        setattr(args, name, value)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ def describe(source: str, config: LoadConfig) -> Model:
     checkpoint = open_anywhere(source)
     draft = Draft.of(checkpoint, config.dtype)
     context = context_of(draft.model, config.context)
-    keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=False, room=context)
+    keys_values = kv_bytes(
+        draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=False, room=context
+    )
     kv_cache = keys_values.total(context)
     parts = Parts(
         draft.catalog, capacity=1, context=context, kv_cache_bytes=kv_cache,

@@ -39,6 +39,7 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
+from greenroom.hf.settled import settled
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
@@ -148,7 +149,8 @@ def _load(
         over = max(1, len(engines))
         room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
-    chosen = choose(config.policy, room, catalog.experts)
+    parts = settled(parts, config, room)
+    chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it

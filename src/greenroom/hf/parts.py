@@ -26,6 +26,7 @@ class Parts:
     predictor: str | None = None  # the file of `learned`
     guard: bool = True
     fingerprint: str = ""  # of the checkpoint
+    chosen: str = ""  # where policy, scope and prefetch come from, if neither user nor defaults
     remember: bool = False  # begin with what earlier runs learned, and leave it to the next
     kernels: str = "auto"
     fake: bool = False

@@ -57,23 +57,30 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
     with small_model(folder, shape) as model:
         whole, part = sessions(str(model), shape)
     processor = machine.processors[0]
-    experts = shape.layers * shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
-    dense = shape.layers * processor.dense.at(_dense_bytes(shape)).seconds(1)
-    base = whole.tpot_s - whole.stall_s / len(whole.gaps)
-    layer = max(0.0, (base - experts - dense) / shape.layers)
-    fetched = part.misses / len(part.gaps)
-    more = part.tpot_s - part.stall_s / len(part.gaps) - base
-    handling = max(0.0, more / fetched) if fetched >= 1 else 0.0
-    copied = min(handling, shape.expert_bytes / _copies(machine))
-    return replace(
-        machine,
-        processors=(
-            replace(
-                processor, layer=layer, fetch=handling - copied, copy=copied / shape.expert_bytes
-            ),
-            *machine.processors[1:],
-        ),
+    matrices = shape.layers * (
+        shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
+        + processor.dense.at(_dense_bytes(shape)).seconds(1)
     )
+    base = computed(whole)
+    fetched = part.misses / len(part.gaps)
+    handling = max(0.0, (computed(part) - base) / fetched) if fetched >= 1 else 0.0
+    copied = min(handling, shape.expert_bytes / _copies(machine))
+    # What runs is the judge: matrices alone cannot take longer than all of a token.
+    factor = min(1.0, base / matrices)
+    judged = replace(
+        processor,
+        expert=processor.expert.scaled(factor),
+        dense=processor.dense.scaled(factor),
+        layer=max(0.0, base - matrices) / shape.layers,
+        fetch=handling - copied,
+        copy=copied / shape.expert_bytes,
+    )
+    return replace(machine, processors=(judged, *machine.processors[1:]))
+
+
+def computed(session: Session) -> float:
+    """Seconds a token that are no stall."""
+    return session.tpot_s - session.stall_s / len(session.gaps)
 
 
 def _copies(machine: Machine) -> float:
@@ -129,8 +136,11 @@ def write(folder: Path, shape: Shape) -> None:
         "model.norm.weight": torch.ones(shape.hidden).bfloat16(),
         "lm_head.weight": drawn(shape.words, shape.hidden),
     }
-    each = {"gate_proj": drawn(shape.inner, shape.hidden), "up_proj": drawn(shape.inner, shape.hidden),
-            "down_proj": drawn(shape.hidden, shape.inner)}  # fmt: skip
+    each = {
+        "gate_proj": drawn(shape.inner, shape.hidden),
+        "up_proj": drawn(shape.inner, shape.hidden),
+        "down_proj": drawn(shape.hidden, shape.inner),
+    }
     for layer in range(shape.layers):
         at = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):

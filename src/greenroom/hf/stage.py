@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from greenroom.config import LoadConfig, SamplingConfig
 from greenroom.core.cache import compile_for
-from greenroom.core.pieces import Ints
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.generate import answer
+from greenroom.hf.learned import Learned, hot_set
 from greenroom.hf.load import load_with
 from greenroom.hf.recall import warm_up
 from greenroom.policies import choose
@@ -46,6 +46,7 @@ class Session:
     misses: int
     bytes_read: int
     stall_s: float
+    busy_s: float  # of the link, with those bytes
 
     @property
     def tpot_s(self) -> float:
@@ -66,7 +67,9 @@ class Stage:
         self.model, self.tokenizer = load_with(source, config, remember=False)
         self.parts = replace(self.model.greenroom.parts, remember=False)
         self.config = config
-        self.hot: Ints = np.empty(0, np.int64)  # what was asked for most, dearest first
+        self.asked = np.zeros(self.experts, np.int64)  # of each expert, by what was learned
+        self._pending = self.asked.copy()
+        self._slots = int(self.model.greenroom.capacity)
         self._growth = self.model.greenroom.growth
 
     @property
@@ -76,7 +79,12 @@ class Stage:
     @property
     def capacity(self) -> int:
         """Slots that the budget leaves."""
-        return int(self.model.greenroom.capacity)
+        return self._slots
+
+    def learn(self) -> None:
+        """From here on, caches begin with what was asked for most in all that was played."""
+        self.asked += self._pending
+        self._pending[:] = 0
 
     def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
         """Exchange the cache for an empty one of this policy, scope and predictor, with so many
@@ -98,10 +106,16 @@ class Stage:
         self.model.greenroom = made = Greenroom(self.model, parts)
         if self._growth is not None and capacity is None:
             made.grow(self._growth)
-        if self.hot.size:
-            warm_up(made.driver, np.sort(self.hot[:slots]), WARM_S)
-            made.driver.asked[:] = 0
+        self._warm(made)
         return made
+
+    def _warm(self, made: Greenroom) -> None:
+        """Fill its cache with what was asked for most so far; nothing of that is counted."""
+        cache, offsets = made.driver.scheduler.cache, self.parts.catalog.offsets
+        known = Learned(np.empty(0, np.int64), self.asked.astype(np.float64))
+        if (hot := hot_set(known, offsets, cache.capacity, cache.scope)).size:
+            warm_up(made.driver, hot, WARM_S)
+        made.driver.asked[:] = 0
 
     def fill(self) -> None:
         """Have every expert in a cache that has a slot for each."""
@@ -117,7 +131,7 @@ class Stage:
         """Have the model answer with what it is attached to. Tokens are drawn by fixed seeds."""
         greenroom: Greenroom = self.model.greenroom
         ttft, gaps, said = [], [], []
-        counted = np.zeros(4)
+        counted = np.zeros(5)
         for number, prompt in enumerate(prompts):
             sampling = SamplingConfig(max_new_tokens=tokens, temperature=1.0, seed=number)
             with _decodes(self.model, settle) as before:
@@ -130,16 +144,20 @@ class Stage:
             said.append(tuple(done.token_ids))
             if before:
                 counted += _counters(greenroom) - before[0]
-        requests, misses, nbytes, stall = counted.tolist()
+        self._pending += greenroom.driver.asked
+        greenroom.driver.asked[:] = 0
+        requests, misses, nbytes, stall, busy = counted.tolist()
         return Session(
-            tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall
-        )
+            tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall,
+            busy,
+        )  # fmt: skip
 
 
 def _counters(greenroom: Greenroom) -> Floats:
-    """[4]: requests, misses, bytes read, seconds stalled, so far."""
+    """[5]: requests, misses, bytes read, seconds stalled, seconds of the link, so far."""
     counts, meter = greenroom.driver.scheduler.counts, greenroom.driver.meter.copy()
-    return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s])
+    busy = meter.links[0].busy_s
+    return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s, busy])
 
 
 @contextmanager

@@ -55,9 +55,7 @@ def limited(costs: Costs, limit: float | None) -> Costs:
     if limit is None:
         return costs
     first, *rest = costs.links
-    return replace(
-        costs, links=(replace(first, bandwidth=min(first.bandwidth, limit)), *rest)
-    )
+    return replace(costs, links=(replace(first, bandwidth=min(first.bandwidth, limit)), *rest))
 
 
 def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:

@@ -42,7 +42,6 @@ class Estimate:
     miss_ratio: float
     token_bytes: float
     stall: float
-    computed: float
     gaps: Floats
 
     def as_json(self) -> dict[str, Any]:
@@ -83,53 +82,47 @@ class Estimator:
 
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         every = list(zip(self.evidence.traces, self._streams, strict=True))
-        runs = [self._times(setting, capacity, *each) for each in every[: None if bracket else 1]]
+        runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
         means = [float(run.gaps.mean()) for run in runs]
-        first = runs[0]
+        first, trace = runs[0], self.evidence.traces[0]
         return Estimate(
             setting,
             capacity,
             means[0],
             min(means) * (1 - self.band),
             max(means) * (1 + self.band),
-            float(np.median(first.ttft)) if self.evidence.traces[0].pass_prefill.any() else None,
+            float(np.median(first.ttft)) if trace.pass_prefill.any() else None,
             first.misses / max(1, first.requests),
-            first.bytes_moved / self.evidence.traces[0].tokens,
-            first.stall / first.seconds,
-            first.compute / first.seconds,
+            first.token_bytes,
+            first.stall,
             first.gaps,
         )
 
-    def _times(self, setting: Setting, capacity: int, trace: Trace, steps: Stream) -> Times:
+    def _run(self, setting: Setting, capacity: int, trace: Trace, steps: Stream) -> _Run:
         made = choose(setting.policy, capacity, self.model.experts)
         reactive = times(
             trace, steps, capacity, made, self.costs, self.model.expert_bytes, scope=setting.scope
         )
+        found = _Run.of(reactive, trace)
         if setting.prefetch == OFF:
-            return reactive
-        return self._ahead(setting, capacity, trace, reactive)
+            return found
+        return self._ahead(setting, capacity, trace, found)
 
-    def _ahead(self, setting: Setting, capacity: int, trace: Trace, reactive: Times) -> Times:
+    def _ahead(self, setting: Setting, capacity: int, trace: Trace, reactive: _Run) -> _Run:
         """With prefetching: what the first passes gain by it is taken of all. A guard leaves it on
         only where it gains."""
         part = trace.head(_first(trace, PLAYED))
         name = self._predictor(setting.prefetch, part)
-        with_it = proactive(
+        played = proactive(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name, scope=setting.scope,
         ).times  # fmt: skip
-        without = reactive.gaps[: with_it.gaps.size]
-        factor = float(with_it.gaps.sum() / without.sum())
+        found = _Run.of(played, part)
+        factor = float(found.gaps.sum() / reactive.gaps[: found.gaps.size].sum())
         if setting.prefetch == AUTO and factor >= 1:
             return reactive
-        later = reactive.gaps[with_it.gaps.size :] * factor
-        more = with_it.bytes_moved / max(1, with_it.misses * self.model.expert_bytes)
-        return replace(
-            reactive,
-            gaps=np.append(with_it.gaps, later),
-            stall=reactive.stall * with_it.stall / max(1e-12, _stall_of(reactive, part, trace)),
-            bytes_moved=int(reactive.bytes_moved * more),
-        )
+        later = reactive.gaps[found.gaps.size :] * factor
+        return replace(found, gaps=np.append(found.gaps, later), ttft=reactive.ttft)
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """What stands for a run's predictor over a trace: its recording where there is one."""
@@ -150,6 +143,21 @@ def _first(trace: Trace, passes: int) -> int:
     return int(trace.pass_starts[last + 1])
 
 
-def _stall_of(whole: Times, part: Trace, trace: Trace) -> float:
-    """A part's share of the stalls, by its passes."""
-    return whole.stall * part.passes / trace.passes
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is taken of a simulation: TTFTs, times of decode passes, counts, bytes a token, and the
+    share of stalls."""
+
+    ttft: Floats
+    gaps: Floats
+    requests: int
+    misses: int
+    token_bytes: float
+    stall: float
+
+    @classmethod
+    def of(cls, found: Times, trace: Trace) -> _Run:
+        return cls(
+            found.ttft, found.gaps, found.requests, found.misses,
+            found.bytes_moved / trace.tokens, found.stall / max(1e-12, found.seconds),
+        )  # fmt: skip

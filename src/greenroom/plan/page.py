@@ -85,7 +85,7 @@ def _curve(plan: Plan) -> str:
     )
     if plan.target is not None and plan.target.seconds <= top:
         marks += f'<path class="grid" {still} d="M0 {y(plan.target.seconds):.1f}H{WIDE}"/>'
-    shown = range(0, 5)
+    shown = range(5)
     y_labels = "".join(
         f'<span style="bottom:{25 * i}%">{show_time(top * i / 4) if i else 0}</span>' for i in shown
     )
@@ -100,8 +100,7 @@ def _curve(plan: Plan) -> str:
         f'<path class="floor" d="{line(ups)}L{line(downs)[1:]}Z"/>{marks}'
         f'<path class="curve" stroke="var(--c0)" d="{line(middle)}"/></svg></div>'
         f'<div class="x">{x_labels}</div><div class="axis">memory; the shaded range is where a'
-        " measurement is expected</div></div>"
-        + _points(points)
+        " measurement is expected</div></div>" + _points(points)
     )
 
 

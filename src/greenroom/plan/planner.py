@@ -107,6 +107,12 @@ def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Point, .
     return tuple(Point(model.memory(n), estimator.of(still, n)) for n in fits)
 
 
+def outlook(estimator: Estimator, available: int) -> tuple[Point, ...]:
+    """The default over memory, with the memory that is there among the points if it is enough."""
+    model = estimator.model
+    return curve(estimator, DEFAULT, max(available, model.least_memory))
+
+
 def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
     """The least memory that meets a target with this setting, and what blocks it otherwise.
 
@@ -132,5 +138,6 @@ def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Tar
     if found.memory <= memory:
         return Target(target, found, found, None)
     waits = f"a token waits {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms for experts"
-    blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {show_bytes(found.memory)} would do"
+    enough = f"{show_bytes(found.memory)} would do"
+    blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {enough}"
     return Target(target, found, Point(memory, best), blocked)

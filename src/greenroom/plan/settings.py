@@ -1,4 +1,4 @@
-"""Settings that a plan chooses among: a grid that is data, each with the flags that reproduce it."""
+"""Settings that a plan chooses among: a grid that is data, each with the flags for a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-POLICIES = ("next-use", "lru", "lcp", "hobbit")  # the best on recordings (docs/policies.md), and LRU
+POLICIES = (
+    "next-use",
+    "lru",
+    "lcp",
+    "hobbit",
+)  # LRU, and the best on recordings
 SCOPES = ("shared", "per-layer")
 OFF, AUTO = "off", "auto"
 

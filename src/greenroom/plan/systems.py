@@ -55,9 +55,11 @@ class System:
         """Further parts, by the option that each of them is: what it needs, in words."""
         found = {}
         if self.sizes is not None:
-            found["scope"] = f"each layer's slots ({self.sizes}): a FILE of `greenroom trace budgets`"
+            found["scope"] = (
+                f"each layer's slots ({self.sizes}): a FILE of `greenroom trace budgets`"
+            )
         if self.split:
-            found["split"] = "split experts"
+            found["split"] = "split experts: a FILE of `greenroom trace budgets`, or a share"
         if self.chosen:
             found["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
         if self.precision is not None:
@@ -209,7 +211,7 @@ def options(row: System, given: Mapping[str, Any], known: Collection[str]) -> di
             continue
         if option not in known:
             missing.append(f"{what} ({flag}, which is not built)")
-        elif option in ("split", "co_compute"):
+        elif option == "co_compute":
             found[option] = "auto"
         else:
             missing.append(f"{what} ({flag})")
