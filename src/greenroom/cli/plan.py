@@ -129,11 +129,11 @@ def estimator_of(model: Model, machine: Machine, evidence: Evidence, config: Loa
     from greenroom.plan.estimate import Estimator
 
     runs = kept.load(model.fingerprint, name_of(machine.host)).runs
-    costs = calibrated(of_machine(machine, model), model, runs)
+    costs = calibrated(of_machine(machine, model, config.readers), model, runs)
     limit = None
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
-    costs = limited(costs, limit)
+    costs = limited(costs, limit, model.expert_bytes)
     return Estimator(model, costs, evidence, measured=bool(runs)), len(runs)
 
 

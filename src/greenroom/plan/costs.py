@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.cost import CHUNK_BYTES, Costs, Link, Work
 from greenroom.core.machine import Machine
 from greenroom.plan.model import Model
 
@@ -23,8 +23,7 @@ LEAST_BYTES = 8 << 20  # that a link must have carried to tell how fast it is
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds of
-    the whole run; `latency` a machine's own."""
+    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds."""
 
     seconds: float
     stall: float
@@ -41,21 +40,25 @@ class Observed:
         return asdict(self)
 
 
-def of_machine(
-    machine: Machine, model: Model, processor: str | None = None, limit: float | None = None
-) -> Costs:
-    """The costs that the profile says; `limit` is the most bytes a second that are read."""
-    dense = model.read_bytes // model.layers
-    costs = machine.costs(model.expert_bytes, dense, processor=processor)
-    return limited(costs, limit)
-
-
-def limited(costs: Costs, limit: float | None) -> Costs:
-    """With a first link that is no faster."""
-    if limit is None:
-        return costs
+def of_machine(machine: Machine, model: Model, readers: int = 2) -> Costs:
+    """The costs that the profile says, with as many reads at a time as a run has."""
+    costs = machine.costs(model.expert_bytes, model.read_bytes // model.layers)
     first, *rest = costs.links
-    return replace(costs, links=(replace(first, bandwidth=min(first.bandwidth, limit)), *rest))
+    return replace(costs, links=(replace(first, lanes=readers), *rest))
+
+
+def limited(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
+    """With a first link that is held to so many bytes a second (`--read-limit`).
+
+    A reader waits for its turn, and reads then: each chunk takes both, but turns are waited for
+    while other lanes read.
+    """
+    first, *rest = costs.links
+    if limit is None or limit >= first.bandwidth:
+        return costs
+    chunk = min(expert_bytes, CHUNK_BYTES)
+    held = Link(limit, first.latency + chunk / first.bandwidth, first.lanes)
+    return replace(costs, links=(held, *rest))
 
 
 def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
