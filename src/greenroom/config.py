@@ -109,6 +109,23 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
     return _numbers(scope.split(","), "--scope")
 
 
+def split_of(split: str) -> float | tuple[float, ...] | None:
+    """A `--split`: the share of an expert that is its top, for all layers or for each; None: off.
+
+    Written as `0.5` or `0.5,0.4,1`, or the `split` of a JSON file, which `greenroom trace budgets`
+    writes. UsageError for what is none.
+    """
+    if split == "off":
+        return None
+    if Path(split).suffix == ".json" or Path(split).is_file():
+        found = _numbers(budgets_file(split).get("split"), f"{split}: split")
+    else:
+        found = _numbers(split.split(","), "--split")
+    if max(found) > 1:
+        raise UsageError(f"--split is a share of an expert, at most 1: {max(found):g}")
+    return found[0] if len(found) == 1 else found
+
+
 BUDGETS = "greenroom-budgets"  # the format of such a file
 
 
@@ -164,6 +181,15 @@ class LoadConfig:
         " (one a layer) or the file of `greenroom trace budgets` say",
         "shared|per-layer|N,N,...|FILE",
     )  # fmt: skip
+    pin: str | None = _option(
+        None, "keep the experts of a task, as the file of `greenroom trace hot` says; of several"
+        " tasks those of the one nearest to each prompt", "FILE",
+    )  # fmt: skip
+    split: str = _option(
+        "off", "of packed experts keep a top part and fetch the rest when it is needed: a share of"
+        " the expert as 0.5, or those of each layer as numbers or the file of `greenroom trace"
+        " budgets` say", "off|SHARE|N,N,...|FILE",
+    )  # fmt: skip
     prefetch: str = _option(
         "auto", "fetch experts before they are asked for, by a predictor: auto, off, next-gate,"
         " learned, markov, ...; a distance in layers may follow, as next-gate:2", "NAME[:D]"
@@ -216,6 +242,7 @@ class LoadConfig:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
         devices_of(self.device)
         scope_of(self.scope)
+        split_of(self.split)
         _check_choices(self)
 
 

@@ -32,7 +32,7 @@ def add_to(parts: Any) -> None:
         " dynamic programme; moepic: its Algorithm 1, which splits experts too (default:"
         " %(default)s)")  # fmt: skip
     add("--machine", metavar="FILE", help="minimise the seconds that computing does not hide on"
-        " the machine of this profile, not misses; auto is this machine's; moepic needs it")  # fmt: skip
+        " the machine of this profile, not misses; auto: of this one; moepic needs it")  # fmt: skip
     add("--expert-bytes", metavar="SIZE", help="of one expert (default: what the trace says)")
     add("--dense-bytes", metavar="SIZE", help="of one layer without its experts (default: what the"
         " trace says, else 0)")  # fmt: skip

@@ -15,6 +15,7 @@ from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
+    from greenroom.core.pins import Pins
     from greenroom.sim.sweep import Cell, Row, Study
     from greenroom.trace import Trace
 
@@ -35,9 +36,9 @@ def add_to(commands: Any) -> None:
     add("--scope", metavar="shared|per-layer|N,N,...|FILE",
         help="one cache for all layers, one a layer of equal size, or sizes as the numbers (one a"
         " layer) or the file of `greenroom trace budgets` say (default: shared)")  # fmt: skip
-    add("--pin", default="step", metavar="|".join(PINS),
-        help="whether the experts of a step are safe while it is served (default: %(default)s)",
-    )  # fmt: skip
+    add("--pin", default="step", metavar="|".join([*PINS, "FILE"]),
+        help="whether the experts of a step are safe while it is served (default: %(default)s); the"
+        " file of `greenroom trace hot` keeps its experts for good, too")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N",
         help="of policies that draw lots (default: %(default)s)")  # fmt: skip
     add("--limit", type=int, metavar="TOKENS", help="only the trace's first tokens")
@@ -67,6 +68,10 @@ def add_to(commands: Any) -> None:
     times.add_argument("--prefetch", metavar="NAME[:D][,...]", help="fetch experts before they are"
                        " asked for, by a predictor: markov, next-gate:2, oracle, ...; off"
                        " (default) among several is the run without, to compare with")  # fmt: skip
+    times.add_argument("--split", metavar="SHARE|N,N,...|FILE", help="cut experts in two and keep"
+                       " the top, this share of them, for all layers or for each, or as the file"
+                       " of `greenroom trace budgets` says; --capacity is then memory of whole"
+                       " experts")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -99,7 +104,7 @@ def main(args: argparse.Namespace) -> None:
         _show(args, rows, trace)
         return
     cells = [
-        Cell(name, capacity, args.pin, prefetch)
+        Cell(name, capacity, "step" if args.pin not in PINS else args.pin, prefetch)
         for name in policies
         for capacity in slots
         for prefetch in ahead
@@ -113,13 +118,26 @@ def main(args: argparse.Namespace) -> None:
 
 def _study(args: argparse.Namespace, trace: Trace) -> Study:
     """What all cells share."""
-    from greenroom.config import scope_of
+    from greenroom.config import scope_of, split_of
     from greenroom.sim.sweep import Study
 
     return Study.of(
         trace, args.order, scope=scope_of(args.scope or "shared"), seed=args.seed,
-        reset=args.reset, ahead=args.ahead, **timing(args, trace),
+        reset=args.reset, ahead=args.ahead, pins=_pins(args, trace),
+        split=split_of(args.split or "off"), **timing(args, trace),
     )  # fmt: skip
+
+
+def _pins(args: argparse.Namespace, trace: Trace) -> Pins | None:
+    """The experts that stay, where a file says so."""
+    from greenroom.core.pins import Pins
+
+    if args.pin in PINS:
+        return None
+    if args.order != "runtime" or args.machine is not None:
+        raise UsageError("--pin FILE is about misses of real passes: give --order runtime, and no"
+                         " --machine")  # fmt: skip
+    return Pins.load(args.pin, trace.offsets.tolist())
 
 
 def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
@@ -136,12 +154,14 @@ def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
-    for name, known in (("order", ORDERS), ("pin", PINS)):
-        if getattr(args, name) not in known:
-            raise UnknownName(name, getattr(args, name), known)
-    from greenroom.config import scope_of
+    if args.order not in ORDERS:
+        raise UnknownName("order", args.order, ORDERS)
+    if args.pin not in PINS and not (Path(args.pin).suffix == ".json" or Path(args.pin).is_file()):
+        raise UnknownName("pin", args.pin, [*PINS, "FILE"])
+    from greenroom.config import scope_of, split_of
 
     scope_of(args.scope or "shared")
+    split_of(args.split or "off")
     if args.policy is None and args.system is None:
         raise UsageError("say who is evicted: --policy lru,auto, or --system llru,greenroom")
     if args.system is not None and args.policy is not None and "," in args.policy:
@@ -151,7 +171,7 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("host_capacity", "devices", "prefetch", "ahead", "expert_bytes",
+        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
                      "dense_bytes", "store", "processor"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
@@ -263,7 +283,7 @@ def command(args: argparse.Namespace) -> str:
     for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
                  "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
-                 "prefetch", "ahead", "ray",
+                 "prefetch", "split", "ahead", "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:

@@ -34,6 +34,7 @@ class Activity:
         self.experts, self._fade = tuple(experts), np.log(rho) / omega
         self._uses = [np.zeros(n) for n in experts]
         self._last = [np.zeros(n) for n in experts]
+        self._clock = np.zeros(len(experts))  # tokens of each layer so far
         self.reset()
 
     def reset(self) -> None:
@@ -43,7 +44,6 @@ class Activity:
         self._hits = [np.zeros(n + 1) for n in self.experts]
         self._right = [np.zeros(n + 1) for n in self.experts]
         self._both = [np.zeros((n + 1, n + 1)) for n in self.experts]
-        self._clock = np.zeros(len(self.experts)) if not hasattr(self, "_clock") else self._clock
 
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
         """A token has activated the experts `chosen` of a layer, of which `predicted` had been
@@ -76,12 +76,15 @@ class Activity:
 
     def hit_ratio(self, layer: int) -> Floats:
         """H(C) for C = 0 .. experts, [N + 1]."""
-        return np.cumsum(self._hits[layer]) / max(1, self.activated[layer])
+        share: Floats = np.cumsum(self._hits[layer]) / max(1, self.activated[layer])
+        return share
 
     def accuracy(self, layer: int) -> Floats:
         """P(y) for y = 1 .. experts, [N + 1]; P(0) is 0."""
-        return self._right[layer] / max(1, self.tokens[layer])
+        share: Floats = self._right[layer] / max(1, self.tokens[layer])
+        return share
 
     def predicted_hits(self, layer: int) -> Floats:
         """PH(y, C), [N + 1, N + 1]; 0 where y or C is."""
-        return np.cumsum(self._both[layer], axis=1) / max(1, self.tokens[layer])
+        share: Floats = np.cumsum(self._both[layer], axis=1) / max(1, self.tokens[layer])
+        return share

@@ -24,9 +24,9 @@ from greenroom.core.policy import (
     State,
     Weights,
 )
-from greenroom.core.scope import Scope, split_capacity
+from greenroom.core.scope import Scope, split_capacity, top_slots
 from greenroom.core.stream import Stream
-from greenroom.errors import UnknownName, UsageError
+from greenroom.errors import BudgetError, UnknownName, UsageError
 
 PINS = ("step", "none")
 
@@ -38,7 +38,13 @@ def check_pin(pin: str) -> None:
 
 
 def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
-    """Slots of each group: a device has groups of its own, and theirs follow one another."""
+    """Slots of each group: a device has groups of its own, and theirs follow one another.
+
+    Where experts are split, `capacity` is in whole experts' slots, and what they take beside the
+    bottoms' own becomes slots of tops.
+    """
+    if pieces.split is not None:
+        return top_slots(pieces, pieces.split, capacity, scope)
     sizes: list[int] = []
     for device, share in enumerate(pieces.shares(capacity)):
         at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)
@@ -188,6 +194,7 @@ class Cache:
             self.own.append(policy.memory(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
+        self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
         self.now = Now(0, 0, -1, 0, 0)  # of the step served last
         self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
 
@@ -218,6 +225,11 @@ class Cache:
     @property
     def capacity(self) -> int:
         return self.state.piece_in.size
+
+    @property
+    def groups(self) -> int:
+        """Budgets that do not share slots."""
+        return self.state.free_count.size
 
     def serve(
         self,
@@ -295,12 +307,42 @@ class Cache:
         now = self.now._replace(index=self._told[device][1])
         return self._parts[device], self.own[device], now
 
+    def keep(self, pieces: Ints) -> None:
+        """Let these pieces, and no longer those of before, stay once they are there.
+
+        BudgetError where they would leave a group no slot for others.
+        """
+        self.check_kept([self.size(group) for group in range(self.groups)], pieces)
+        self.state.pinned[self.kept] -= 1
+        self.kept = np.sort(pieces)
+        self.state.pinned[self.kept] += 1
+
+    def check_kept(self, sizes: Sequence[int], kept: Ints | None = None) -> None:
+        """BudgetError where groups of these sizes would have no slot beside what is kept (or shall
+        be)."""
+        kept = self.kept if kept is None else kept
+        of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
+        for size, count in zip(sizes, of_groups.tolist(), strict=True):
+            if count >= size:
+                raise BudgetError(
+                    f"{count} pinned experts leave none of {size} slots for the others: pin fewer,"
+                    f" or have more than {count} slots"
+                )
+
     def _fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
-        return all(size <= self.size(group) for group, size in self.asked(pieces).items())
+        return all(size <= self.open(group) for group, size in self.asked(pieces).items())
+
+    def open(self, group: int) -> int:
+        """Slots of a group that are nobody's for good."""
+        if not self.kept.size:
+            return self.size(group)
+        return self.size(group) - int((self.state.group_of[self.kept] == group).sum())
 
     def asked(self, pieces: Ints) -> dict[int, int]:
-        """How many slots a step's pieces ask of each group."""
+        """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
+        if self.kept.size:
+            pieces = pieces[~np.isin(pieces, self.kept)]
         if not pieces.size:
             return {}
         if self.pieces.devices == 1:  # a step is of one layer
@@ -352,6 +394,7 @@ class Cache:
     def resize(self, capacity: int) -> None:
         """Change the number of slots; victims go by the policy, others may change their slot."""
         state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
+        self.check_kept(sizes)
         each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]

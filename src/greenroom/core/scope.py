@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.config import SCOPES
+from greenroom.core.pieces import Pieces, Split
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
 Scope: TypeAlias = str | tuple[float, ...]
+Floats = NDArray[np.float64]
 
 
 def check_scope(scope: Scope, layers: int) -> None:
@@ -57,24 +60,54 @@ def split_capacity(
     return proportional(capacity, scope, most or [capacity] * layers)
 
 
+def least_capacity(pieces: Pieces, scope: Scope) -> int:
+    """The smallest capacity that such a cache can have: a slot for each group."""
+    check_scope(scope, pieces.layers)
+    if pieces.split is None:
+        return pieces.devices * (1 if scope == "shared" else pieces.layers)
+    tops = pieces.split.tops
+    least = max(tops) if scope == "shared" else sum(tops)
+    return -(-(least + pieces.split.reserved) // pieces.split.whole)
+
+
+def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
+    """Slots of tops of each group, in the memory of `capacity` whole experts; none has more than
+    there are experts. BudgetError says how much would do."""
+    if capacity < (enough := least_capacity(pieces, scope)):
+        raise BudgetError(
+            f"the memory of {capacity} experts is too small to split them: {split.seats} slots for"
+            f" bottoms, and tops, need that of {enough}"
+        )
+    counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
+    budget = float(capacity * split.whole - split.reserved)
+    if scope == "shared":
+        return [min(int(budget // tops.max()), int(counts.sum()))]
+    shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
+    return [int(n) for n in np.floor(filled(budget, shares, tops, counts * tops) / tops + 1e-6)]
+
+
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:
     """Whole numbers from 1 to `most` that add up to `capacity`, by the largest remainders; all of
     `most` where that is less."""
     top = np.asarray(most, np.float64)
-    least, wanted = np.minimum(1.0, top), np.asarray(shares, np.float64)
-    if top.sum() <= capacity:
-        return list(most)
-    low, high = 0.0, float(np.max(top / wanted)) + 1.0
-    for _ in range(100):  # what one share is worth, to a float's precision
-        worth = (low + high) / 2
-        if np.clip(wanted * worth, least, top).sum() > capacity:
-            high = worth
-        else:
-            low = worth
-    exact = np.clip(wanted * low, least, top)
+    exact = filled(capacity, np.asarray(shares, np.float64), np.minimum(1.0, top), top)
     found = np.floor(exact + 1e-6)
     order = np.lexsort((np.arange(top.size), found - exact))
     more = [i for i in order.tolist() if found[i] < top[i]]
     for i in more[: capacity - int(found.sum())]:
         found[i] += 1
     return [int(n) for n in found]
+
+
+def filled(total: float, shares: Floats, least: Floats, most: Floats) -> Floats:
+    """A total in proportion to the shares, within bounds; all of `most` where that is less."""
+    if most.sum() <= total:
+        return most
+    low, high = 0.0, float(np.max(most / shares)) + 1.0
+    for _ in range(100):  # what one share is worth, to a float's precision
+        worth = (low + high) / 2
+        if np.clip(shares * worth, least, most).sum() > total:
+            high = worth
+        else:
+            low = worth
+    return np.clip(shares * low, least, most)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig, devices_of, scope_of
+from greenroom.config import Amount, LoadConfig, devices_of, scope_of, split_of
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
+from greenroom.core.pins import Pins
 from greenroom.core.queue import staging_seats
+from greenroom.core.scope import least_capacity
 from greenroom.errors import CheckpointError, DeviceError, UsageError
 from greenroom.hf.attach import (
     Greenroom,
@@ -40,6 +42,7 @@ from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
 from greenroom.hf.settled import settled
+from greenroom.hf.split import split_experts
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
@@ -100,16 +103,20 @@ def _load(
     checkpoint = Checkpoint.open(resolve(source))
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
+    shares, split = split_of(config.split), None
+    if shares is not None:
+        catalog, split = split_experts(catalog, shares, experts_per_token(draft.model))
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
     kind, devices = devices_of(config.device)
-    fewest = len(devices) * (1 if config.scope == "shared" else len(catalog.layers))
     parts = Parts(
         catalog,
-        capacity=fewest,
+        capacity=1,
         policy=config.policy,
         scope=scope_of(config.scope),
+        split=split,
+        pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
         predictor=config.predictor,
         guard=not config.no_guard,
@@ -128,7 +135,9 @@ def _load(
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
     )
-    pieces_of(parts), kernels_of(parts)  # or UsageError
+    kernels_of(parts)  # or UsageError
+    fewest = least_capacity(pieces_of(parts), parts.scope)
+    parts = replace(parts, capacity=fewest)
     tokenizer = tokenizer_of(checkpoint)
     engines, gpu = engines_for(parts), None
     engine = engines[0] if engines else None
@@ -145,7 +154,9 @@ def _load(
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
         need = gpu.before(draft, parts) if gpu else needs(draft, parts)
         of = gpu.OF if gpu else ""
-        least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
+        tasks = parts.pins.tasks.values() if parts.pins is not None else ()
+        pinned = max((task.experts.size for task in tasks), default=0)
+        least = max(fewest, min(pinned + experts_per_token(draft.model), catalog.experts))
         over = max(1, len(engines))
         room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
@@ -153,6 +164,8 @@ def _load(
     chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
+    if room >= catalog.experts and parts.split is not None:  # every expert has a slot as a whole
+        parts = replace(parts, catalog=draft.catalog, split=None)
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
     model: Any = draft.load()
@@ -184,6 +197,7 @@ def _load(
                 context=context, least=least, of=of, devices=over, release=release,
             )  # fmt: skip
             greenroom.grow(growth)
+        greenroom.pin()
         greenroom.warm_up()
     except BaseException:
         greenroom.detach()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenroom.core.layout import Catalog
+from greenroom.core.pieces import Split
+from greenroom.core.pins import Pins
 from greenroom.core.scope import Scope
 from greenroom.hf.kv_kinds import Kind
 
@@ -22,6 +24,8 @@ class Parts:
     capacity: int
     policy: str = "auto"
     scope: Scope = "shared"
+    split: Split | None = None  # how experts are cut, as the catalog's pieces are
+    pins: Pins | None = None  # experts of tasks that stay
     prefetch: str = "off"
     predictor: str | None = None  # the file of `learned`
     guard: bool = True

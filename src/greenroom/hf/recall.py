@@ -49,7 +49,9 @@ class Recall:
         if self._before is None:
             return 0
         offsets, cache = scheduler.pieces.offsets, scheduler.cache
-        hot = learned.hot_set(self._before, offsets, cache.capacity, cache.scope)
+        sizes = [cache.size(group) for group in range(cache.groups)]
+        given = tuple(map(float, sizes)) if scheduler.pieces.split and len(sizes) > 1 else None
+        hot = learned.hot_set(self._before, offsets, cache.capacity, given or cache.scope)
         try:
             return warm_up(self._driver, hot, LIMIT_S)
         except StoreError as error:

@@ -41,6 +41,8 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
             flags.append(f"--{option.replace('_', '-')} {value}")
     if parts.scope != "shared":
         flags.append(f"--scope {parts.scope if isinstance(parts.scope, str) else config.scope}")
+    if config.pin is not None:
+        flags.append(f"--pin {config.pin}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"

@@ -102,7 +102,9 @@ def best(layer: Layer, budget: float, window: float, latency: Latency) -> tuple[
     return int(cached[at]), float(ratio[at]), float(loaded[at])
 
 
-def split(layers: Sequence[Layer], budgets: Sequence[float], latency: Latency) -> list[Choice]:
+def split(
+    layers: Sequence[Layer], budgets: Sequence[float] | Floats, latency: Latency
+) -> list[Choice]:
     """The function ExpertSplit: each layer's ratio, in order, since one's window is left by the
     layer before."""
     window, found = latency.head + latency.attention, []

@@ -75,8 +75,8 @@ def _curve(
     below = hits.cumsum(axis=1)
     requests = stream.pieces.size
     capacities = np.arange(least, layer.size + 1, dtype=np.int64)
-    sizes = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
-    slots = np.minimum(np.array(sizes, np.int64), layer.size)
+    given = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
+    slots = np.minimum(np.array(given, np.int64), layer.size)
     found = below[np.arange(groups), slots].sum(axis=1)
     return Curve(capacities, requests - found, requests)
 

@@ -189,8 +189,8 @@ class Clock:
             match action:
                 case StartChunk():
                     self._send(action)
-                case Compute(experts, _, device):
-                    seconds = self._seconds(experts) + self._handling(experts)
+                case Compute(experts, _, device, part):
+                    seconds = self._seconds(experts, part) + self._handling(experts, part)
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
                 case Finish():
@@ -215,19 +215,27 @@ class Clock:
         chunks = int(self.scheduler.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
-    def _seconds(self, experts: Ints) -> float:
-        """What a wave takes: its experts one after another."""
-        step, work = self._step, self.costs.expert
+    def _seconds(self, experts: Ints, part: int) -> float:
+        """What a wave takes: its experts one after another, a part of one in proportion."""
+        step, work, share = self._step, self.costs.expert, self._share(part)
         if step.rows is None:
-            return experts.size * work.seconds(1)
+            return share * experts.size * work.seconds(1)
         rows = step.rows[np.searchsorted(step.experts, experts)]
-        return sum(work.seconds(n) for n in rows.tolist())
+        return share * sum(work.seconds(n) for n in rows.tolist())
 
-    def _handling(self, experts: Ints) -> float:
+    def _handling(self, experts: Ints, part: int) -> float:
         """What those of a wave cost that were fetched for it, or ahead of it."""
-        fresh = self._fresh.intersection(experts.tolist())
+        pieces = experts + part * self.scheduler.pieces.experts
+        fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
-        return len(fresh) * self.costs.handling
+        return len(fresh) * self.costs.handling * self._share(part)
+
+    def _share(self, part: int) -> float:
+        """A part's share of an expert of the step's layer."""
+        if (split := self.scheduler.pieces.split) is None:
+            return 1.0
+        nbytes = split.tops[self._step.layer], split.bottoms[self._step.layer]
+        return nbytes[part] / sum(nbytes)
 
     def _at(self, due: float, event: Event) -> None:
         self._serial += 1
