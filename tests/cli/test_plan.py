@@ -148,7 +148,8 @@ def test_a_run_as_a_system(cli: Run, folder: Path, home: Path):
     assert "--policy fifo" in ran.err
     assert "--scope per-layer" in ran.err
     assert "--prefetch next-gate:1" in ran.err
-    assert "system moepic needs" in cli(*asked, "--system", "moepic").mistake
+    assert "greenroom pack" in cli(*asked, "--system", "moepic").mistake  # splits need a pack
+    assert "system hobbit needs" in cli(*asked, "--system", "hobbit").mistake
     assert (
         "system static needs a set chosen beforehand" in cli(*asked, "--system", "static").mistake
     )

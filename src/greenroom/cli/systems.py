@@ -53,9 +53,11 @@ def played(args: argparse.Namespace, trace: Trace, row: System) -> Played:
     be right."""
     from greenroom.sim.sweep import OFF
 
-    notes = [what for option, what in row.parts().items() if option not in ("scope", "pin")]
-    if row.sizes == "configurator":
-        notes.append("Algorithm 1, which sizes split experts: sizes by a dynamic programme instead")
+    notes = [
+        what
+        for option, what in row.parts().items()
+        if option not in ("scope", "pin") and getattr(args, option, None) is None
+    ]
     policy = args.policy or row.policy
     wanted = args.prefetch or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)

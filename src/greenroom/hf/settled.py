@@ -11,7 +11,7 @@ from greenroom.hf.parts import Parts
 from greenroom.plan import kept
 from greenroom.runtime.measure import host
 
-TOLD = ("policy", "scope", "prefetch", "predictor", "no_guard")  # any of these is for the user
+TOLD = ("policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard")  # the user did
 
 
 def settled(parts: Parts, config: LoadConfig, room: int) -> Parts:

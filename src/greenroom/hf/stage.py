@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.config import LoadConfig, SamplingConfig
+from greenroom.config import LoadConfig, SamplingConfig, scope_of
 from greenroom.core.cache import compile_for
+from greenroom.core.pins import Pins
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.generate import answer
 from greenroom.hf.learned import Learned, hot_set
@@ -64,11 +65,15 @@ class Stage:
     def __init__(self, source: str, config: LoadConfig) -> None:
         """Loads it. Nothing is remembered of earlier runs, nor left to later ones."""
         self.model: Any
-        self.model, self.tokenizer = load_with(source, config, remember=False)
-        self.parts = replace(self.model.greenroom.parts, remember=False)
-        self.config = config
+        self.source = source
+        self._load(config)
         self.asked = np.zeros(self.experts, np.int64)  # of each expert, by what was learned
         self._pending = self.asked.copy()
+
+    def _load(self, config: LoadConfig) -> None:
+        self.config = config
+        self.model, self.tokenizer = load_with(self.source, config, remember=False)
+        self.parts = self.model.greenroom.parts
         self._slots = int(self.model.greenroom.capacity)
         self._growth = self.model.greenroom.growth
 
@@ -88,9 +93,13 @@ class Stage:
 
     def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
         """Exchange the cache for an empty one of this policy, scope and predictor, with so many
-        slots (those of the budget without it), filled with what was asked for most so far."""
-        slots = self.capacity if capacity is None else capacity
+        slots (those of the budget without it), filled with what was asked for most so far. A model
+        whose experts are cut otherwise is loaded again."""
         self.model.greenroom.detach()
+        if config.split != self.config.split:
+            self._load(replace(self.config, split=config.split, scope=config.scope))
+            self.model.greenroom.detach()
+        slots = self.capacity if capacity is None else capacity
         chosen = choose(config.policy, slots, self.experts)
         compile_for(chosen)
         full = slots >= self.experts
@@ -98,7 +107,8 @@ class Stage:
             self.parts,
             capacity=slots,
             policy=chosen.name,
-            scope=config.scope,
+            scope=self.parts.scope if config.split == "auto" else scope_of(config.scope),
+            pins=None if config.pin is None else Pins.load(config.pin, self.parts.catalog.offsets),
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
@@ -106,6 +116,7 @@ class Stage:
         self.model.greenroom = made = Greenroom(self.model, parts)
         if self._growth is not None and capacity is None:
             made.grow(self._growth)
+        made.pin()
         self._warm(made)
         return made
 
@@ -144,7 +155,7 @@ class Stage:
             said.append(tuple(done.token_ids))
             if before:
                 counted += _counters(greenroom) - before[0]
-        self._pending += greenroom.driver.asked
+        self._pending += greenroom.driver.asked[: self.experts]  # of what is cut, the tops
         greenroom.driver.asked[:] = 0
         requests, misses, nbytes, stall, busy = counted.tolist()
         return Session(

@@ -22,7 +22,7 @@ class System:
     """A row. `prefetch` is a predictor, `NAME[:distance]`, or off; with `guard` only while it pays.
 
     sizes:     how each layer's slots are found: `dp` (a dynamic programme), `configurator`
-               (MoEpic's Algorithm 1), or None where `scope` says all
+               (MoEpic's Algorithm 1, with the split), or None where `scope` says all
     split:     a top part of each expert stays, the bottom is fetched
     chosen:    what stays is chosen beforehand, by counts
     precision: a miss may be served from a copy of so many bits, which changes the output
@@ -54,12 +54,10 @@ class System:
     def parts(self) -> dict[str, str]:
         """Further parts, by the option that each of them is: what it needs, in words."""
         found = {}
-        if self.sizes is not None:
-            found["scope"] = (
-                f"each layer's slots ({self.sizes}): a FILE of `greenroom trace budgets`"
-            )
+        if self.sizes == "dp":
+            found["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
         if self.split:
-            found["split"] = "split experts: a FILE of `greenroom trace budgets`, or a share"
+            found["split"] = "split experts and sizes of layers by Algorithm 1"
         if self.chosen:
             found["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
         if self.precision is not None:
@@ -211,7 +209,7 @@ def options(row: System, given: Mapping[str, Any], known: Collection[str]) -> di
             continue
         if option not in known:
             missing.append(f"{what} ({flag}, which is not built)")
-        elif option == "co_compute":
+        elif option in ("split", "co_compute"):
             found[option] = "auto"
         else:
             missing.append(f"{what} ({flag})")
