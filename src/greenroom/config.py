@@ -109,14 +109,14 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
     return _numbers(scope.split(","), "--scope")
 
 
-def split_of(split: str) -> float | tuple[float, ...] | None:
+def split_of(split: str) -> float | tuple[float, ...] | str | None:
     """A `--split`: the share of an expert that is its top, for all layers or for each; None: off.
 
     Written as `0.5` or `0.5,0.4,1`, or the `split` of a JSON file, which `greenroom trace budgets`
-    writes. UsageError for what is none.
+    writes; "auto" is itself. UsageError for what is none.
     """
-    if split == "off":
-        return None
+    if split in ("off", "auto"):
+        return None if split == "off" else split
     if Path(split).suffix == ".json" or Path(split).is_file():
         found = _numbers(budgets_file(split).get("split"), f"{split}: split")
     else:
@@ -188,7 +188,8 @@ class LoadConfig:
     split: str = _option(
         "off", "of packed experts keep a top part and fetch the rest when it is needed: a share of"
         " the expert as 0.5, or those of each layer as numbers or the file of `greenroom trace"
-        " budgets` say", "off|SHARE|N,N,...|FILE",
+        " budgets` say; auto sets budgets and shares by what earlier runs recorded (MoEpic's"
+        " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
     )  # fmt: skip
     prefetch: str = _option(
         "auto", "fetch experts before they are asked for, by a predictor: auto, off, next-gate,"

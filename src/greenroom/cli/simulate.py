@@ -161,7 +161,10 @@ def check(args: argparse.Namespace) -> None:
     from greenroom.config import scope_of, split_of
 
     scope_of(args.scope or "shared")
-    split_of(args.split or "off")
+    if split_of(args.split or "off") == "auto":
+        raise UsageError(
+            "--split auto is set by what runs record: give simulate a share, or a file"
+        )
     if args.policy is None and args.system is None:
         raise UsageError("say who is evicted: --policy lru,auto, or --system llru,greenroom")
     if args.system is not None and args.policy is not None and "," in args.policy:

@@ -13,7 +13,8 @@ answers for every C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,35 @@ class Activity:
         silent = self._clock[layer] - self._last[layer]
         priority = np.where(uses > 0, uses * np.exp(self._fade * silent), 0.0)
         return np.argsort(-priority, kind="stable")
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """All that was counted, by name, to be kept."""
+        return {
+            "uses": np.concatenate(self._uses),
+            "last": np.concatenate(self._last),
+            "clock": self._clock.copy(),
+            "tokens": self.tokens.copy(),
+            "activated": self.activated.copy(),
+            "hits": np.concatenate(self._hits),
+            "right": np.concatenate(self._right),
+            "both": np.concatenate([both.reshape(-1) for both in self._both]),
+        }
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from what was kept. ValueError where it is not of such a model."""
+        mine = self.state()
+        for name, array in mine.items():
+            if name not in state or state[name].shape != array.shape:
+                raise ValueError(f"{name} is of another model")
+        self._clock, self.tokens = state["clock"].copy(), state["tokens"].copy()
+        self.activated = state["activated"].copy()
+        ends = np.cumsum(self.experts)[:-1]
+        self._uses, self._last = (np.split(state[n].copy(), ends) for n in ("uses", "last"))
+        wider = np.cumsum(np.array(self.experts) + 1)[:-1]
+        self._hits, self._right = (np.split(state[n].copy(), wider) for n in ("hits", "right"))
+        squares = np.cumsum((np.array(self.experts) + 1) ** 2)[:-1]
+        each = zip(np.split(state["both"].copy(), squares), self.experts, strict=True)
+        self._both = [both.reshape(n + 1, n + 1) for both, n in each]
 
     def hottest(self, layer: int, count: int) -> Ints:
         """The experts of the highest priority now, the highest first."""

@@ -29,6 +29,7 @@ from greenroom.core.predictor import Ids, PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, ClosedError, UsageError
+from greenroom.hf import learned, watch
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
@@ -41,6 +42,7 @@ from greenroom.hf.pinned import Pinned
 from greenroom.hf.recall import LIMIT_S, Recall, warm_up
 from greenroom.hf.shared import Shared
 from greenroom.hf.shared import attach as shared
+from greenroom.hf.watch import Heard, Watch
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
@@ -187,6 +189,9 @@ class Greenroom:
                 each = zip(pieces.shares(kept), self.engines, strict=True)
                 nodes = [(share, engine.node) for share, engine in each]
             between = HostMemory(self.engine or Host(), chunks, seats, kept, nodes)
+        key = parts.fingerprint if parts.remember else ""
+        known = learned.load(key) if key and parts.watch else None
+        self._watch = Watch(catalog.offsets, known) if parts.watch else None
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
@@ -194,12 +199,11 @@ class Greenroom:
             scheduler,
             store,
             slots,
-            foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
+            foresight=self._foresight(),
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
             links=self._links(),
             between=between,
         )
-        key = parts.fingerprint if parts.remember else ""
         self._recall = Recall(key, self.driver, name, self.predictor)
         self._recall.restore()
         self.warmed = 0  # experts that were read because of earlier runs
@@ -211,6 +215,7 @@ class Greenroom:
         self._pinned: Pinned | None = None
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
+        self._reading = False  # is the pass a prompt's?
         self._pinned_for = 0  # the request whose prompt says what stays
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
@@ -319,7 +324,7 @@ class Greenroom:
                 inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
                 computed=computed,
-                chosen=self._used if parts.pins is not None else None,
+                chosen=self._used if parts.pins is not None or parts.watch else None,
             )
             setattr(module, BINDING, binding)
             if layer == 0:
@@ -368,6 +373,7 @@ class Greenroom:
         if model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
         batch, length = given.shape[:2]
+        self._reading = length > 1
         if self._pinned is not None:
             self._pinned.begins(length > 1, anew=self._request != self._pinned_for)
             self._pinned_for = self._request
@@ -435,6 +441,14 @@ class Greenroom:
             kernel.wave(step, experts, slots)
             kernel.combine(step)
 
+    def _foresight(self) -> Foresight | None:
+        """What makes of guesses what the scheduler is told, where anybody guesses."""
+        if self.predictor is None:
+            return None
+        if self._watch is None:
+            return Foresight(self.predictor, self.parts.catalog.offsets)
+        return Heard(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
+
     def pin(self) -> None:
         """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
         for the fewest slots that keys and values will leave."""
@@ -450,6 +464,8 @@ class Greenroom:
         """A layer's router has chosen these experts, [T, K]."""
         if self._pinned is not None:
             self._pinned.chosen(layer, experts)
+        if self._watch is not None and not self._reading:
+            self._watch.chosen(layer, experts)
 
     def warm_up(self) -> None:
         """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
@@ -537,7 +553,8 @@ class Greenroom:
         """
         if self._close.alive:
             self._close()
-            self._recall.keep()
+            counted = self._watch.state(self.driver) if self._watch is not None else None
+            self._recall.keep({} if counted is None else {watch.NAME: counted})
         for module in self._modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

@@ -12,10 +12,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from greenroom.config import Amount, LoadConfig, devices_of, scope_of, split_of
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
+from greenroom.core.layout import Catalog
 from greenroom.core.pins import Pins
 from greenroom.core.queue import staging_seats
 from greenroom.core.scope import least_capacity
 from greenroom.errors import CheckpointError, DeviceError, UsageError
+from greenroom.hf import learned
 from greenroom.hf.attach import (
     Greenroom,
     Parts,
@@ -43,6 +45,7 @@ from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
 from greenroom.hf.settled import settled
 from greenroom.hf.split import split_experts
+from greenroom.hf.watch import START, auto_split
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
@@ -104,8 +107,10 @@ def _load(
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
     shares, split = split_of(config.split), None
-    if shares is not None:
-        catalog, split = split_experts(catalog, shares, experts_per_token(draft.model))
+    top_k = experts_per_token(draft.model)
+    if shares is not None:  # auto: what is known sets it when the capacity is known
+        first = START if isinstance(shares, str) else shares
+        catalog, split = split_experts(catalog, first, top_k)
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
@@ -116,6 +121,7 @@ def _load(
         policy=config.policy,
         scope=scope_of(config.scope),
         split=split,
+        watch=shares == "auto",
         pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
         predictor=config.predictor,
@@ -164,6 +170,8 @@ def _load(
     chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
+    if shares == "auto":
+        parts = _configured(parts, draft.catalog, room, config, top_k)
     if room >= catalog.experts and parts.split is not None:  # every expert has a slot as a whole
         parts = replace(parts, catalog=draft.catalog, split=None)
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
@@ -203,6 +211,18 @@ def _load(
         greenroom.detach()
         raise
     return model, tokenizer
+
+
+def _configured(parts: Parts, catalog: Catalog, room: int, config: LoadConfig, top_k: int) -> Parts:
+    """With the budgets and splits of layers that earlier runs' recordings ask for, in this room."""
+    known = learned.load(parts.fingerprint) if parts.remember and parts.fingerprint else None
+    catalog, split, scope = auto_split(catalog, known, room, top_k)
+    scope = scope if config.scope == "shared" else parts.scope
+    parts = replace(parts, catalog=catalog, split=split, scope=scope)
+    least = least_capacity(pieces_of(parts), scope)
+    parts = replace(parts, capacity=max(parts.capacity, least))
+    group_sizes(pieces_of(parts), max(room, parts.capacity), scope)  # or BudgetError
+    return parts
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

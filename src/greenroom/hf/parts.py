@@ -25,6 +25,7 @@ class Parts:
     policy: str = "auto"
     scope: Scope = "shared"
     split: Split | None = None  # how experts are cut, as the catalog's pieces are
+    watch: bool = False  # record what the next run's split and budgets are set by
     pins: Pins | None = None  # experts of tasks that stay
     prefetch: str = "off"
     predictor: str | None = None  # the file of `learned`

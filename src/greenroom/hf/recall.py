@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -61,8 +62,9 @@ class Recall:
             self._passes = self._driver.meter.passes
             self._driver.asked[:] = 0
 
-    def keep(self) -> None:
-        """Leave what was learned since then, where it is enough to be worth it."""
+    def keep(self, beside: Mapping[str, State] | None = None) -> None:
+        """Leave what was learned since then, and states `beside`, where it is enough to be worth
+        it."""
         driver = self._driver
         passes = driver.meter.passes - self._passes
         if not self._fingerprint or passes < LEAST or not learned.switched_on():
@@ -75,6 +77,7 @@ class Recall:
                 popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
+        states |= beside or {}
         residents = driver.scheduler.cache.residents()
         hot = residents[np.argsort(-popularity[residents], kind="stable")]
         learned.save(self._fingerprint, Learned(hot, popularity, states))

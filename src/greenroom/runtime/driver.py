@@ -132,6 +132,10 @@ class Driver:
             return
         begun, stalls, tokens = self._begun
         self._begun, now = None, time.perf_counter()
+        if not self._prefill:
+            self.meter.decodes += 1
+            self.meter.decode_s += now - begun
+            self.meter.waited_s += self.meter.stall_s - stalls
         if self.timeline is not None:
             self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
         if self.guard is not None and self._foresees and not self._prefill:
@@ -205,6 +209,8 @@ class Driver:
                 while isinstance(order := self._next_order(), Compute):
                     begin = time.perf_counter()
                     compute(order.experts - first, order.slots, *self._part(order))
+                    if not self._prefill:
+                        self.meter.computed_s += time.perf_counter() - begin
                     if self.timeline is not None:
                         self._show_wave(layer, order, begin)
                     self._tell(Computed(order.device))
