@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from greenroom.errors import BudgetError, UnknownName, UsageError
@@ -18,6 +21,7 @@ UNITS = {
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
+SCOPES = ("shared", "per-layer")
 KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
 
 
@@ -90,6 +94,66 @@ def devices_of(device: str) -> tuple[str, tuple[int, ...]]:
     return names[0], tuple(numbers)
 
 
+def scope_of(scope: str) -> str | tuple[float, ...]:
+    """A `--scope`: a name, or numbers of slots (or shares of them), one a layer.
+
+    They are written as `12,8,8,4`, or are the `slots` of a JSON file, which `greenroom trace
+    budgets` writes. UnknownName or UsageError for what is none.
+    """
+    if scope in SCOPES:
+        return scope
+    if Path(scope).suffix == ".json" or Path(scope).is_file():
+        return _numbers(budgets_file(scope).get("slots"), f"{scope}: slots")
+    if not re.fullmatch(r"[\d.,\s]+", scope):
+        raise UnknownName("scope", scope, [*SCOPES, "N,N,...", "FILE"])
+    return _numbers(scope.split(","), "--scope")
+
+
+def split_of(split: str) -> float | tuple[float, ...] | str | None:
+    """A `--split`: the share of an expert that is its top, for all layers or for each; None: off.
+
+    Written as `0.5` or `0.5,0.4,1`, or the `split` of a JSON file, which `greenroom trace budgets`
+    writes; "auto" is itself. UsageError for what is none.
+    """
+    if split in ("off", "auto"):
+        return None if split == "off" else split
+    if Path(split).suffix == ".json" or Path(split).is_file():
+        found = _numbers(budgets_file(split).get("split"), f"{split}: split")
+    else:
+        found = _numbers(split.split(","), "--split")
+    if max(found) > 1:
+        raise UsageError(f"--split is a share of an expert, at most 1: {max(found):g}")
+    return found[0] if len(found) == 1 else found
+
+
+BUDGETS = "greenroom-budgets"  # the format of such a file
+
+
+def budgets_file(path: str | Path) -> dict[str, Any]:
+    """What `greenroom trace budgets` wrote: `slots` and, where experts are split, `split` of each
+    layer. UsageError where it cannot be read, or is another file."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} holds no budgets: it is not JSON") from error
+    if not isinstance(found, dict) or found.get("format") != BUDGETS:
+        raise UsageError(f"{path} holds no budgets: greenroom trace budgets makes such files")
+    return found
+
+
+def _numbers(values: Any, what: str) -> tuple[float, ...]:
+    """Numbers above 0, or UsageError."""
+    try:
+        found = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise UsageError(f"{what} must be numbers, one a layer: {values!r}") from None
+    if not found or not all(0 < number < math.inf for number in found):
+        raise UsageError(f"{what} must be numbers above 0, one a layer: {values!r}")
+    return found
+
+
 def _option(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
     return field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
 
@@ -112,8 +176,21 @@ class LoadConfig:
         None, "size of the expert cache alone: 25%% of the experts, or 2GiB", "SIZE"
     )
     policy: str = _option("auto", "who is evicted: auto, lru, llru, moe-infinity, ...", "NAME")
-    scope: str = _option("shared", "one cache for all layers, or one a layer", None,
-                         ("shared", "per-layer"))  # fmt: skip
+    scope: str = _option(
+        "shared", "one cache for all layers, one a layer of equal size, or sizes as the numbers"
+        " (one a layer) or the file of `greenroom trace budgets` say",
+        "shared|per-layer|N,N,...|FILE",
+    )  # fmt: skip
+    pin: str | None = _option(
+        None, "keep the experts of a task, as the file of `greenroom trace hot` says; of several"
+        " tasks those of the one nearest to each prompt", "FILE",
+    )  # fmt: skip
+    split: str = _option(
+        "off", "of packed experts keep a top part and fetch the rest when it is needed: a share of"
+        " the expert as 0.5, or those of each layer as numbers or the file of `greenroom trace"
+        " budgets` say; auto sets budgets and shares by what earlier runs recorded (MoEpic's"
+        " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
+    )  # fmt: skip
     prefetch: str = _option(
         "auto", "fetch experts before they are asked for, by a predictor: auto, off, next-gate,"
         " learned, markov, ...; a distance in layers may follow, as next-gate:2", "NAME[:D]"
@@ -165,6 +242,8 @@ class LoadConfig:
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
         devices_of(self.device)
+        scope_of(self.scope)
+        split_of(self.split)
         _check_choices(self)
 
 
@@ -372,6 +451,26 @@ class TopicsConfig(SynthConfig):
             _at_least(self, name, 0)
             if getattr(self, name) > 1:
                 raise UsageError(f"--{name} must be at most 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ContestConfig:
+    """How settings are measured against each other."""
+
+    prompts: str | None = _option(
+        None, "prompts to answer: a line each, or JSON lines (default: six short ones)", "FILE"
+    )
+    tokens: int = _option(48, "tokens of each answer; the first eight are not counted", "N")
+    rounds: int = _option(5, "times that every setting has its turn", "N")
+    seconds: float | None = _option(None, "begin no further round after this long", "S")
+    raw: bool = _option(False, "apply no chat template to prompts that are text")
+
+    def __post_init__(self) -> None:
+        if self.tokens < 16:
+            raise UsageError(f"--tokens must be at least 16, got {self.tokens}")
+        _at_least(self, "rounds", 1)
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"--seconds must be above 0, got {self.seconds}")
 
 
 def _at_least(config: Any, name: str, least: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.machine import Machine
+from greenroom.hf import rehearse
 from greenroom.runtime import doctor, measure_kernels
 from greenroom.trace import save
 from tests.cli.conftest import Run
@@ -20,6 +21,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Little of everything, and a home of its own."""
     monkeypatch.setattr(doctor, "QUICK", doctor.Effort(1 << 20, 1, 8 << 20, 0.01, 0.001))
     monkeypatch.setattr(doctor, "LEAST_BYTES", 8 << 20)
+    monkeypatch.setattr(rehearse, "SHAPE", rehearse.Shape(64, 64, 2, 8, 2, 64))
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
     monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
@@ -58,6 +60,33 @@ def test_a_table_and_the_default_place(cli: Run, fast: Path):
         assert shown in ran.out
     assert str(fast) in ran.out  # the folder that was measured
     Machine.load(fast / "cache" / "greenroom" / "machine.json")
+
+
+def test_plain_words_about_this_machine(cli: Run, fast: Path):
+    said = cli("doctor", "--quick").out
+    for shown in ("from the disk it comes in", "Memory delivers", "of memory were free"):
+        assert shown in said
+
+
+def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):
+    """The machine is measured once, and then known."""
+    ran = cli("doctor", folder)
+    assert ran.code == 0, ran.err
+    assert "measuring it quickly" in ran.err
+    for shown in ("all of it fits", "tokens/s", "take: greenroom run", "synthetic stand-ins"):
+        assert shown in ran.out
+    again = cli("doctor", folder, "--json")
+    assert "measuring" not in again.err
+    found = again.json
+    assert found["fits"]
+    assert found["least_memory"] < found["whole_memory"]
+    tpots = [point["tpot_s"] for point in found["curve"]]
+    assert min(tpots) > 0
+    assert all(p["tpot_low_s"] < p["tpot_s"] < p["tpot_high_s"] for p in found["curve"])
+
+
+def test_a_model_that_is_nowhere(cli: Run, fast: Path):
+    assert "HF_HUB_OFFLINE is set" in cli("doctor", "nobody/nothing").mistake
 
 
 def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path):

@@ -23,6 +23,7 @@ from greenroom.core.events import (
     Trim,
 )
 from greenroom.core.pieces import Pieces
+from greenroom.core.reshape import kinds_of
 from greenroom.core.scheduler import Scheduler
 from greenroom.policies import policy
 from tests.core.reference import ReferenceCache
@@ -142,10 +143,12 @@ class Theatre:
             match action:
                 case StartChunk():
                     self._start(action)
-                case Compute(experts, slots, device):
+                case Compute(experts, slots, device, part):
                     assert device not in self.waves
                     assert {*self.s.pieces.home[experts].tolist()} == {device}
-                    assert [self.memory.get(int(slot)) for slot in slots] == experts.tolist()
+                    ids = (experts + part * self.s.pieces.experts).tolist()
+                    assert [self.memory.get(int(slot)) for slot in slots] == ids
+                    self._after_its_top(experts, part)
                     assert not {m.slot for m in self.moving} & set(slots.tolist())
                     self.waves[device] = action
                 case Move(piece, source, target):
@@ -185,7 +188,18 @@ class Theatre:
         """A piece goes to its own device, on that device's own link."""
         home = int(self.s.pieces.home[action.piece])
         assert action.link in self.s.queue.paths[home]
-        assert action.slot % self.s.pieces.devices == home
+        kinds = kinds_of(self.s.cache)
+        if self.s.pieces.split is not None:  # each group's tops have slots of their own, and so on
+            bottom = action.piece >= self.s.pieces.experts
+            home = kinds - 1 if bottom else int(self.s.cache.state.group_of[action.piece])
+        assert action.slot % kinds == home
+
+    def _after_its_top(self, experts: np.ndarray, part: int) -> None:
+        """A bottom goes on where the top has ended, which is still in its slot."""
+        if part:
+            assert {*experts.tolist()} <= {*self.computed}
+            at = np.searchsorted(self.s.step.experts, experts)
+            assert [self.memory[int(slot)] for slot in self.s.step.slots[at]] == experts.tolist()
 
     def _check(self) -> None:
         """What lies in the buffer and is not moving is there, whole."""
@@ -205,7 +219,7 @@ class Theatre:
                 self.tell(Cancelled())
             elif self.rng.choice(choices) == "compute":
                 wave = self.waves.pop(self.rng.choice(sorted(self.waves)))
-                self.computed += wave.experts.tolist()
+                self.computed += (wave.experts + wave.part * self.s.pieces.experts).tolist()
                 self.tell(Computed(wave.device))
             else:
                 self.land()

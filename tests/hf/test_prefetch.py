@@ -126,7 +126,12 @@ def test_every_architecture(name, fake):
 
 
 def test_scopes_and_policies(folder, wanted):
-    for scope, policy in (("per-layer", "lru"), ("shared", "lfu"), ("per-layer", "moe-infinity")):
+    for scope, policy in (
+        ("per-layer", "lru"),
+        ("shared", "lfu"),
+        ("per-layer", "moe-infinity"),
+        ((3.0, 1.0), "lru"),
+    ):
         with streamed(
             folder, capacity=11, kernels="eager", prefetch="next-gate:2", guard=False,
             scope=scope, policy=policy,

@@ -20,7 +20,7 @@ CURVES = {"lru": lru_curve, "opt": opt_curve}
 @settings(max_examples=60, deadline=None)
 def test_equals_a_simulation_at_every_capacity(name, steps, reset):
     stream = as_stream(steps)
-    for scope in ("shared", "per-layer"):
+    for scope in ("shared", "per-layer", (1.0, 2.5, 0.5)[:LAYERS]):
         found = CURVES[name](stream, OFFSETS, scope=scope, reset=reset)
         least = 1 if scope == "shared" else LAYERS
         assert found.capacities.tolist() == list(range(least, OFFSETS[-1] + 1))

@@ -33,7 +33,7 @@ def run(trace, prefetch: str, capacity: int = 16, costs: Costs = COSTS, **how) -
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("scope", ["shared", "per-layer"])
+@pytest.mark.parametrize("scope", ["shared", "per-layer", (1.0, 2.5)])
 @pytest.mark.parametrize("capacity", [4, 8, 14])
 def test_without_slots_on_loan_times_are_those_without_prefetching(capacity, scope, reset, lanes):
     """The event machine is one: with nothing to lend it decides and waits as if nobody predicted,

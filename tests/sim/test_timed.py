@@ -18,7 +18,10 @@ from tests.sim import small
 NBYTES = 1000
 MIXED = [[-5, 1, 1, 1], [-1, 1], [-3, -9, 1, 1], [1, 1], [-20, 1, 1, 1, 1]]
 COSTS = Costs(
-    (Link(3000.0, 0.07),), Work(((1, 0.1), (4, 0.15), (16, 0.9))), Work(((1, 0.2), (9, 0.5)))
+    (Link(3000.0, 0.07),),
+    Work(((1, 0.1), (4, 0.15), (16, 0.9))),
+    Work(((1, 0.2), (9, 0.5))),
+    handling=0.03,
 )
 
 
@@ -50,6 +53,17 @@ def test_a_request_by_hand():
     assert row["tokens_per_s"] == pytest.approx(2 / 5.75)
 
 
+def test_what_is_fetched_is_handled_by_the_processor():
+    """As above, and 0.125 s more for each expert that comes: the first two of the prompt are
+    handled while the link goes on, and in the second token the miss is the last to be computed."""
+    trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
+    costs = Costs((Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), 0.125)
+    found = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert found.ttft.tolist() == pytest.approx([5.5 + 0.125])
+    assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert found.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
+
+
 def test_passes_of_requests():
     """TTFT: the passes of the prompt, or the first pass where there is none."""
     trace = small.trace([[-2, 1, 1], [1, 1], [-3, -1, 1], [-4]])
@@ -66,7 +80,9 @@ def test_no_decode_has_no_tpot():
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-@pytest.mark.parametrize("how", [{}, {"pin": "none"}, {"scope": "per-layer"}])
+@pytest.mark.parametrize(
+    "how", [{}, {"pin": "none"}, {"scope": "per-layer"}, {"scope": (1.0, 2.5)}]
+)
 @pytest.mark.parametrize("capacity", [2, 5, 8, 14])
 @pytest.mark.parametrize("name", ["lru", "fifo"])
 def test_times_are_those_of_the_event_machine(name, capacity, how, lanes):

@@ -28,15 +28,18 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     from greenroom.cli import (
+        bench,
         chat,
         doctor,
         models,
         pack,
+        plan,
         run,
         serve,
         simulate,
         trace,
         train_predictor,
+        tune,
         verify,
     )
 
@@ -44,9 +47,8 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
     top.set_defaults(main=lambda args: print(top.format_help(), end=""))
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (
-        run, chat, serve, verify, pack, models, simulate, doctor, trace, train_predictor,
-    ):  # fmt: skip
+    asked = (run, chat, serve, doctor, plan, tune, bench, verify, pack, models)
+    for command in (*asked, simulate, trace, train_predictor):
         command.add_to(commands)
     return top
 

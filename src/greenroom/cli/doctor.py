@@ -1,4 +1,4 @@
-"""`greenroom doctor`: measure this machine, and save what `simulate --machine` takes."""
+"""`greenroom doctor [MODEL]`: what this machine can do, and what a model would do on it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from greenroom.config import show_bytes
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Table
 
-HELP = "measure this machine: memory, disk, kernels"
+HELP = "what this machine can do and what limits it; with MODEL, whether and how fast it runs"
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("doctor", help=HELP, description=HELP)
-    parser.add_argument("--quick", action="store_true", help="less exact, in under 20 seconds")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?",
+        help="a folder, a GGUF file, a hub id (of which only config and headers are read) or demo:"
+        " does it fit, at which budget, how fast; it is measured only once",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="less exact, in under 30 seconds")
     parser.add_argument(
         "--path", metavar="PATH", type=Path,
         help="the disk to measure: a model's folder or file, which is read, or a folder to write a"
@@ -41,25 +46,88 @@ def default_profile() -> Path:
 
 
 def main(args: argparse.Namespace) -> None:
-    from greenroom.cli.output import check_target, write_whole
-
-    target = args.output or default_profile()
-    if args.output is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    check_target(target)
-
-    from greenroom.runtime.doctor import QUICK, THOROUGH, examine
-
-    shown = not args.json and sys.stderr.isatty()
-    machine = examine(args.path, QUICK if args.quick else THOROUGH, _say if shown else _silent)
-    if shown:
-        _say("")
-    write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
+    if args.model is not None:
+        return of_model(args)
+    machine = measure(args.path, args.quick, args.output, shown=not args.json)
     if args.json:
         print(json.dumps(machine.as_json()))
     else:
+        from greenroom.plan import words
+
         print(table(machine))
-    print(f"saved to {target}: greenroom simulate --machine takes it", file=sys.stderr)
+        print("\n" + "\n".join(words.of_machine(machine)))
+    print(
+        f"saved to {args.output or default_profile()}: plan and simulate --machine take it",
+        file=sys.stderr,
+    )
+    return None
+
+
+def measure(
+    path: Path | None, quick: bool, output: Path | None = None, shown: bool = True
+) -> Machine:
+    """This machine, measured now and saved. UsageError, OutputError."""
+    from greenroom.cli.output import check_target, write_whole
+
+    target = output or default_profile()
+    if output is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    check_target(target)
+
+    from greenroom.cli.progress import bars
+    from greenroom.hf.rehearse import rehearsed
+    from greenroom.runtime.doctor import QUICK, THOROUGH, examine, models_folder
+
+    terminal = shown and sys.stderr.isatty()
+    say = _say if terminal else _silent
+    machine = examine(path, QUICK if quick else THOROUGH, say)
+    say("a small model")
+    bars(loading=False)
+    folder = path if path is not None and path.is_dir() and os.access(path, os.W_OK) else None
+    machine = rehearsed(machine, folder or models_folder())
+    say("")
+    write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
+    return machine
+
+
+def of_model(args: argparse.Namespace) -> None:
+    """What a model would do here, before anything of it is downloaded."""
+    from greenroom.cli.plan import described, estimator_of, machine_of, shown_curve
+    from greenroom.config import LoadConfig
+    from greenroom.hf.budget import budget_bytes
+    from greenroom.plan import words
+    from greenroom.plan.evidence import stand_ins
+    from greenroom.plan.planner import outlook
+    from greenroom.runtime.memory import available_bytes, rss_bytes
+
+    if args.quick or args.path is not None or args.output is not None:
+        machine, here = measure(args.path, args.quick, args.output, not args.json), True
+    else:
+        machine, here = machine_of("auto")
+    config = LoadConfig()
+    model, memory = described(args.model, config), budget_bytes("auto")
+    available = available_bytes() + rss_bytes()
+    evidence = stand_ins(model)
+    estimator, runs = estimator_of(model, machine, evidence, config)
+    points = outlook(estimator, available)
+    fits = memory >= model.least_memory
+    if args.json:
+        print(json.dumps({
+            "model": args.model, "fits": fits, "least_memory": model.least_memory,
+            "whole_memory": model.memory(model.experts), "available": available,
+            "routing": evidence.said, "runs": runs,
+            "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in points],
+        }))  # fmt: skip
+        return
+    lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]
+    lines += [shown_curve(points), "", f"routing: {evidence.said}"]
+    if runs:
+        lines.append(f"{runs} runs of this model on this machine were measured")
+    if fits:
+        lines.append(f"take: greenroom run {args.model}" + " --memory auto")
+    if not here:
+        lines.append("the saved profile is another machine's: greenroom doctor measures this one")
+    print("\n".join(lines))
 
 
 def _silent(text: str) -> None:
@@ -111,6 +179,13 @@ def table(machine: Machine) -> str:
             _times(f"{processor.name}, one dense layer", processor.dense),
             "",
         ]
+        if processor.layer:
+            handled = processor.fetch + processor.copy * processor.expert.nbytes[0]
+            lines += [
+                f"beyond that: {processor.layer * 1e3:.2f} ms a layer, {handled * 1e3:.2f} ms for"
+                f" an expert of {show_bytes(processor.expert.nbytes[0])} that is fetched",
+                "",
+            ]
     return "\n".join([*lines, f"{measured['seconds']:.1f} s"])
 
 

@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
     for option in _fields(config):
         name = f"--{option.name.replace('_', '-')}"
         if option.default is False:
-            group.add_argument(name, action="store_true", help=option.metadata["help"])
+            group.add_argument(name, action=_Flag, help=option.metadata["help"])
             continue
         kinds = {int, float, str} & set(
             typing.get_args(types[option.name]) or (types[option.name],)
@@ -28,11 +28,35 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
             text += " (default: %(default)s)"
         group.add_argument(
             name,
+            action=_Given,
             type=kind,
             default=option.default,
             metavar=choices_of(config, option.name) or option.metadata["metavar"],
             help=text,
         )
+
+
+class _Given(argparse.Action):
+    """Stores a value, and remembers that the user gave it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {**given(namespace), self.dest: values}
+
+
+class _Flag(_Given):
+    """A flag without a value."""
+
+    def __init__(self, option_strings: Any, dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        super().__call__(parser, namespace, True, option)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of configs that the user gave, whatever their defaults are."""
+    return dict(getattr(args, "given", {}))
 
 
 def _fields(config: type) -> tuple[Field[Any], ...]:

@@ -28,6 +28,11 @@ def add_to(commands: Any) -> None:
         help="what experts are stored in; same: as they are, only laid out anew",
     )  # fmt: skip
     parser.add_argument(
+        "--segments", metavar="N", type=int, default=1,
+        help="cut every expert into N segments along its intermediate dimension, so that --split"
+        " may keep a part of it (8 are enough for most; default: 1, whole)",
+    )  # fmt: skip
+    parser.add_argument(
         "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
@@ -49,7 +54,10 @@ def main(args: argparse.Namespace) -> int | None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            made = pack(args.model, args.out, args.experts, repair=args.repair, progress=progress)
+            made = pack(
+                args.model, args.out, args.experts,
+                segments=args.segments, repair=args.repair, progress=progress,
+            )  # fmt: skip
     except KeyboardInterrupt:
         print("greenroom: interrupted: the same command goes on with the pack", file=sys.stderr)
         return 130

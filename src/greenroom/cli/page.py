@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.cli.simulate import command
+from greenroom.core.scope import name_of
 from greenroom.sim.curves import opt_curve
 from greenroom.sim.report import Report
 from greenroom.sim.sweep import Cell, Row, Study, counts, grid
@@ -24,7 +25,7 @@ def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[R
     """
     trace, counted = study.trace, replace(study, costs=None)
     experts = int(trace.offsets[-1])
-    least = trace.layers if study.scope == "per-layer" else 1
+    least = 1 if study.scope == "shared" else trace.layers
     points = list(grid([cell.capacity for cell in cells], experts, least))
     names = list(dict.fromkeys(cell.policy for cell in cells))
     wanted = [Cell(name, n, args.pin) for name in names for n in points]
@@ -35,7 +36,11 @@ def page(args: argparse.Namespace, study: Study, cells: list[Cell], rows: list[R
     def curve(name: str) -> list[tuple[int, float]]:
         return [(n, known[Cell(name, n, args.pin)]["miss_ratio"]) for n in points]
 
-    settings: dict[str, Any] = {"order": study.order, "scope": study.scope, "pin": args.pin}
+    settings: dict[str, Any] = {
+        "order": study.order,
+        "scope": name_of(study.scope),
+        "pin": args.pin,
+    }
     settings |= {"seed": study.seed} if study.seed else {}
     settings |= {"reset": "per request"} if study.reset else {}
     return Report(

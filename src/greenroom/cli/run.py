@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.ahead import compile_ahead
 from greenroom.cli.options import add_options, take
 from greenroom.cli.output import check_target
+from greenroom.cli.systems import ONE as SYSTEM
+from greenroom.cli.systems import apply
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.errors import UsageError
 
@@ -44,12 +46,15 @@ def add_to(commands: Any) -> None:
         "--timeline", metavar="FILE", type=Path,
         help="write what ran when, for chrome://tracing or ui.perfetto.dev",
     )  # fmt: skip
+    parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
     add_options(parser, LoadConfig, "memory and machine")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.system is not None:
+        apply(args)
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
     if load.predictor is not None and load.prefetch == "off":

@@ -9,31 +9,36 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.systems import HELP as SYSTEM
+from greenroom.cli.systems import simulated
 from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
+    from greenroom.core.pins import Pins
     from greenroom.sim.sweep import Cell, Row, Study
     from greenroom.trace import Trace
 
 HELP = "replay a trace against policies and capacities"
-ORDERS, SCOPES, PINS = ("natural", "rounds", "runtime"), ("shared", "per-layer"), ("step", "none")
+ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("simulate", help=HELP, description=HELP)
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
-    add("--policy", required=True, metavar="P[,P...]", help="who is evicted; auto is the default")
+    add("--policy", metavar="P[,P...]", help="who is evicted; auto is the default")
+    add("--system", metavar="S[,S...]", help=SYSTEM)
     add("--capacity", required=True, metavar="N[,N...]", help="slots, or 25%% of all experts")
     add("--order", metavar="|".join(ORDERS),
         help="how the requests follow one another (default: natural; runtime with --machine,"
         " since times are those of real passes)")  # fmt: skip
-    add("--scope", default="shared", metavar="|".join(SCOPES),
-        help="one cache for all layers, or one a layer (default: %(default)s)")  # fmt: skip
-    add("--pin", default="step", metavar="|".join(PINS),
-        help="whether the experts of a step are safe while it is served (default: %(default)s)",
-    )  # fmt: skip
+    add("--scope", metavar="shared|per-layer|N,N,...|FILE",
+        help="one cache for all layers, one a layer of equal size, or sizes as the numbers (one a"
+        " layer) or the file of `greenroom trace budgets` say (default: shared)")  # fmt: skip
+    add("--pin", default="step", metavar="|".join([*PINS, "FILE"]),
+        help="whether the experts of a step are safe while it is served (default: %(default)s); the"
+        " file of `greenroom trace hot` keeps its experts for good, too")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N",
         help="of policies that draw lots (default: %(default)s)")  # fmt: skip
     add("--limit", type=int, metavar="TOKENS", help="only the trace's first tokens")
@@ -63,6 +68,10 @@ def add_to(commands: Any) -> None:
     times.add_argument("--prefetch", metavar="NAME[:D][,...]", help="fetch experts before they are"
                        " asked for, by a predictor: markov, next-gate:2, oracle, ...; off"
                        " (default) among several is the run without, to compare with")  # fmt: skip
+    times.add_argument("--split", metavar="SHARE|N,N,...|FILE", help="cut experts in two and keep"
+                       " the top, this share of them, for all layers or for each, or as the file"
+                       " of `greenroom trace budgets` says; --capacity is then memory of whole"
+                       " experts")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -72,51 +81,100 @@ def main(args: argparse.Namespace) -> None:
     check(args)
 
     from greenroom.cli.output import check_target, write_whole
+    from greenroom.plan.systems import systems
     from greenroom.policies import policy
-    from greenroom.sim.sweep import Cell, Study, capacities, names
+    from greenroom.sim.sweep import Cell, capacities, names
     from greenroom.trace import load
 
     if args.report is not None:
         check_target(args.report)
-    policies = names(args.policy)
+    policies = names(args.policy) if args.policy is not None else []
     for name in policies:
         policy(name)
+    if args.system is not None:
+        systems(args.system)
     trace = load(args.trace)
     if args.limit is not None:
         trace = trace.head(args.limit)
     slots = capacities(args.capacity, int(trace.offsets[-1]))
     ahead = predictors(args, trace)
+    if args.system is not None:
+        study = _study(args, trace)
+        rows = simulated(args, study, slots, lambda s, c: run(args, s, c)[0])
+        _show(args, rows, trace)
+        return
     cells = [
-        Cell(name, capacity, args.pin, prefetch)
+        Cell(name, capacity, "step" if args.pin not in PINS else args.pin, prefetch)
         for name in policies
         for capacity in slots
         for prefetch in ahead
     ]
-    study = Study.of(
-        trace, args.order, scope=args.scope, seed=args.seed, reset=args.reset, ahead=args.ahead,
-        **timing(args, trace),
-    )  # fmt: skip
-    rows, page = run(args, study, cells)
-    if args.json:
-        print(json.dumps(rows[0] if len(rows) == 1 else rows))
-    else:
-        print(table(rows, trace))
+    rows, page = run(args, _study(args, trace), cells)
+    _show(args, rows, trace)
     if page is not None:
         write_whole(args.report, page)
         print(f"report: {args.report}", file=sys.stderr)
+
+
+def _study(args: argparse.Namespace, trace: Trace) -> Study:
+    """What all cells share."""
+    from greenroom.config import scope_of, split_of
+    from greenroom.sim.sweep import Study
+
+    return Study.of(
+        trace, args.order, scope=scope_of(args.scope or "shared"), seed=args.seed,
+        reset=args.reset, ahead=args.ahead, pins=_pins(args, trace),
+        split=split_of(args.split or "off"), **timing(args, trace),
+    )  # fmt: skip
+
+
+def _pins(args: argparse.Namespace, trace: Trace) -> Pins | None:
+    """The experts that stay, where a file says so."""
+    from greenroom.core.pins import Pins
+
+    if args.pin in PINS:
+        return None
+    if args.order != "runtime" or args.machine is not None:
+        raise UsageError("--pin FILE is about misses of real passes: give --order runtime, and no"
+                         " --machine")  # fmt: skip
+    return Pins.load(args.pin, trace.offsets.tolist())
+
+
+def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
+    if args.json:
+        print(json.dumps(rows[0] if len(rows) == 1 else rows))
+        return
+    print(table(rows, trace))
+    for row in rows:
+        if row.get("without"):
+            print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)
 
 
 def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
-    for name, known in (("order", ORDERS), ("scope", SCOPES), ("pin", PINS)):
-        if getattr(args, name) not in known:
-            raise UnknownName(name, getattr(args, name), known)
+    if args.order not in ORDERS:
+        raise UnknownName("order", args.order, ORDERS)
+    if args.pin not in PINS and not (Path(args.pin).suffix == ".json" or Path(args.pin).is_file()):
+        raise UnknownName("pin", args.pin, [*PINS, "FILE"])
+    from greenroom.config import scope_of, split_of
+
+    scope_of(args.scope or "shared")
+    if split_of(args.split or "off") == "auto":
+        raise UsageError(
+            "--split auto is set by what runs record: give simulate a share, or a file"
+        )
+    if args.policy is None and args.system is None:
+        raise UsageError("say who is evicted: --policy lru,auto, or --system llru,greenroom")
+    if args.system is not None and args.policy is not None and "," in args.policy:
+        raise UsageError("--policy beside --system overrides the policy of every row: give one")
+    if args.system is not None and args.report is not None:
+        raise UsageError("--report draws curves of policies: leave out --system")
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("host_capacity", "devices", "prefetch", "ahead", "expert_bytes",
+        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
                      "dense_bytes", "store", "processor"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
@@ -225,9 +283,10 @@ def run(args: argparse.Namespace, study: Study, cells: list[Cell]) -> tuple[list
 def command(args: argparse.Namespace) -> str:
     """The command that gives the same again, with every default said."""
     words = ["greenroom", "simulate", str(args.trace)]
-    for name in ("policy", "capacity", "order", "scope", "pin", "seed", "limit", "machine",
+    for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
+                 "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
-                 "prefetch", "ahead", "ray",
+                 "prefetch", "split", "ahead", "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:
@@ -241,7 +300,16 @@ def table(rows: list[Row], trace: Trace) -> str:
 
     experts, first = int(trace.offsets[-1]), rows[0]
     ahead = any("prefetches" in row for row in rows)
-    header = ["policy", *["prefetch"] * ahead, "capacity", "requests", "misses", "miss ratio"]
+    named = "system" in first
+    header = [
+        *["system"] * named,
+        "policy",
+        *["prefetch"] * ahead,
+        "capacity",
+        "requests",
+        "misses",
+        "miss ratio",
+    ]
     if "seconds" in first:
         header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
     if ahead:
@@ -251,7 +319,7 @@ def table(rows: list[Row], trace: Trace) -> str:
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {experts:,} experts in {trace.layers} layers, top-{trace.top_k}\n"
         f"order {first['order']}, scope {first['scope']}, pin {first['pin']}\n\n"
-        + columns(header, lines, left=1 + ahead)
+        + columns(header, lines, left=1 + ahead + named)
     )
 
 
@@ -263,6 +331,7 @@ def _line(row: Row, experts: int, ahead: bool) -> list[str]:
         return "-" if part is None or not of else f"{part / of:.0%}"
 
     line = [
+        *([row["system"]] if "system" in row else []),
         row["policy"],
         *[row.get("prefetch", "")] * ahead,
         f"{row['capacity']:,} ({row['capacity'] / experts:.0%})",

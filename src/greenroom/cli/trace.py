@@ -1,4 +1,4 @@
-"""`greenroom trace record | import | info | synth`: make traces of routing, and look into them."""
+"""`greenroom trace`: make traces of routing, and look into them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.budgets import add_to as add_budgets
+from greenroom.cli.hot import add_to as add_hot
 from greenroom.cli.options import add_options, take
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig, TopicsConfig, ZipfConfig
 from greenroom.errors import UsageError
@@ -24,6 +26,8 @@ def add_to(commands: Any) -> None:
     parts = parser.add_subparsers(dest="part", metavar="COMMAND")
     for add in (_add_record, _add_import, _add_info, _add_synth):
         add(parts)
+    add_budgets(parts)
+    add_hot(parts)
 
 
 def _command(parts: Any, name: str, text: str, main: Any) -> argparse.ArgumentParser:

@@ -24,27 +24,11 @@ from greenroom.core.policy import (
     State,
     Weights,
 )
+from greenroom.core.scope import Scope, split_capacity, top_slots
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
-SCOPES = ("shared", "per-layer")
 PINS = ("step", "none")
-
-
-def split_capacity(capacity: int, layers: int, scope: str) -> list[int]:
-    """Slots of each group: one group for all layers, or one a layer ("-Dist").
-
-    `per-layer` gives capacity // layers each, and one more to the first capacity % layers.
-    """
-    if scope not in SCOPES:
-        raise UnknownName("scope", scope, SCOPES)
-    if capacity < 1:
-        raise BudgetError(f"a cache needs at least one slot: {capacity}")
-    if scope == "shared":
-        return [capacity]
-    if capacity < layers:
-        raise BudgetError(f"scope per-layer needs a slot for each of {layers} layers: {capacity}")
-    return [capacity // layers + (i < capacity % layers) for i in range(layers)]
 
 
 def check_pin(pin: str) -> None:
@@ -53,10 +37,19 @@ def check_pin(pin: str) -> None:
         raise UnknownName("pin", pin, PINS)
 
 
-def group_sizes(pieces: Pieces, capacity: int, scope: str) -> list[int]:
-    """Slots of each group: a device has groups of its own, and theirs follow one another."""
-    each = pieces.shares(capacity)
-    return [n for share in each for n in split_capacity(share, pieces.layers, scope)]
+def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
+    """Slots of each group: a device has groups of its own, and theirs follow one another.
+
+    Where experts are split, `capacity` is in whole experts' slots, and what they take beside the
+    bottoms' own becomes slots of tops.
+    """
+    if pieces.split is not None:
+        return top_slots(pieces, pieces.split, capacity, scope)
+    sizes: list[int] = []
+    for device, share in enumerate(pieces.shares(capacity)):
+        at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)
+        sizes += split_capacity(share, pieces.layers, scope, at_home.tolist())
+    return sizes
 
 
 def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> State:
@@ -183,7 +176,7 @@ class Cache:
         pieces: Pieces,
         capacity: int,
         policy: Policy,
-        scope: str = "shared",
+        scope: Scope = "shared",
         seed: int = 0,
         trace: Stream | None = None,
     ) -> None:
@@ -201,6 +194,7 @@ class Cache:
             self.own.append(policy.memory(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
+        self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
         self.now = Now(0, 0, -1, 0, 0)  # of the step served last
         self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
 
@@ -231,6 +225,11 @@ class Cache:
     @property
     def capacity(self) -> int:
         return self.state.piece_in.size
+
+    @property
+    def groups(self) -> int:
+        """Budgets that do not share slots."""
+        return self.state.free_count.size
 
     def serve(
         self,
@@ -308,12 +307,42 @@ class Cache:
         now = self.now._replace(index=self._told[device][1])
         return self._parts[device], self.own[device], now
 
+    def keep(self, pieces: Ints) -> None:
+        """Let these pieces, and no longer those of before, stay once they are there.
+
+        BudgetError where they would leave a group no slot for others.
+        """
+        self.check_kept([self.size(group) for group in range(self.groups)], pieces)
+        self.state.pinned[self.kept] -= 1
+        self.kept = np.sort(pieces)
+        self.state.pinned[self.kept] += 1
+
+    def check_kept(self, sizes: Sequence[int], kept: Ints | None = None) -> None:
+        """BudgetError where groups of these sizes would have no slot beside what is kept (or shall
+        be)."""
+        kept = self.kept if kept is None else kept
+        of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
+        for size, count in zip(sizes, of_groups.tolist(), strict=True):
+            if count >= size:
+                raise BudgetError(
+                    f"{count} pinned experts leave none of {size} slots for the others: pin fewer,"
+                    f" or have more than {count} slots"
+                )
+
     def _fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
-        return all(size <= self.size(group) for group, size in self.asked(pieces).items())
+        return all(size <= self.open(group) for group, size in self.asked(pieces).items())
+
+    def open(self, group: int) -> int:
+        """Slots of a group that are nobody's for good."""
+        if not self.kept.size:
+            return self.size(group)
+        return self.size(group) - int((self.state.group_of[self.kept] == group).sum())
 
     def asked(self, pieces: Ints) -> dict[int, int]:
-        """How many slots a step's pieces ask of each group."""
+        """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
+        if self.kept.size:
+            pieces = pieces[~np.isin(pieces, self.kept)]
         if not pieces.size:
             return {}
         if self.pieces.devices == 1:  # a step is of one layer
@@ -365,6 +394,7 @@ class Cache:
     def resize(self, capacity: int) -> None:
         """Change the number of slots; victims go by the policy, others may change their slot."""
         state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
+        self.check_kept(sizes)
         each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]

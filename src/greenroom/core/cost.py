@@ -41,6 +41,10 @@ class Work:
         """The same time for one token; many tokens take it too."""
         return cls(((1, seconds), (1 << 62, seconds)))
 
+    def later(self, seconds: float) -> Work:
+        """The same, and so many seconds more for any number of tokens measured."""
+        return Work(tuple((tokens, taken + seconds) for tokens, taken in self.points))
+
     def seconds(self, tokens: int) -> float:
         above = bisect_left(self.points, (tokens, 0.0))
         if above == 0:
@@ -60,11 +64,14 @@ class Costs:
             to device), each with lanes of its own
     expert: one expert of one step, by the tokens that chose it
     dense:  the rest of one layer, by the tokens of the pass
+    handling: seconds of the processor for each expert that was fetched: its bytes are copied by
+            the same cores and through the same memory, and a wave of its own computes it
     """
 
     links: tuple[Link, ...]
     expert: Work
     dense: Work
+    handling: float = 0.0
 
     @property
     def lanes(self) -> tuple[int, ...]:

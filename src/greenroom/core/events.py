@@ -79,7 +79,14 @@ class Resized:
     ahead: int | None = None
 
 
-Event = Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """These pieces, and no longer those of before, stay once they are there."""
+
+    pieces: Ints
+
+
+Event = Keep | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +113,14 @@ class StartChunk:
 class Compute:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
-    They are all on one device.
+    They are all on one device. Of split experts it is one part of each: 0 the top, 1 the bottom,
+    which goes on where the top has ended.
     """
 
     experts: Ints
     slots: Ints
     device: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,17 +81,33 @@ class WeightSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of an expert's intermediate channels, laid out by itself.
+
+    first:  its first channel
+    offset: its first byte in the expert's slot; offsets of its tensors count from there
+    """
+
+    first: int
+    offset: int
+    layout: SlotLayout
+
+
+@dataclass(frozen=True, slots=True)
 class SlotLayout:
     """The tensors of one expert of a layer, and the bytes that a slot needs for them.
 
     encodings: of the matrices that are not plain
     dtype:     what these are expanded to
+    segments:  where an expert lies in several, one after another; `tensors` then say what it would
+               be as a whole, and `nbytes` are those of all segments
     """
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int
     encodings: Mapping[str, str] = field(default_factory=dict, hash=False)
     dtype: str = ""
+    segments: tuple[Segment, ...] = ()
 
     @classmethod
     def pack(

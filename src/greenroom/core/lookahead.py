@@ -225,16 +225,18 @@ class Lookahead:
         slot_of: Ints | None = None,
         held: Container[int] = (),
         may: Callable[[int], bool] | None = None,
+        chunks: Callable[[int], int] | None = None,
     ) -> Wish | None:
         """The next wish worth its transfer; those before it that are not are given up, and so are
         those that are there: resident by `slot_of` (negative where not), or `held`. Pieces that
-        `may` not begin now are passed over."""
+        `may` not begin now are passed over. `chunks` says what of a piece is to be moved."""
+        count = chunks or self._chunks.__getitem__
         for layer in sorted(self._wishes, key=self.ahead):
             wishes, ahead, passed = self._wishes[layer], self.ahead(layer), 0
             while len(wishes) > passed:
                 piece, chance = wishes[passed]
                 there = piece in held or (slot_of is not None and slot_of[piece] >= 0)
-                if there or self.value(self._chunks[piece], chance, ahead) <= 0:
+                if there or self.value(count(piece), chance, ahead) <= 0:
                     del wishes[passed]
                 elif may is None or may(piece):
                     return Wish(piece, layer, chance)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ class Table:
         times = [float(np.interp(near, self.nbytes, column)) * nbytes / near for column in columns]
         return Work(tuple(zip(self.tokens, times, strict=True)))
 
+    def scaled(self, factor: float) -> Table:
+        """So many times as long, for every size and number of tokens."""
+        return replace(self, seconds=tuple(tuple(s * factor for s in row) for row in self.seconds))
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -59,12 +63,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Computes from the slots in `memory`: experts, and the dense layers, by size and tokens."""
+    """Computes from the slots in `memory`: experts, and the dense layers, by size and tokens.
+
+    What a model that runs takes beyond its matrices: `layer` seconds for each layer of a pass
+    (attention, norms, router, Python), `fetch` seconds for each expert that comes and `copy` seconds
+    for each byte of it. They are 0 in a profile that knows nothing of them.
+    """
 
     name: str
     memory: str
     expert: Table
     dense: Table
+    layer: float = 0.0
+    fetch: float = 0.0
+    copy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,8 @@ class Machine:
         return Costs(
             self.path(self.routes[0].source if store is None else store, chosen.memory),
             chosen.expert.at(expert_bytes),
-            chosen.dense.at(dense_bytes),
+            chosen.dense.at(dense_bytes).later(chosen.layer),
+            chosen.fetch + chosen.copy * expert_bytes,
         )
 
     def processor(self, name: str | None = None) -> Processor:
@@ -181,9 +194,17 @@ def _route(entry: Mapping[str, Any]) -> Route:
 
 
 def _processor(entry: Mapping[str, Any]) -> Processor:
+    beyond = {name: _number(entry.get(name, 0.0), name) for name in ("layer", "fetch", "copy")}
     return Processor(
-        str(entry["name"]), str(entry["memory"]), _table(entry["expert"]), _table(entry["dense"])
-    )
+        str(entry["name"]), str(entry["memory"]), _table(entry["expert"]), _table(entry["dense"]),
+        **beyond,
+    )  # fmt: skip
+
+
+def name_of(host: Mapping[str, Any]) -> str:
+    """What tells a machine from others: its processor, cores and memory (in GiB)."""
+    memory = round(int(host.get("memory_bytes", 0)) / 2**30)
+    return f"{host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores, {memory} GiB"
 
 
 def _table(entry: Mapping[str, Any]) -> Table:

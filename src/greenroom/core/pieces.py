@@ -7,7 +7,7 @@ variants are resident; a whole expert in its stored precision is the first varia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.homes import homes, shares
+from greenroom.errors import UsageError
 
 Ints = NDArray[np.int64]
 
@@ -25,6 +26,49 @@ class Piece(NamedTuple):
     expert: int
     part: str = "whole"
     precision: str = "stored"
+
+
+SEATS = 2  # times top-k slots for bottoms: those of a step, and those fetched for the next one
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the experts of a model are cut in two: a top that may stay, a bottom that is fetched.
+
+    tops, bottoms: bytes of each, by layer; a bottom of 0 bytes is none, its experts stay whole
+    seats:         slots for bottoms, each as large as the largest
+    """
+
+    tops: tuple[int, ...]
+    bottoms: tuple[int, ...]
+    seats: int
+
+    def __post_init__(self) -> None:
+        if not any(self.bottoms):
+            raise UsageError("no layer is split: leave out the split")
+        if min(self.tops) < 1 or min(self.bottoms) < 0:
+            raise UsageError("a top has at least a byte, a bottom none or more")
+        if self.seats < 1:
+            raise UsageError(f"bottoms need at least one slot, got {self.seats}")
+
+    @classmethod
+    def of(cls, nbytes: int, shares: float | Sequence[float], layers: int, seats: int) -> Split:
+        """Experts of so many bytes, cut at the eighth that is nearest to each layer's share."""
+        each = [shares] * layers if isinstance(shares, float) else list(shares)
+        if len(each) != layers:
+            raise UsageError(f"the split has {len(each)} numbers, the model has {layers} layers")
+        tops = tuple(nbytes * min(8, max(1, round(8 * share))) // 8 for share in each)
+        return cls(tops, tuple(nbytes - top for top in tops), seats)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a slot that any whole expert would fit: what capacities are counted in."""
+        return max(a + b for a, b in zip(self.tops, self.bottoms, strict=True))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the slots for bottoms."""
+        return self.seats * max(self.bottoms)
 
 
 @dataclass(frozen=True)
@@ -43,6 +87,7 @@ class Pieces:
     variants: tuple[tuple[tuple[int, ...], ...], ...]
     home: Ints
     devices: int = 1
+    split: Split | None = None
 
     @classmethod
     def whole(
@@ -70,6 +115,49 @@ class Pieces:
             home=homes(offsets, devices),
             devices=devices,
         )
+
+    @classmethod
+    def parts(
+        cls,
+        offsets: Sequence[int],
+        split: Split,
+        chunks: Sequence[int] | None = None,
+    ) -> Pieces:
+        """A top for each expert, so that tops have the experts' ids, then a bottom for each.
+
+        `chunks[piece]` says in how many transfers a piece comes. On one device.
+        """
+        counts = [b - a for a, b in pairwise(offsets)]
+        experts = offsets[-1]
+        layer = np.tile(np.repeat(np.arange(len(counts), dtype=np.int64), counts), 2)
+        of_layers = np.asarray((split.tops, split.bottoms), np.int64)
+        two = np.asarray(split.bottoms)[layer[:experts]] > 0
+        return cls(
+            table=tuple(Piece(e, part) for part in ("top", "bottom") for e in range(experts)),
+            offsets=tuple(offsets),
+            layer=layer,
+            nbytes=of_layers[np.repeat((0, 1), experts), layer],
+            chunks=np.ones(2 * experts, np.int64) if chunks is None else np.asarray(chunks),
+            variants=tuple(((e, experts + e) if two[e] else (e,),) for e in range(experts)),
+            home=np.zeros(2 * experts, np.int64),
+            split=split,
+        )
+
+    @property
+    def experts(self) -> int:
+        """How many experts there are; their ids are those of their first pieces."""
+        return self.offsets[-1]
+
+    @property
+    def first(self) -> Pieces:
+        """The pieces that a policy decides about: whole experts, or their tops."""
+        if self.split is None:
+            return self
+        n = self.experts
+        return replace(
+            self, table=self.table[:n], layer=self.layer[:n], nbytes=self.nbytes[:n],
+            chunks=self.chunks[:n], home=self.home[:n],
+        )  # fmt: skip
 
     def shares(self, capacity: int) -> list[int]:
         """Slots of each device, of so many on all of them. BudgetError where one has none."""

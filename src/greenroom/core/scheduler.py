@@ -5,18 +5,21 @@ in ascending id, as the cache serves them; what is resident is computed in the f
 in later ones, as many at a time as have landed. A step that needs more slots than there are reuses
 them: a piece is loaded only after the one that had its slot earlier in the step is computed.
 
-With slots on loan from the cache, predictions are fetched while a link is free (see `buffer`,
-`lookahead`), and the steps of a prompt stream through.
+With slots on loan from the cache, predictions are fetched while a link is free (`prefetching`), and
+the steps of a prompt stream through.
+
+Where experts are split, a request is over when its top and then its bottom are computed: the top of
+a hit while its bottom arrives. The policy decides about tops; bottoms have slots of their own
+(`bottoms`), which a request gets when it has one for its top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from greenroom.core.buffer import Buffer, Held, Use
-from greenroom.core.cache import Cache
+from greenroom.core.buffer import Held, Use
 from greenroom.core.events import (
     Action,
     Cancelled,
@@ -25,25 +28,26 @@ from greenroom.core.events import (
     Event,
     Failed,
     Finish,
+    Keep,
     Landed,
     Predicted,
     Resized,
     Routed,
-    StartChunk,
     Trim,
 )
-from greenroom.core.lookahead import Expected, Lookahead, Wish
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
-from greenroom.core.queue import Entry, TransferQueue, Urgency
-from greenroom.core.reshape import first_places, reshape
-from greenroom.core.step import Counts, Step
+from greenroom.core.prefetching import Prefetching
+from greenroom.core.queue import Entry, Urgency
+from greenroom.core.reshape import reshape
+from greenroom.core.scope import Scope
+from greenroom.core.step import Step
 from greenroom.core.tiers import HostTier
 from greenroom.core.whole import Tables, Whole
 from greenroom.errors import UsageError
 
 
-class Scheduler:
+class Scheduler(Prefetching):
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
     Where `pieces` has several devices, each has slots, a last link and waves of its own.
@@ -57,7 +61,7 @@ class Scheduler:
         capacity: int,
         policy: Policy,
         *,
-        scope: str = "shared",
+        scope: Scope = "shared",
         pin: str = "step",
         lanes: int | Sequence[int] = 2,
         seats: int | None = None,
@@ -65,21 +69,11 @@ class Scheduler:
         seed: int = 0,
         host: HostTier | None = None,
     ) -> None:
-        """`host` keeps pieces between the two links of a chain."""
+        """`host` keeps pieces between the two links of a chain. `capacity` is in whole experts."""
         if ahead and pin != "step":
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
-        self.pieces, self.pin = pieces, pin
-        self._capacity, self._ahead = capacity, ahead
-        self.cache = Cache(pieces, capacity, policy, scope, seed)
-        self.place = first_places(pieces, capacity)  # the tier's slot of each of the cache's
-        self.buffer = Buffer(self._loans())
-        chain = (lanes,) if isinstance(lanes, int) else lanes
-        self.queue = TransferQueue(chain, seats, host, pieces.devices)
-        self._home: list[int] = pieces.home.tolist()
-        self.lookahead = Lookahead(pieces)
-        self.counts = Counts()
-        self.step: Step | None = None
-        self._now = 0.0
+        super().__init__(pieces, capacity, policy, scope, lanes, seats, ahead, seed, host)
+        self.pin = pin
         self._whole: Whole | None = None  # where there is a slot for every piece
         self._handlers = {
             Routed: self._routed,
@@ -89,12 +83,8 @@ class Scheduler:
             Computed: self._computed,
             Cancelled: self._cancelled,
             Resized: self._resized,
+            Keep: self._keep,
         }
-
-    @property
-    def capacity(self) -> int:
-        """Slots that there are now."""
-        return self.cache.capacity
 
     def on(self, event: Event, now: float = 0.0) -> list[Action]:
         """Take an event that happens `now` (seconds), return what to do now, in this order."""
@@ -180,6 +170,11 @@ class Scheduler:
             uncomputed=size,
             prefill=event.prefill,
         )
+        if self.bottoms:
+            step.stage = [0] * size
+            step.bottomless = [r for r in range(size) if self._bottom_of(int(step.experts[r])) >= 0]
+            self.counts.bottoms += len(step.bottomless)
+            self.counts.bottom_hits += sum(self.bottoms.whole(e) for e in step.experts.tolist())
         if misses:
             step.ready = np.flatnonzero(served.hits).tolist()
             absent = np.flatnonzero(served.hits == 0).tolist()
@@ -189,9 +184,11 @@ class Scheduler:
                 self._demand(step, absent)
         else:  # nothing to choose: the usual step of a large cache
             step.ready = list(range(size))
+        if step.bottomless:
+            self._claim_bottoms(step)
         if expected is not None:
             self._note_in_time(step, expected)
-        if misses or ahead:
+        if misses or ahead or self.bottoms:
             self._pump(actions)
         self._advance(actions)
 
@@ -209,9 +206,36 @@ class Scheduler:
                     self._add(piece, slot)
             holder[slot] = request
 
-    def _add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
-        chunks = int(self.pieces.chunks[piece])
-        return self.queue.add(piece, slot, chunks, urgency, self._home[piece])
+    def _claim_bottoms(self, step: Step) -> None:
+        """Give slots to bottoms whose tops have theirs, in the order of the requests."""
+        # Those whose tops have no slot yet, or one that is another's until that is computed.
+        later = {*step.waiting, *step.blocked.values()}
+        for request in list(step.bottomless):
+            if request in later:
+                continue
+            expert = int(step.experts[request])
+            there, whole = expert in self.bottoms.slot_of, self.bottoms.whole(expert)
+            ahead = self.bottoms.awaits_use(expert)
+            slot = self.bottoms.claim(expert)
+            if slot < 0:
+                continue
+            step.bottomless.remove(request)
+            step.seats[request] = slot
+            piece = self._bottom_of(expert)
+            if whole:
+                self.counts.useful += ahead
+                self._bottom_landed(step, request)
+                continue
+            if there:  # a prefetch that is under way; one that was dropped is begun again
+                self.counts.late += not self.queue.entries[piece].dropped
+                step.late.add(piece)
+            step.missing[piece] = request
+            self._add(piece, self._seat(slot))
+
+    def _bottom_landed(self, step: Step, request: int) -> None:
+        """A bottom is there; it is computed when its top has been."""
+        if step.stage[request] == 1:
+            step.ready.append(request)
 
     def _advance(self, actions: list[Action]) -> None:
         """Order the next wave, or finish."""
@@ -227,15 +251,22 @@ class Scheduler:
             self._finish(step, actions)
 
     def _order(self, step: Step, actions: list[Action]) -> None:
-        """A wave for every device that computes none now, of what is ready there."""
+        """A wave for every device that computes none now, of what is ready there: of tops, and of
+        bottoms where no top is."""
         ready, step.ready = step.ready, []
+        if self.bottoms and not step.waves:
+            step.part = min(step.stage[request] for request in ready)
         waves: dict[int, list[int]] = {}
         for request in ready:
             device = self._home[int(step.experts[request])]
-            (step.ready if device in step.waves else waves.setdefault(device, [])).append(request)
+            later = device in step.waves or (self.bottoms and step.stage[request] != step.part)
+            (step.ready if later else waves.setdefault(device, [])).append(request)
         for device, wave in sorted(waves.items()):
             chosen = np.array(wave, np.int64)
-            actions.append(Compute(step.experts[chosen], step.slots[chosen], device))
+            slots = step.slots[chosen]
+            if step.part:
+                slots = np.array([self._seat(step.seats[request]) for request in wave], np.int64)
+            actions.append(Compute(step.experts[chosen], slots, device, step.part))
         step.waves |= waves
 
     def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
@@ -260,7 +291,11 @@ class Scheduler:
         piece, step = entry.piece, self.step
         asked = step is not None and piece in step.missing
         if entry.arrived:
-            if step is not None and asked:
+            if self._is_bottom(piece):
+                self.bottoms.landed(piece - self.pieces.experts)
+                if step is not None and asked:
+                    self._bottom_landed(step, step.missing.pop(piece))
+            elif step is not None and asked:
                 step.ready.append(step.missing.pop(piece))
             elif entry.dropped:
                 self._give_back(piece)
@@ -271,8 +306,8 @@ class Scheduler:
                 self._add(piece, entry.slot)
             else:
                 self._give_up(entry)
-        elif piece in self.buffer.held:
-            self._give_back(piece)
+        else:
+            self._vacate(piece)
 
     def _give_up(self, entry: Entry) -> None:
         """A demand has failed, and so has its step, unless it was over before."""
@@ -286,21 +321,40 @@ class Scheduler:
         step = self.step
         if step is None or event.device not in step.waves:
             raise RuntimeError("no wave was ordered")
-        wave = step.waves.pop(event.device)
-        step.uncomputed -= len(wave)
-        for request in wave:
-            piece = int(step.experts[request])
-            if piece in step.passing:
-                step.passing.remove(piece)
-                self._give_back(piece)
-            elif step.waiting and step.served.pinned:  # its slot is of use to the others
-                step.freed.add(piece)
-                self.cache.release(step.experts[request : request + 1])
-            successor = step.blocked.pop(request, None)
-            if successor is not None and not step.ending:
-                self._add(int(step.experts[successor]), int(step.slots[successor]))
+        for request in step.waves.pop(event.device):
+            if not self._goes_on(step, request):
+                self._request_over(step, request)
         self._pump(actions)
         self._advance(actions)
+
+    def _goes_on(self, step: Step, request: int) -> bool:
+        """A part of a request is computed: whether another one follows."""
+        if not self.bottoms:
+            return False
+        step.stage[request] += 1
+        expert = int(step.experts[request])
+        if step.stage[request] == 1 and self._bottom_of(expert) >= 0:
+            if request in step.seats and self.bottoms.whole(expert):
+                step.ready.append(request)
+            return True
+        if request in step.seats:
+            self.bottoms.done(expert)
+            del step.seats[request]
+        return False
+
+    def _request_over(self, step: Step, request: int) -> None:
+        """A request is computed: who waits for its slot may have it."""
+        step.uncomputed -= 1
+        piece = int(step.experts[request])
+        if piece in step.passing:
+            step.passing.remove(piece)
+            self._give_back(piece)
+        elif step.waiting and step.served.pinned:  # its slot is of use to the others
+            step.freed.add(piece)
+            self.cache.release(step.experts[request : request + 1])
+        successor = step.blocked.pop(request, None)
+        if successor is not None and not step.ending:
+            self._add(int(step.experts[successor]), int(step.slots[successor]))
 
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
@@ -312,6 +366,7 @@ class Scheduler:
         """Let nothing more of the step start."""
         step.ending = True
         step.waiting.clear()
+        step.bottomless.clear()
         for piece in step.missing:
             if piece in self.queue:
                 self.queue.drop(piece)
@@ -324,68 +379,20 @@ class Scheduler:
         for piece in step.passing:  # of a step that was given up
             self._give_back(piece)
         for piece in step.missing:
-            if self.cache.state.slot_of[piece] >= 0:
+            if self._is_bottom(piece):
+                self.bottoms.lose(piece - self.pieces.experts)
+            elif self.cache.state.slot_of[piece] >= 0:
                 self.cache.remove(piece, step.now)
+        for request in step.seats:  # of a step that was given up
+            expert = int(step.experts[request])
+            if expert in self.bottoms.slot_of:
+                self.bottoms.done(expert)
         self.step = None
         self._settle(actions)
         self._pump(actions)
         actions.append(Finish(step.failed))
-        if self.cache.capacity >= len(self.pieces):
+        if self.cache.capacity >= len(self.pieces) and not self.bottoms:
             self._whole = Whole.of(self.cache)
-
-    # ---- what is fetched before it is asked for
-
-    def _predicted(self, event: Predicted, actions: list[Action]) -> None:
-        if self.buffer.size:
-            if event.certain:
-                self.lookahead.decided(event.layer, event.experts)
-            else:
-                self.lookahead.expect(event.layer, event.experts)
-            self._pump(actions)
-
-    def _judge(self, event: Routed) -> Expected | None:
-        """A layer's routing is known: its wrong prefetches are dropped, those under way at once."""
-        resident = self.cache.state.slot_of
-        expected = self.lookahead.routed(
-            event.layer, event.experts, event.prefill, self._now, resident
-        )
-        for held in self.buffer.passed(event.layer, set(event.experts.tolist())):
-            if held.use is Use.MOVING:
-                self._drop(held.piece)
-            else:
-                self.counts.wasted += 1
-                self._give_back(held.piece)
-        return expected
-
-    def _drop(self, piece: int) -> None:
-        """Give up a prefetch that is under way; a chunk on a lane lands first."""
-        if not self.queue.entries[piece].dropped:
-            self.counts.dropped += 1
-            if self.queue.drop(piece):
-                self._give_back(piece)
-
-    def _give_back(self, piece: int) -> None:
-        """The piece is not needed: its slot is the cache's again."""
-        self.cache.give_back(self.buffer.release(piece))
-
-    def _here(self, experts: Ints) -> dict[int, Held]:
-        """The step's pieces that are in the buffer."""
-        held = self.buffer.held
-        return {piece: held[piece] for piece in experts.tolist() if piece in held}
-
-    def _make_room(self, experts: Ints, here: Collection[int]) -> bool:
-        """Whether a step fits beside what is on loan; prefetches for later layers yield to it."""
-        held, group_of = self.buffer.held, self.cache.state.group_of
-        alone = self.cache.state.first.size == 2  # one group for all
-        for group, asked in self.cache.asked(experts).items():
-            others = set() if alone else {piece for piece in held if group_of[piece] != group}
-            size = asked - len({*here} - others)  # those here have theirs
-            while size + len(held) - len(others) > self.cache.size(group):
-                if (least := self.buffer.least(2.0, but=others.union(here))) is None:
-                    return False
-                self.counts.displaced += 1
-                self._give_back(least.piece)
-        return True
 
     def _fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
         """Use what was prefetched, in its slot or on its way; demand the others."""
@@ -418,25 +425,7 @@ class Scheduler:
         step.ready.sort()
         step.waiting.reverse()
 
-    def _keep_in_place(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
-        """The cache gave a slot to each piece that had been prefetched: let it be the tier's slot
-        where its bytes are. What that slot stood for is free, or a miss that has not begun."""
-        where = {piece: int(self.place[held.slot]) for piece, held in here.items()}
-        for request in misses:
-            piece, given = int(step.experts[request]), int(step.served.slots[request])
-            if piece in where and given >= 0:
-                other = self.place.tolist().index(where[piece])
-                self.place[[given, other]] = self.place[[other, given]]
-
-    def _share(self, layer: int) -> int:
-        """Misses of a prompt's step that are taken in: to an even share of the cache a layer."""
-        state, pieces = self.cache.state, slice(*self.pieces.offsets[layer : layer + 2])
-        room = self.cache.room(layer)
-        if self.cache.scope == "shared":
-            room = -(-room // self.pieces.layers)
-        return max(0, room - int((state.slot_of[pieces] >= 0).sum()))
-
-    def _seat(self, step: Step) -> None:
+    def _stream(self, step: Step) -> None:
         """Give slots to requests that stream through, in their order on each device."""
         behind: set[int] = set()  # devices that have none now
         for request in step.waiting[::-1]:
@@ -454,100 +443,23 @@ class Scheduler:
             step.slots[request] = self.place[slot]
             self._add(piece, int(self.place[slot]))
 
-    def _passage(self, step: Step, piece: int) -> int:
-        """A slot that a piece can stream through; -1 where it must wait for one."""
-        while True:
-            crowded = self.buffer.full and step.passing  # one slot it may have in any case
-            slot = -1 if crowded else self.cache.borrow(piece)[0]
-            if slot >= 0 or step.missing or step.waves or step.ready or not self._reclaim():
-                return slot
-
-    def _reclaim(self) -> bool:
-        """A step could not go on: prefetches for later layers yield. True where a slot is free."""
-        if (least := self.buffer.least(2.0)) is not None:
-            self.counts.displaced += 1
-            self._give_back(least.piece)
-            return True
-        before = len(self.buffer.held)
-        for held in list(self.buffer.held.values()):
-            if held.use is Use.MOVING:
-                self._drop(held.piece)
-        return len(self.buffer.held) < before
-
     def _pump(self, actions: list[Action]) -> None:
         """Give every idle lane a chunk: of demands, of prefetches under way, of new ones."""
         step = self.step
         if step is not None and step.waiting:
-            self._seat(step)
+            self._stream(step)
+        if step is not None and step.bottomless:
+            self._claim_bottoms(step)
         self._start(actions)
-        if self.buffer.size and not (step is not None and step.waiting) and not self._resizing:
+        waits = step is not None and (step.waiting or step.bottomless)
+        if self.buffer.size and not waits and not self._resizing:
             while self._prefetch():
                 self._start(actions)
 
-    def _start(self, actions: list[Action]) -> None:
-        for transfer in self.queue.start():
-            entry, chunk, link, lane, seat = transfer
-            actions.append(
-                StartChunk(
-                    lane, entry.piece, entry.slot, chunk, link, seat,
-                    entry.urgency is Urgency.DEMAND, entry.host, transfer.begins,
-                )
-            )  # fmt: skip
-        self._note_link()
+    # ---- other sizes, and what stays
 
-    def _prefetch(self) -> bool:
-        """Begin the next prefetch that is worth it; False where there is none, or no way open."""
-        ways = [self.queue.open_for(Urgency.PREFETCH, d) for d in range(self.pieces.devices)]
-        if not any(ways):
-            return False
-        may = None if all(ways) else lambda piece: ways[self._home[piece]]
-        wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held, may)
-        if wish is None:
-            return False
-        slot = self._loan(wish)
-        if slot >= 0 or not self.buffer.full:  # where all is pinned, it is given up
-            self.lookahead.fulfil(wish)
-        if slot < 0:
-            return False
-        self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
-        self._add(wish.piece, int(self.place[slot]), Urgency.PREFETCH)
-        self.counts.prefetches += 1
-        return True
-
-    def _loan(self, wish: Wish) -> int:
-        """A slot for a prefetch, -1 where none can be had."""
-        if self.buffer.full:
-            least = self.buffer.least(wish.chance)
-            if least is None:
-                return -1
-            self.counts.displaced += 1
-            self._give_back(least.piece)
-        slot, evicted = self.cache.borrow(wish.piece)
-        if evicted >= 0:
-            self.lookahead.evicted(evicted)
-        return slot
-
-    def _note_link(self, landed: bool = False) -> None:
-        if self.buffer.size:
-            queue = self.queue
-            self.lookahead.pace.link(self._now, queue.moving, queue.demands > 0, landed)
-
-    def _note_in_time(self, step: Step, expected: Expected) -> None:
-        """Of the right predictions, those that were there when they were asked for."""
-        experts = step.experts.tolist()
-        here = {*experts} - step.missing.keys() - {experts[request] for request in step.waiting}
-        likely = expected.ranked[: len(experts)]
-        self.lookahead.accuracy.in_time[step.layer] += len(here.intersection(likely))
-
-    # ---- other sizes
-
-    def _loans(self) -> int:
-        """Slots that may be on loan: as asked, but no more than a quarter."""
-        return max(0, min(self._ahead, self._capacity // 4))
-
-    @property
-    def _resizing(self) -> bool:
-        return self._capacity != self.cache.capacity
+    def _keep(self, event: Keep, actions: list[Action]) -> None:
+        self.cache.keep(event.pieces)
 
     def _resized(self, event: Resized, actions: list[Action]) -> None:
         """A resize waits for the end of the step under way, and for what is being prefetched."""
@@ -569,6 +481,12 @@ class Scheduler:
             else:
                 self.counts.displaced += 1
                 self._give_back(piece)
+        for expert, whole in self.bottoms.waiting():
+            if whole:
+                self.counts.displaced += 1
+            else:
+                self._drop(self._bottom_of(expert))
         if not len(self.queue):
             self.place, moves = reshape(self.cache, self.place, self._capacity)
+            self._sized = self._capacity
             actions += [*moves, Trim(self._capacity)]

@@ -17,6 +17,9 @@ class Counts:
     way when asked for: a miss), `wasted` (whole, but not asked for by its layer's next step),
     `dropped` (not whole, and not asked for), `displaced` (whole, but the slot was needed sooner) or
     `failed`; others are under way or wait for their layer.
+
+    Where experts are split a hit has its top in its slot; of the `bottoms` that requests had
+    `bottom_hits` were there too. Prefetches are counted by the piece, tops and bottoms alike.
     """
 
     steps: int = 0
@@ -29,6 +32,8 @@ class Counts:
     dropped: int = 0
     displaced: int = 0
     failed: int = 0
+    bottoms: int = 0
+    bottom_hits: int = 0
 
     @property
     def misses(self) -> int:
@@ -52,6 +57,10 @@ class Step:
     passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
     freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
     waves: dict[int, list[int]] = field(default_factory=dict)  # being computed, by device
+    part: int = 0  # that the wave under way computes; where experts are split there is one device
+    stage: list[int] = field(default_factory=list)  # parts of each request that are computed
+    seats: dict[int, int] = field(default_factory=dict)  # request -> slot of its bottom
+    bottomless: list[int] = field(default_factory=list)  # requests whose bottom has no slot yet
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
     failed: int = -1
     ending: bool = False  # cancelled or failed: waits for what is moving, then finishes

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from greenroom.core.events import Resized
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Pieces
-from greenroom.core.predictor import PassBegins, Predictor
+from greenroom.core.pieces import Pieces, Split
+from greenroom.core.predictor import Ids, PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, ClosedError, UsageError
+from greenroom.hf import learned, watch
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
@@ -36,11 +38,14 @@ from greenroom.hf.kv import ROOM, adopt, reserve
 from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.hf.pack.checked import checked
+from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
-from greenroom.hf.recall import Recall
+from greenroom.hf.pinned import Pinned
+from greenroom.hf.recall import LIMIT_S, Recall, warm_up
 from greenroom.hf.shared import Shared
 from greenroom.hf.shared import attach as shared
 from greenroom.hf.together import Together
+from greenroom.hf.watch import Heard, Watch
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
@@ -59,8 +64,9 @@ from greenroom.runtime.kernels.stored import put_back
 from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.stats import Stats, link_stats, prefetch_stats
+from greenroom.runtime.segments import Segmented, SegmentedExperts
+from greenroom.runtime.slots import HostSlots, SlotKinds
+from greenroom.runtime.stats import Stats, link_stats, prefetch_stats, split_stats
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
@@ -68,7 +74,7 @@ COMPILED = "numba", "unrounded"  # kernels that read dense matrices as they are 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
 LINKS = ("disk -> host", "host -> device")
-AnySlots = HostSlots | DeviceSlots | SpreadSlots
+AnySlots = HostSlots | DeviceSlots | SpreadSlots | SlotKinds
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +99,14 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 def pieces_of(parts: Parts, chunks: Sequence[int] | None = None) -> Pieces:
     """All experts of a model, each with its home."""
     catalog = parts.catalog
+    in_segments = any(layout.segments for layout in catalog.layouts)
+    if in_segments and (parts.cuda or len(parts.devices) > 1 or parts.host_capacity):
+        raise UsageError(
+            "experts in segments are computed from one host memory: pack the model without"
+            " --segments for GPUs, several devices or a host tier"
+        )
+    if parts.split is not None:
+        return Pieces.parts(catalog.offsets, parts.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
     return Pieces.whole(catalog.offsets, nbytes, chunks, len(parts.devices))
 
@@ -153,7 +167,11 @@ class Greenroom:
             store = FakeStore(store, jitter=0.002, seed=parts.seed)
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
-        chunks = [store.chunks(expert) for expert in range(catalog.experts)]
+        chunks = [store.chunks(piece) for piece in range(catalog.experts)]
+        if isinstance(catalog, PackCatalog) and parts.split is not None:
+            there = set(catalog.pieces)
+            bottoms = range(catalog.experts, 2 * catalog.experts)
+            chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
         pieces = pieces_of(parts, [len(each) for each in chunks])
         slots = self._slots(pieces)
@@ -176,6 +194,9 @@ class Greenroom:
                 each = zip(pieces.shares(kept), self.engines, strict=True)
                 nodes = [(share, engine.node) for share, engine in each]
             between = HostMemory(self.engine or Host(), chunks, seats, kept, nodes)
+        key = parts.fingerprint if parts.remember else ""
+        known = learned.load(key) if key and parts.watch else None
+        self._watch = Watch(catalog.offsets, known) if parts.watch else None
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
@@ -183,12 +204,11 @@ class Greenroom:
             scheduler,
             store,
             slots,
-            foresight=Foresight(self.predictor, catalog.offsets) if self.predictor else None,
+            foresight=self._foresight(),
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
             links=self._links(),
             between=between,
         )
-        key = parts.fingerprint if parts.remember else ""
         self._recall = Recall(key, self.driver, name, self.predictor)
         self._recall.restore()
         self.warmed = 0  # experts that were read because of earlier runs
@@ -198,10 +218,13 @@ class Greenroom:
         self.keys_values: KVBytes | None = None  # what those of a request take
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
+        self._pinned: Pinned | None = None
         self._modules: list[nn.Module] = []
         self._request, self._tokens = 0, 0
         self._begin: int | None = None  # prompts that begin with the next pass, where it was said
         self._unnoted = False  # are passes those of a trial?
+        self._reading = False  # is the pass a prompt's?
+        self._pinned_for = 0  # the request whose prompt says what stays
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
         self.accelerated: Accelerated | None = None
@@ -215,6 +238,8 @@ class Greenroom:
 
     def _slots(self, pieces: Pieces) -> AnySlots:
         parts, catalog = self.parts, self.parts.catalog
+        if parts.split is not None:
+            return self._kinds(pieces, parts.split)
         each: list[HostSlots | DeviceSlots] = []
         for number, share in enumerate(pieces.shares(parts.capacity)):
             if self.engines:
@@ -224,6 +249,24 @@ class Greenroom:
                 kind = FakeSlots if parts.fake else HostSlots
                 each.append(kind(share, catalog.slot_bytes, reserve=catalog.experts))
         return each[0] if len(each) == 1 else SpreadSlots(each, pieces.shares)
+
+    def _kinds(self, pieces: Pieces, split: Split) -> SlotKinds:
+        """Slots of tops, of a size for each group, and those of bottoms."""
+        parts, offsets = self.parts, pieces.offsets
+
+        def sizes(capacity: int) -> list[int]:
+            return [*group_sizes(pieces, capacity, parts.scope), split.seats]
+
+        if parts.scope == "shared":
+            tops, most = [max(split.tops)], [offsets[-1]]
+        else:
+            tops, most = list(split.tops), [b - a for a, b in pairwise(offsets)]
+        kind = FakeSlots if parts.fake else HostSlots
+        counted = zip(
+            sizes(parts.capacity), [*tops, max(split.bottoms)], [*most, split.seats], strict=True
+        )
+        made = [kind(n, stride, reserve) for n, stride, reserve in counted]
+        return SlotKinds(made, parts.capacity, sizes)
 
     def _links(self) -> tuple[str, ...]:
         """What the links are called; the last one there is for each of several devices."""
@@ -269,21 +312,29 @@ class Greenroom:
         self._shared = shared(model, self._modules)
         first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
         spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
+        kinds = len(slots.kinds) if isinstance(slots, SlotKinds) else 1
+        segmented = Segmented(self.kernel, kinds) if parts.catalog.layouts[0].segments else None
         places = [engine.device for engine in self.engines] or [model.device] * len(parts.devices)
-        computed = None if isinstance(slots, HostSlots) else slots.computed
+        computed = None if isinstance(slots, HostSlots | SlotKinds) else slots.computed
         for layer, module in enumerate(self._modules):
-            experts = LayerExperts(module, parts.catalog.layouts[layer], first)
+            layout = parts.catalog.layouts[layer]
+            experts: LayerExperts
+            if segmented is not None:
+                experts = self._in_segments(module, layer, slots)
+            else:
+                experts = LayerExperts(module, layout, first)  # type: ignore[arg-type]
             if spread is not None:
                 spread.over(experts, places)
             binding = Binding(
                 self.driver,
-                spread or self.kernel,
+                spread or segmented or self.kernel,
                 layer,
                 experts,
                 policy.weighs,
                 inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
                 computed=computed,
+                chosen=self._used if parts.pins is not None or parts.watch else None,
             )
             setattr(module, BINDING, binding)
             if layer == 0:
@@ -297,6 +348,18 @@ class Greenroom:
                 module.register_forward_pre_hook(self._begins, with_kwargs=True),
                 module.register_forward_hook(self._ends, always_call=True),
             ]
+
+    def _in_segments(self, module: nn.Module, layer: int, slots: AnySlots) -> SegmentedExperts:
+        """A layer whose experts lie in segments, all in one slot or in those of two parts."""
+        layout, catalog = self.parts.catalog.layouts[layer], self.parts.catalog
+        if not isinstance(slots, SlotKinds):
+            assert isinstance(slots, HostSlots)
+            return SegmentedExperts(module, layout, [slots], 0)
+        assert isinstance(catalog, PackCatalog)
+        tops = slots.kinds[0 if self.parts.scope == "shared" else layer]
+        cut = catalog.cuts[layer]
+        of = [tops, slots.kinds[-1]] if cut < len(layout.segments) else [tops]
+        return SegmentedExperts(module, layout, of, cut)
 
     def _say_what_is_left(self, binding: Binding) -> None:
         """A GPU's kernel leaves some experts to the slower, eager one."""
@@ -326,7 +389,10 @@ class Greenroom:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
-        prompt = not cache.singles if together else length > 1
+        self._reading = prompt = not cache.singles if together else length > 1
+        if self._pinned is not None:
+            self._pinned.begins(prompt, anew=self._request != self._pinned_for)
+            self._pinned_for = self._request
         self.driver.begin_pass(
             PassBegins(
                 self._request,
@@ -422,15 +488,44 @@ class Greenroom:
             x = torch.zeros(tokens, binding.experts.hidden, dtype=dtype, device=device)
             weights = torch.ones(tokens, 1, dtype=dtype, device=device)
             routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
-            step = self.kernel.begin(binding.experts, x, routing, weights)
-            self.kernel.wave(step, experts, slots)
-            self.kernel.combine(step)
+            kernel = self.kernel if self.engine or len(self.parts.devices) > 1 else binding.kernel
+            step = kernel.begin(binding.experts, x, routing, weights)
+            kernel.wave(step, experts, slots)
+            kernel.combine(step)
+
+    def _foresight(self) -> Foresight | None:
+        """What makes of guesses what the scheduler is told, where anybody guesses."""
+        if self.predictor is None:
+            return None
+        if self._watch is None:
+            return Foresight(self.predictor, self.parts.catalog.offsets)
+        return Heard(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
+
+    def pin(self) -> None:
+        """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
+        for the fewest slots that keys and values will leave."""
+        parts = self.parts
+        if parts.pins is not None:
+            fewest = self.growth.least if self.growth is not None else self.capacity
+            sizes = group_sizes(pieces_of(parts), fewest, parts.scope)
+            for task in parts.pins.tasks.values():
+                self.driver.scheduler.cache.check_kept(sizes, task.experts)
+            self._pinned = Pinned(parts.pins, self.driver)
+
+    def _used(self, layer: int, experts: Ids) -> None:
+        """A layer's router has chosen these experts, [T, K]."""
+        if self._pinned is not None:
+            self._pinned.chosen(layer, experts)
+        if self._watch is not None and not self._reading:
+            self._watch.chosen(layer, experts)
 
     def warm_up(self) -> None:
         """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
         scheduler = self.driver.scheduler
         scheduler.on(Resized(self.capacity, ahead=0))  # nothing is to be learned about its pace
         self.warmed = self._recall.warm_up()
+        if self.parts.pins is not None and (wanted := self.parts.pins.first).size:
+            self.warmed += warm_up(self.driver, wanted, LIMIT_S)
         scheduler.on(Resized(self.capacity, ahead=self._ahead))
         self.reset_stats()
 
@@ -458,6 +553,7 @@ class Greenroom:
             prefetch=prefetch_stats(driver, self.predictor, counts),
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
+            split=split_stats(driver, counts),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - self._tier_base[0],
@@ -488,7 +584,8 @@ class Greenroom:
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.parts.catalog, "cache")
-        group_sizes(pieces_of(self.parts), slots, self.parts.scope)  # or BudgetError
+        sizes = group_sizes(pieces_of(self.parts), slots, self.parts.scope)  # or BudgetError
+        self.driver.scheduler.cache.check_kept(sizes)
         self.growth = None
         self.driver.resize(slots)
         self._sized()
@@ -509,7 +606,8 @@ class Greenroom:
         """
         if self._close.alive:
             self._close()
-            self._recall.keep()
+            counted = self._watch.state(self.driver) if self._watch is not None else None
+            self._recall.keep({} if counted is None else {watch.NAME: counted})
         for module in self._modules:
             if hasattr(module, BINDING):
                 delattr(module, BINDING)

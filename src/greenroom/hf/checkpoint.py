@@ -146,6 +146,15 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
     Raises NotAModel or UnsupportedModel with one line that says what to do.
     """
+    if (here := local(model)) is not None:
+        return here
+    from greenroom.hf.hub import download
+
+    return download(os.fspath(model))
+
+
+def local(model: str | os.PathLike[str]) -> Path | None:
+    """As `resolve`, but None for what can only be a hub id."""
     text = os.fspath(model)
     if text == "demo":
         return demo_folder()
@@ -173,9 +182,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         )
     if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
         raise NotAModel(f"{text}: there is no such folder")
-    from greenroom.hf.hub import download
-
-    return download(text)
+    return None
 
 
 def demo_folder() -> Path:

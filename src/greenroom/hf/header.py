@@ -90,12 +90,13 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
         raise CheckpointError(f"{path}: its header is not a table of tensors")
     entries.pop("__metadata__", None)
     data = 8 + length
-    tensors = {name: _tensor(path, file, name, entry, data) for name, entry in entries.items()}
+    tensors = {name: tensor_of(path, file, name, entry, data) for name, entry in entries.items()}
     check_ranges(path, tensors, size)
     return tensors
 
 
-def _tensor(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
+def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
+    """One entry of the JSON; `data` is where the data begins. CheckpointError where it is wrong."""
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]

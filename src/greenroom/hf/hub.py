@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import (
+    constants,
+    get_safetensors_metadata,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub import errors as hub
 
-from greenroom.errors import ModelError, NotAModel, OutputError
-from greenroom.hf.checkpoint import read_config
+from greenroom.errors import ModelError, NotAModel, OutputError, UnsupportedModel
+from greenroom.hf.checkpoint import Checkpoint, read_config
+from greenroom.hf.header import Stored, tensor_of
+from greenroom.hf.quantised import encoded
 
 FILES = [
     "*.json",
@@ -27,10 +37,52 @@ NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, meta
 
 def download(model: str) -> Path:
     """The local snapshot of a hub id, downloaded where needed; NotAModel if that fails."""
-    try:
+    with hub_errors(model):
         folder = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns=NOT_FILES))
         read_config(folder)
         return folder
+
+
+def downloaded(model: str) -> Path | None:
+    """The local snapshot of a hub id, as far as it is there; None without one. Asks nobody."""
+    with hub_errors(model):
+        found = try_to_load_from_cache(model, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def remote(model: str) -> Checkpoint:
+    """A hub id's config and headers as a checkpoint whose weights cannot be read.
+
+    The config is a small file in the hub's cache; headers come by range requests, one or two a
+    file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
+    """
+    with hub_errors(model):
+        folder = Path(hf_hub_download(model, "config.json")).parent
+        config = read_config(folder)
+        try:
+            found = get_safetensors_metadata(model)
+        except hub.NotASafetensorsRepoError as error:
+            raise UnsupportedModel(f"{model}: the hub has no safetensors of it") from error
+    names = sorted(found.files_metadata)
+    tensors: dict[str, Stored] = {}
+    for number, name in enumerate(names):
+        for key, info in found.files_metadata[name].tensors.items():
+            if found.weight_map.get(key, name) == name:
+                entry = {
+                    "dtype": info.dtype,
+                    "shape": info.shape,
+                    "data_offsets": info.data_offsets,
+                }
+                tensors[key] = tensor_of(folder / name, number, key, entry, 0)
+    files = tuple(str(folder / name) for name in names)
+    return Checkpoint(folder, config, files, encoded(config, tensors, folder), tensors)
+
+
+@contextmanager
+def hub_errors(model: str) -> Iterator[None]:
+    """What the hub and the way to it raise, as one line of ours."""
+    try:
+        yield
     except ModelError:
         raise
     except hub.HFValidationError as error:

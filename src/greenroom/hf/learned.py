@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from greenroom.core.cache import split_capacity
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.errors import OutputError
 from greenroom.trace.container import beside
 
@@ -169,7 +169,9 @@ def _sweep(path: Path) -> None:
                 draft.unlink()
 
 
-def hot_set(learned: Learned, offsets: Sequence[int], capacity: int, scope: str = "shared") -> Ids:
+def hot_set(
+    learned: Learned, offsets: Sequence[int], capacity: int, scope: Scope = "shared"
+) -> Ids:
     """The experts to load at the start into `capacity` slots, dearest first, each once.
 
     `offsets` [L + 1] are the dense ids at which layers begin. First those that were resident at the

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig, devices_of, show_bytes
+from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_bytes, split_of
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
+from greenroom.core.layout import Catalog
+from greenroom.core.pins import Pins
 from greenroom.core.queue import staging_seats
+from greenroom.core.scope import least_capacity
 from greenroom.errors import CheckpointError, DeviceError, UsageError
+from greenroom.hf import learned
 from greenroom.hf.attach import (
     COMPILED,
     Greenroom,
@@ -41,6 +45,9 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
+from greenroom.hf.settled import settled
+from greenroom.hf.split import split_experts
+from greenroom.hf.watch import START, auto_split
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
@@ -111,6 +118,11 @@ def _load(
     checkpoint = Checkpoint.open(resolve(source))
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
+    shares, split = split_of(config.split), None
+    top_k = experts_per_token(draft.model)
+    if shares is not None:  # auto: what is known sets it when the capacity is known
+        first = START if isinstance(shares, str) else shares
+        catalog, split = split_experts(catalog, first, top_k)
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
@@ -121,12 +133,14 @@ def _load(
             config.kv, show_bytes(-saved), context,
         )  # fmt: skip
     kind, devices = devices_of(config.device)
-    fewest = len(devices) * (len(catalog.layers) if config.scope == "per-layer" else 1)
     parts = Parts(
         catalog,
-        capacity=fewest,
+        capacity=1,
         policy=config.policy,
-        scope=config.scope,
+        scope=scope_of(config.scope),
+        split=split,
+        watch=shares == "auto",
+        pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
         predictor=config.predictor,
         guard=not config.no_guard,
@@ -145,9 +159,10 @@ def _load(
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
     )
-    pieces_of(parts)  # or UsageError
-    if kernels_of(parts) in COMPILED and draft.dtype is not torch.float32:
+    if kernels_of(parts) in COMPILED and draft.dtype is not torch.float32:  # or UsageError
         draft.keep_stored()
+    fewest = least_capacity(pieces_of(parts), parts.scope)
+    parts = replace(parts, capacity=fewest)
     tokenizer = tokenizer_of(checkpoint)
     engines, gpu = engines_for(parts), None
     engine = engines[0] if engines else None
@@ -158,19 +173,26 @@ def _load(
         parts = _with_host(parts, config, keys_values)  # or BudgetError, before anything is loaded
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
-        group_sizes(pieces_of(parts), parts.capacity, config.scope)  # or BudgetError
+        group_sizes(pieces_of(parts), parts.capacity, parts.scope)  # or BudgetError
         room = parts.capacity
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
         need = gpu.before(draft, parts) if gpu else needs(draft, parts)
         of = gpu.OF if gpu else ""
-        least = max(fewest, min(experts_per_token(draft.model), catalog.experts))
+        tasks = parts.pins.tasks.values() if parts.pins is not None else ()
+        pinned = max((task.experts.size for task in tasks), default=0)
+        least = max(fewest, min(pinned + experts_per_token(draft.model), catalog.experts))
         over = max(1, len(engines))
         room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
-    chosen = choose(config.policy, room, catalog.experts)
+    parts = settled(parts, config, room)
+    chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
+    if shares == "auto":
+        parts = _configured(parts, draft.catalog, room, config, top_k)
+    if room >= catalog.experts and parts.split is not None:  # every expert has a slot as a whole
+        parts = replace(parts, catalog=draft.catalog, split=None)
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
     progress(0.1, "loading the dense parts")
@@ -206,12 +228,25 @@ def _load(
                 context=context, least=least, of=of, devices=over, release=release,
             )  # fmt: skip
             greenroom.grow(growth)
+        greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
     except BaseException:
         greenroom.detach()
         raise
     return model, tokenizer
+
+
+def _configured(parts: Parts, catalog: Catalog, room: int, config: LoadConfig, top_k: int) -> Parts:
+    """With the budgets and splits of layers that earlier runs' recordings ask for, in this room."""
+    known = learned.load(parts.fingerprint) if parts.remember and parts.fingerprint else None
+    catalog, split, scope = auto_split(catalog, known, room, top_k)
+    scope = scope if config.scope == "shared" else parts.scope
+    parts = replace(parts, catalog=catalog, split=split, scope=scope)
+    least = least_capacity(pieces_of(parts), scope)
+    parts = replace(parts, capacity=max(parts.capacity, least))
+    group_sizes(pieces_of(parts), max(room, parts.capacity), scope)  # or BudgetError
+    return parts
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenroom.core.layout import Catalog
+from greenroom.core.pieces import Split
+from greenroom.core.pins import Pins
+from greenroom.core.scope import Scope
 from greenroom.hf.kv_kinds import Kind
 
 
@@ -20,11 +23,15 @@ class Parts:
     catalog: Catalog
     capacity: int
     policy: str = "auto"
-    scope: str = "shared"
+    scope: Scope = "shared"
+    split: Split | None = None  # how experts are cut, as the catalog's pieces are
+    watch: bool = False  # record what the next run's split and budgets are set by
+    pins: Pins | None = None  # experts of tasks that stay
     prefetch: str = "off"
     predictor: str | None = None  # the file of `learned`
     guard: bool = True
     fingerprint: str = ""  # of the checkpoint
+    chosen: str = ""  # where policy, scope and prefetch come from, if neither user nor defaults
     remember: bool = False  # begin with what earlier runs learned, and leave it to the next
     kernels: str = "auto"
     fake: bool = False

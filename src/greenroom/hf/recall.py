@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -49,7 +50,9 @@ class Recall:
         if self._before is None:
             return 0
         offsets, cache = scheduler.pieces.offsets, scheduler.cache
-        hot = learned.hot_set(self._before, offsets, cache.capacity, cache.scope)
+        sizes = [cache.size(group) for group in range(cache.groups)]
+        given = tuple(map(float, sizes)) if scheduler.pieces.split and len(sizes) > 1 else None
+        hot = learned.hot_set(self._before, offsets, cache.capacity, given or cache.scope)
         try:
             return warm_up(self._driver, hot, LIMIT_S)
         except StoreError as error:
@@ -60,8 +63,9 @@ class Recall:
             self._driver.asked[:] = 0
             self._driver.missed[:] = 0
 
-    def keep(self) -> None:
-        """Leave what was learned since then, where it is enough to be worth it."""
+    def keep(self, beside: Mapping[str, State] | None = None) -> None:
+        """Leave what was learned since then, and states `beside`, where it is enough to be worth
+        it."""
         driver = self._driver
         passes = driver.meter.passes - self._passes
         if not self._fingerprint or passes < LEAST or not learned.switched_on():
@@ -74,6 +78,7 @@ class Recall:
                 popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
+        states |= beside or {}
         residents = driver.scheduler.cache.residents()
         hot = residents[np.argsort(-popularity[residents], kind="stable")]
         learned.save(self._fingerprint, Learned(hot, popularity, states))

@@ -28,7 +28,6 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     for option in (
         "kv",
-        "scope",
         "device",
         "host_memory",
         "readers",
@@ -40,6 +39,12 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         value = getattr(config, option)
         if value != LoadConfig.__dataclass_fields__[option].default:
             flags.append(f"--{option.replace('_', '-')} {value}")
+    if parts.scope != "shared":
+        flags.append(f"--scope {parts.scope if isinstance(parts.scope, str) else config.scope}")
+    if config.pin is not None:
+        flags.append(f"--pin {config.pin}")
+    if config.split != "off":
+        flags.append(f"--split {config.split}")
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
@@ -47,6 +52,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
     quantised = f" in {parts.kv.name}, which changes the output," if parts.kv.quantised else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
+    chosen = f" · settings {parts.chosen}" if parts.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
     kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
     return (
@@ -57,7 +63,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
-        f"{left} · same again: {' '.join(flags)}"
+        f"{left}{chosen} · same again: {' '.join(flags)}"
     )
 
 
@@ -71,8 +77,8 @@ def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
     running = greenroom.predictor
     if running is None:
         return [f"--prefetch {OFF}"]
-    auto = predictor(config.prefetch).kind is AUTO
-    flags = [f"--prefetch {running.name if auto else config.prefetch}"]
+    auto = predictor(greenroom.parts.prefetch).kind is AUTO
+    flags = [f"--prefetch {running.name if auto else greenroom.parts.prefetch}"]
     if config.predictor is not None:
         flags.append(f"--predictor {shlex.quote(config.predictor)}")
     return flags + ["--no-guard"] * config.no_guard

@@ -104,7 +104,7 @@ def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[
             )
         yield files, path
         return
-    folder = path or _models_folder()
+    folder = path or models_folder()
     nbytes = min(nbytes, shutil.disk_usage(folder).free // 2)
     if nbytes < LEAST_BYTES:
         raise UsageError(
@@ -122,7 +122,7 @@ def _model_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
 
 
-def _models_folder() -> Path:
+def models_folder() -> Path:
     """Where models are downloaded to; the nearest folder above it that exists."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"

@@ -39,7 +39,7 @@ from greenroom.runtime.meter import Meter
 from greenroom.runtime.timeline import COMPUTE, Timeline, lane
 from greenroom.runtime.turns import Turns
 
-ComputeWave = Callable[[np.ndarray, np.ndarray], None]
+ComputeWave = Callable[..., None]  # (experts, slots), and the part where experts are split
 
 
 class Slots(Protocol):
@@ -89,7 +89,7 @@ class Driver:
         self.scheduler, self.slots = scheduler, slots
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
-        self.asked = np.zeros(len(scheduler.pieces), np.int64)  # requests of each piece
+        self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self.timeline: Timeline | None = None
         self.links = links
@@ -123,7 +123,9 @@ class Driver:
 
     @property
     def _foresees(self) -> bool:
-        return self.foresight is not None and self.scheduler.capacity < len(self.scheduler.pieces)
+        return (
+            self.foresight is not None and self.scheduler.capacity < self.scheduler.pieces.experts
+        )
 
     def end_pass(self) -> None:
         """The pass is over, or was given up."""
@@ -131,6 +133,10 @@ class Driver:
             return
         begun, stalls, tokens = self._begun
         self._begun, now = None, time.perf_counter()
+        if not self._prefill:
+            self.meter.decodes += 1
+            self.meter.decode_s += now - begun
+            self.meter.waited_s += self.meter.stall_s - stalls
         if self.timeline is not None:
             self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
         if self.guard is not None and self._foresees and not self._prefill:
@@ -171,7 +177,8 @@ class Driver:
         seen: Callable[[bool], Seen] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Have `compute(experts, slots)` called on every expert of a step once, in waves.
+        """Have `compute(experts, slots)` called on every expert of a step once, in waves; of split
+        experts `compute(experts, slots, part)` on every part, the top before the bottom.
 
         `experts` are ids within the layer, ascending, int64; `rows` and `weights` the tokens that
         chose each and the sums of their gate weights, for policies that look at them; `seen` gives
@@ -216,7 +223,9 @@ class Driver:
                     self._foretell(lambda foresight: foresight.routed(seen(foresight.on)))
                 while isinstance(order := self._next_order(), Compute):
                     begin = time.perf_counter()
-                    compute(order.experts - first, order.slots)
+                    compute(order.experts - first, order.slots, *self._part(order))
+                    if not self._prefill:
+                        self.meter.computed_s += time.perf_counter() - begin
                     if self.timeline is not None:
                         self._show_wave(layer, order, begin)
                     self._tell(Computed(order.device))
@@ -245,6 +254,12 @@ class Driver:
             compute()
             return True
 
+    def order(self, event: Event) -> None:
+        """Tell the scheduler something between two steps."""
+        with self._one_step:
+            self._enter()
+            self._tell(event)
+
     def resize(self, capacity: int) -> None:
         """Change the number of slots between steps; returns when it is done."""
         with self._one_step:
@@ -257,6 +272,10 @@ class Driver:
                     self._wait()
         if self.guard is not None:
             self.guard.changed()
+
+    def _part(self, order: Compute) -> tuple[int, ...]:
+        """What a wave is told beside its experts and slots."""
+        return () if self.scheduler.pieces.split is None else (order.part,)
 
     def _enter(self) -> None:
         """A step or a resize begins; a step whose leaving was interrupted is left now."""

@@ -39,6 +39,7 @@ class Binding:
     inputs: Callable[[], Inputs | None] | None = None  # of the router
     meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
     computed: Callable[[Sequence[int]], None] | None = None
+    chosen: Callable[[int, Ids], None] | None = None  # is told what each step's tokens chose
     # By top_k and the weights' type; None where the layer is not of this kind.
     direct: dict[tuple[int, torch.dtype], Direct | None] = field(default_factory=dict)
 
@@ -102,13 +103,15 @@ def _step(
 ) -> torch.Tensor:
     chosen, weights = to_host(top_k_index, top_k_weights if binding.weighs else None)
     routing, kernel = Routing.of(chosen, num_experts), binding.kernel
+    if binding.chosen is not None:
+        binding.chosen(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
     joins = residual is not None and isinstance(step, Step)
     if joins:
         step.residual = residual
 
-    def wave(experts: Any, slots: Any) -> None:
-        kernel.wave(step, experts.tolist(), slots.tolist())
+    def wave(experts: Any, slots: Any, *part: int) -> None:
+        kernel.wave(step, experts.tolist(), slots.tolist(), *part)
         if binding.computed is not None:
             binding.computed(slots.tolist())
 

@@ -37,11 +37,18 @@ class Meter:
 
     A stall is time with nothing to compute but a wait. Its cause is that of what it waits for:
     `prefill` in a prompt's steps; in others `late`, an expert whose prefetch had begun, or `miss`.
+
+    Of `decodes`, passes that are no prompt's: the seconds that they took, of which they waited and
+    computed experts.
     """
 
     links: list[LinkMeter]
     stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     passes: int = 0
+    decodes: int = 0
+    decode_s: float = 0.0
+    waited_s: float = 0.0
+    computed_s: float = 0.0
     at: float = field(default=0.0, compare=False)  # when it was read
 
     @classmethod
@@ -60,7 +67,7 @@ class Meter:
     def copy(self) -> Meter:
         """As it is now."""
         links = [replace(link) for link in self.links]
-        return Meter(links, dict(self.stalls), self.passes, time.perf_counter())
+        return replace(self, links=links, stalls=dict(self.stalls), at=time.perf_counter())
 
 
 def minus(after: Any, before: Any) -> Any:

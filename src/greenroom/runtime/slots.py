@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -91,6 +92,52 @@ class HostSlots:
         """Give the pages back now; the address range goes with the last view of it."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0
+
+
+class SlotKinds:
+    """Slots of several sizes as one tier: slot s is number s // kinds of kind s % kinds.
+
+    `sizes(capacity)` says how many there are of each kind in the memory of so many whole experts.
+    """
+
+    def __init__(
+        self, kinds: Sequence[HostSlots], capacity: int, sizes: Callable[[int], list[int]]
+    ) -> None:
+        self.kinds, self.capacity, self._sizes = list(kinds), capacity, sizes
+
+    def _at(self, slot: int) -> tuple[HostSlots, int]:
+        return self.kinds[slot % len(self.kinds)], slot // len(self.kinds)
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        """As `HostSlots.write`."""
+        slots, number = self._at(slot)
+        slots.write(number, copies, data, start)
+
+    def clear(self, slot: int) -> None:
+        """A new piece is about to come into this slot."""
+        slots, number = self._at(slot)
+        slots.clear(number)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot to another of the same kind."""
+        (slots, number), (same, other) = self._at(source), self._at(target)
+        assert slots is same
+        slots.move(number, other)
+
+    def trim(self, capacity: int) -> None:
+        """Have the slots of so many whole experts; the pages of others go back to the system."""
+        for slots, count in zip(self.kinds, self._sizes(capacity), strict=True):
+            slots.trim(count)
+        self.capacity = capacity
+
+    def fitting(self, capacity: int) -> int:
+        """The most that take the memory of no more than `capacity`: as many."""
+        return capacity
+
+    def close(self) -> None:
+        """Give the pages back now."""
+        for slots in self.kinds:
+            slots.close()
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:

@@ -25,7 +25,8 @@ class Stats(Mapping[str, Any]):
 
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
-    memory behind a device: its slots, what it was asked for, and how much of that it had.
+    memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
+    is how experts are cut (see `split_stats`), None where they are whole.
     """
 
     policy: str
@@ -47,6 +48,7 @@ class Stats(Mapping[str, Any]):
     host: dict[str, int] | None = None
     capacity_least: int = 0
     capacity_most: int = 0
+    split: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -58,6 +60,22 @@ class Stats(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(fields(self))
+
+
+def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
+    """How experts are cut: slots of tops of each group, each layer's share of a top, slots for
+    bottoms, and how many bottoms were asked for and there."""
+    scheduler = driver.scheduler
+    if (split := scheduler.pieces.split) is None:
+        return None
+    cache = scheduler.cache
+    return {
+        "tops": [cache.size(group) for group in range(cache.groups)],
+        "shares": [a / (a + b) for a, b in zip(split.tops, split.bottoms, strict=True)],
+        "seats": split.seats,
+        "bottoms": counts.bottoms,
+        "bottom_hits": counts.bottom_hits,
+    }
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:

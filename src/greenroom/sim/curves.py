@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from greenroom.core.cache import split_capacity
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
 from greenroom.policies.opt import next_uses
 from greenroom.sim.checked import check_stream, layers_of
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
 
 
 def lru_curve(
-    stream: Stream, offsets: Ints, *, scope: str = "shared", reset: bool = False
+    stream: Stream, offsets: Ints, *, scope: Scope = "shared", reset: bool = False
 ) -> Curve:
     """LRU's misses at every capacity that the scope allows, up to all experts.
 
@@ -41,7 +41,7 @@ def lru_curve(
 
 
 def opt_curve(
-    stream: Stream, offsets: Ints, *, scope: str = "shared", reset: bool = False
+    stream: Stream, offsets: Ints, *, scope: Scope = "shared", reset: bool = False
 ) -> Curve:
     """OPT's misses at every capacity; arguments and errors are those of `lru_curve`."""
     return _curve(stream, offsets, scope, reset, _opt_depths)
@@ -50,16 +50,16 @@ def opt_curve(
 def _curve(
     stream: Stream,
     offsets: Ints,
-    scope: str,
+    scope: Scope,
     reset: bool,
     depths: Callable[[Ids, Ints, Ints, Ints], None],
 ) -> Curve:
     layer = layers_of(offsets)
     check_stream(stream, layer)
-    layers = len(offsets) - 1
-    per_layer = scope == "per-layer"
+    layers, most = len(offsets) - 1, np.diff(offsets).tolist()
+    per_layer = scope != "shared"
     least = layers if per_layer else 1
-    split_capacity(least, layers, scope)
+    split_capacity(least, layers, scope, most)
     group_of = layer if per_layer else np.zeros(layer.size, np.int64)
     groups = layers if per_layer else 1
     sizes = np.bincount(group_of, minlength=groups)
@@ -75,12 +75,26 @@ def _curve(
     below = hits.cumsum(axis=1)
     requests = stream.pieces.size
     capacities = np.arange(least, layer.size + 1, dtype=np.int64)
-    each, more = capacities // groups, capacities % groups
-    found = np.zeros(capacities.size, np.int64)
-    for group in range(groups):
-        slots = np.minimum(each + (group < more), layer.size)
-        found += below[group, slots]
+    given = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
+    slots = np.minimum(np.array(given, np.int64), layer.size)
+    found = below[np.arange(groups), slots].sum(axis=1)
     return Curve(capacities, requests - found, requests)
+
+
+def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
+    """The slots with which each request is a hit where every layer has LRU of its own, [N]; 0 where
+    it never is. Arguments as for `lru_curve`."""
+    layer = layers_of(offsets)
+    check_stream(stream, layer)
+    sizes = np.bincount(layer, minlength=len(offsets) - 1)
+    first = (np.cumsum(sizes) - sizes).astype(np.int64)
+    hits = np.zeros((sizes.size, layer.size + 1), np.int64)
+    found = np.zeros(stream.pieces.size, np.int64)
+    cuts = np.flatnonzero(np.diff(stream.request)) + 1 if reset else np.empty(0, np.int64)
+    ends = stream.starts[np.append(cuts, stream.layer.size)].tolist()
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        _lru_stack(stream.pieces[begin:end], layer, first, hits, found[begin:end])
+    return found
 
 
 WINDOW = 8  # times as many places as pieces
@@ -98,8 +112,11 @@ def _ones(word: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _lru_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
-    """Add each request to the count of its depth: the distinct pieces of its group since the last
+def _lru_stack(pieces: Ids, group_of: Ints, first: Ints, hits: Ints, found: Ints) -> None:
+    """`_lru_depths`, and in `found` each request's depth, where it has room for them: 0 for the
+    first one of a piece.
+
+    Add each request to the count of its depth: the distinct pieces of its group since the last
     request for the same one, itself included.
 
     Every request takes the next place of its group's row and marks it until the piece is requested
@@ -119,7 +136,8 @@ def _lru_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
     holder = np.zeros(64 * begin[groups], np.int32)
     place = np.full(count, -1, np.int64)
     end = 64 * begin[:-1]
-    for piece in pieces:
+    for i in range(pieces.size):
+        piece = pieces[i]
         group = group_of[piece]
         if end[group] == 64 * begin[group + 1]:
             end[group] = _compact(begin[group], begin[group + 1], marks, marked, holder, place)
@@ -131,11 +149,18 @@ def _lru_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
             for w in range(word + 1, (new >> 6) + 1):
                 depth += marked[w]
             hits[group, depth] += 1
+            if found.size:
+                found[i] = depth
             marks[word] &= ~bit
             marked[word] -= 1
         place[piece], holder[new] = new, piece
         marks[new >> 6] |= ONE << np.uint64(new & 63)
         marked[new >> 6] += 1
+
+
+def _lru_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
+    """Add each request to the count of its depth in its group's stack, as `_opt_depths` does."""
+    _lru_stack(pieces, group_of, first, hits, np.empty(0, np.int64))
 
 
 @njit(nogil=True, cache=True)

@@ -6,7 +6,7 @@ every event is played, tens of microseconds each, by Python that holds its lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 from greenroom.core.buffer import Use, slots_ahead
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.foresight import Foresight
-from greenroom.core.pieces import Pieces
+from greenroom.core.pieces import SEATS, Pieces, Split
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.scope import Scope
 from greenroom.core.step import Counts
 from greenroom.core.stream import Stream
 from greenroom.core.tiers import HostTier
@@ -29,6 +30,7 @@ from greenroom.sim.timed import Times, by_request
 from greenroom.trace import Trace
 
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
+OF_SPLITS = ("bottoms", "bottom_hits")
 NEVER = ("failed",)  # and those of what no simulated link does
 
 
@@ -42,9 +44,11 @@ class Proactive:
     ahead: int
     accuracy: float | None
     goodpred: float | None
+    split: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        counts = {n: v for n, v in asdict(self.counts).items() if n not in ELSEWHERE + NEVER}
+        left_out = ELSEWHERE + NEVER + (() if self.split else OF_SPLITS)
+        counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
             "ahead": self.ahead,
@@ -64,25 +68,34 @@ def proactive(
     prefetch: str,
     *,
     ahead: int | None = None,
-    scope: str = "shared",
+    scope: Scope = "shared",
     seed: int = 0,
     reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     host: int = 0,
     devices: int = 1,
+    split: float | Sequence[float] | None = None,
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
     order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
     several `devices` experts are spread, and `capacity` is that of all together.
 
-    Up to `ahead` slots are on loan to prefetches (default: as a run has it). With `reset` every
-    request begins with an empty cache; what was learned stays. UsageError where the predictor needs
-    what a trace does not have, and where the policy must know what comes.
+    `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
+    the memory of so many whole experts. Up to `ahead` slots are on loan to prefetches (default: as
+    a run has it). With `reset` every request begins with an empty cache; what was learned stays.
+    UsageError where the predictor needs what a trace does not have, and where the policy must know
+    what comes.
     """
     check_policy(policy)
     offsets = trace.offsets.tolist()
     chunks = max(1, -(-expert_bytes // chunk_bytes))
-    pieces = Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1], devices)
+    if split is None:
+        nbytes = [expert_bytes] * trace.layers
+        pieces = Pieces.whole(offsets, nbytes, [chunks] * offsets[-1], devices)
+    else:
+        if devices > 1:
+            raise UsageError("split experts are on one device: leave out --devices")
+        pieces = parts_of(trace, expert_bytes, split, chunk_bytes)
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
     if prefetch == OFF:
@@ -119,7 +132,23 @@ def proactive(
         clock.compute,
         clock.bytes_moved,
     )
-    return Proactive(times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good())
+    return Proactive(
+        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None
+    )
+
+
+def parts_of(
+    trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
+) -> Pieces:
+    """A trace's experts, cut in two. UsageError where no layer is, or it has other layers."""
+    cut = Split.of(expert_bytes, split, trace.layers, SEATS * trace.top_k)
+    offsets, counts = trace.offsets.tolist(), trace.experts_per_layer
+    chunks = [
+        -(-n // chunk_bytes)
+        for part in (cut.tops, cut.bottoms)
+        for n in np.repeat(part, counts).tolist()
+    ]
+    return Pieces.parts(offsets, cut, chunks)
 
 
 def check_policy(policy: Policy) -> None:

@@ -5,7 +5,7 @@ The whole stream is served in one compiled call, by the functions that serve a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache import bind, check_pin, empty_state, preload, split_capacity
+from greenroom.core.cache import bind, check_pin, empty_state, preload
 from greenroom.core.kept import kept
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, State
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
-from greenroom.errors import UsageError
+from greenroom.errors import BudgetError, UsageError
 from greenroom.sim.checked import check_stream, layers_of
 
 
@@ -44,34 +45,46 @@ def replay(
     capacity: int,
     policy: Policy,
     *,
-    scope: str = "shared",
+    scope: Scope = "shared",
     pin: str = "step",
     seed: int = 0,
     reset: bool = False,
     detail: bool = False,
+    kept: Sequence[tuple[int, Ints]] = (),
 ) -> Replayed:
     """Serve a stream from an empty cache of `capacity` slots; `offsets` [layers + 1] are dense ids.
 
     `pin`: "step" protects the pieces of the step that is served, "none" protects nothing. `reset`
     starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
-    alone. `detail` asks for `missed`. Releases the GIL. UsageError for a capacity, scope, pin,
-    piece or step that cannot be.
+    alone. `detail` asks for `missed`. From step s on the pieces of each (s, pieces) of `kept`, and
+    no longer those of the one before, stay once they are there (not with `reset`). Releases the
+    GIL. UsageError for a capacity, scope, pin, piece or step that cannot be.
     """
     check_pin(pin)
     layer = layers_of(offsets)
     check_capacity(capacity, layer.size)
     check_stream(stream, layer)
-    sizes = split_capacity(capacity, len(offsets) - 1, scope)
+    sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0
+    if reset and kept:
+        raise UsageError("with an empty cache for each request nothing stays: pin, or reset")
     for begin, end in _parts(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         own = policy.memory(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
-        misses += loop(state, own, stream, begin, end, pin == "step", missed)
+        for first, last, stay in _keeping(kept, begin, end):
+            state.pinned[:] = 0
+            state.pinned[stay] = 1
+            open_to = np.array(sizes) - np.bincount(state.group_of[stay], minlength=len(sizes))
+            if open_to.min() < 1:
+                raise BudgetError(f"{stay.size} pinned experts leave no slot for the others")
+            misses += loop(
+                state, own, stream, first, last, pin == "step", missed, open_to, first == begin
+            )
     return Replayed(stream.pieces.size, misses, missed if detail else None)
 
 
@@ -89,6 +102,14 @@ def _parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
     cuts = np.flatnonzero(np.diff(stream.request)) + 1
     ends = [*cuts.tolist(), steps]
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _keeping(kept: Sequence[tuple[int, Ints]], begin: int, end: int) -> list[tuple[int, int, Ints]]:
+    """Runs of steps [first, last) with what stays in them."""
+    none = np.empty(0, np.int64)
+    changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in kept if s < end)]
+    ends = [*(s for s, _ in changes[1:]), end]
+    return [(s, e, pieces) for (s, pieces), e in zip(changes, ends, strict=True) if s < e]
 
 
 def _bound_loop(policy: Policy) -> Any:
@@ -117,15 +138,21 @@ def _make_loop(stamp: int) -> Callable[..., int]:
         end: int,
         pin: bool,
         missed: NDArray[np.bool_],
+        open_to: Ints,
+        anew: bool,
     ) -> int:
-        """Serve steps begin .. end - 1. How many requests were misses."""
+        """Serve steps begin .. end - 1. How many requests were misses.
+
+        `open_to` [G] are the slots of each group that are nobody's for good; pieces that stay are
+        pinned already. `anew`: a prompt begins with the first step, whosever it was before.
+        """
         stamp  # noqa: B018 - part of the key on disk
-        misses, request = 0, -1
+        misses, request = 0, -1 if begin == 0 else stream.request[begin - 1]
         for s in range(begin, end):
             a, b = stream.starts[s], stream.starts[s + 1]
             clock, token, layer = stream.now[s], stream.token[s], stream.layer[s]
             now = Now(clock, token, stream.request[s], layer, a)
-            if stream.request[s] != request or s == begin:
+            if stream.request[s] != request or (anew and s == begin):
                 request = stream.request[s]
                 on_request(state, own, now)
             on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
@@ -142,14 +169,17 @@ def _make_loop(stamp: int) -> Callable[..., int]:
                 group = state.group_of[piece]
                 if pin and not pinned and state.free_count[group] == 0:
                     # Only now does it matter: until a victim is sought, pins change nothing.
-                    pinned = b - a <= state.first[group + 1] - state.first[group]
+                    others = 0
+                    for j in range(a, b):
+                        others += state.pinned[stream.pieces[j]] == 0
+                    pinned = others <= open_to[group]
                     if pinned:
                         for j in range(a, b):
-                            state.pinned[stream.pieces[j]] = 1
+                            state.pinned[stream.pieces[j]] += 1
                 miss(state, own, piece, at)
             if pinned:
                 for j in range(a, b):
-                    state.pinned[stream.pieces[j]] = 0
+                    state.pinned[stream.pieces[j]] -= 1
         return misses
 
     return loop

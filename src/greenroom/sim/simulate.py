@@ -26,6 +26,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.scope import Scope
 from greenroom.core.tiers import HostTier
 
 
@@ -78,7 +79,7 @@ def simulate(
     policy: Policy,
     *,
     costs: Costs = FREE,
-    scope: str = "shared",
+    scope: Scope = "shared",
     pin: str = "step",
     seed: int = 0,
     host: HostTier | None = None,
@@ -132,6 +133,7 @@ class Clock:
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
+        self._fresh: set[int] = set()  # what was fetched since it was last computed
         self.charge(costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.queue.links_from_store
@@ -187,8 +189,8 @@ class Clock:
             match action:
                 case StartChunk():
                     self._send(action)
-                case Compute(experts, _, device):
-                    seconds = self._seconds(experts)
+                case Compute(experts, _, device, part):
+                    seconds = self._seconds(experts, part) + self._handling(experts, part)
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
                 case Finish():
@@ -205,6 +207,7 @@ class Clock:
             self.bytes_moved += nbytes
         if action.begins:
             self.fetched.append(action.piece)
+            self._fresh.add(action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""
@@ -212,13 +215,27 @@ class Clock:
         chunks = int(self.scheduler.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
-    def _seconds(self, experts: Ints) -> float:
-        """What a wave takes: its experts one after another."""
-        step, work = self._step, self.costs.expert
+    def _seconds(self, experts: Ints, part: int) -> float:
+        """What a wave takes: its experts one after another, a part of one in proportion."""
+        step, work, share = self._step, self.costs.expert, self._share(part)
         if step.rows is None:
-            return experts.size * work.seconds(1)
+            return share * experts.size * work.seconds(1)
         rows = step.rows[np.searchsorted(step.experts, experts)]
-        return sum(work.seconds(n) for n in rows.tolist())
+        return share * sum(work.seconds(n) for n in rows.tolist())
+
+    def _handling(self, experts: Ints, part: int) -> float:
+        """What those of a wave cost that were fetched for it, or ahead of it."""
+        pieces = experts + part * self.scheduler.pieces.experts
+        fresh = self._fresh.intersection(pieces.tolist())
+        self._fresh -= fresh
+        return len(fresh) * self.costs.handling * self._share(part)
+
+    def _share(self, part: int) -> float:
+        """A part's share of an expert of the step's layer."""
+        if (split := self.scheduler.pieces.split) is None:
+            return 1.0
+        nbytes = split.tops[self._step.layer], split.bottoms[self._step.layer]
+        return nbytes[part] / sum(nbytes)
 
     def _at(self, due: float, event: Event) -> None:
         self._serial += 1

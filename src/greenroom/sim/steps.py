@@ -45,6 +45,7 @@ def step_times(
         np.array([link.latency for link in costs.links]),
         np.array(costs.lanes),
         staging_seats(costs.lanes),
+        costs.handling,
         expert_bytes,
         chunks,
     )
@@ -82,6 +83,7 @@ def _step_times(
     latency: Floats,
     lanes: Ints,
     seats: int,
+    handling: float,
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
@@ -116,7 +118,7 @@ def _step_times(
             if there > now:
                 stall += there - now
                 now = there
-            seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
+            seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1) + handling
             now += seconds
             compute += seconds
         out[s, 0], out[s, 1], out[s, 2] = dense + now, stall, dense + compute

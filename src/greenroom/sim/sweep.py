@@ -25,9 +25,12 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.cost import Costs
+from greenroom.core.pins import Pins
+from greenroom.core.scope import Scope, name_of
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim.pinned import kept
 from greenroom.sim.proactive import proactive
 from greenroom.sim.replay import replay
 from greenroom.sim.timed import times
@@ -55,7 +58,7 @@ class Study:
     trace: Trace
     requests: Stream
     order: str
-    scope: str = "shared"
+    scope: Scope = "shared"
     seed: int = 0
     reset: bool = False
     costs: Costs | None = None
@@ -63,6 +66,8 @@ class Study:
     ahead: int | None = None
     host: int = 0  # slots that keep experts between the two links of the costs
     devices: int = 1  # that the experts are spread over
+    split: float | tuple[float, ...] | None = None  # share of an expert that is its top
+    pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
     def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
@@ -76,9 +81,12 @@ class Study:
         how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
         timed: dict[str, Any] = {}
         if self.costs is None:
-            done = replay(self.requests, self.trace.offsets, cell.capacity, chosen, **how)  # type: ignore[arg-type]
+            stay = kept(self.trace, self.requests, self.pins) if self.pins else ()
+            done = replay(
+                self.requests, self.trace.offsets, cell.capacity, chosen, kept=stay, **how  # type: ignore[arg-type]
+            )  # fmt: skip
             requests, misses = done.requests, done.misses
-        elif cell.prefetch == OFF and not self.host and self.devices == 1:
+        elif not self._played(cell):
             found = times(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
@@ -88,20 +96,20 @@ class Study:
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching, a host tier and several devices need the experts of a step to be"
-                    " safe: pin step"
+                    "prefetching, splits, a host tier and several devices need the experts of a"
+                    " step to be safe: pin step"
                 )
             played = proactive(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
-                reset=self.reset, host=self.host, devices=self.devices,
+                reset=self.reset, host=self.host, devices=self.devices, split=self.split,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}
         return {
             "policy": chosen.name,
             "order": self.order,
-            "scope": self.scope,
+            "scope": name_of(self.scope),
             "pin": cell.pin,
             "capacity": cell.capacity,
             "requests": requests,
@@ -110,13 +118,17 @@ class Study:
             **timed,
         }
 
+    def _played(self, cell: Cell) -> bool:
+        """Whether it is played event by event."""
+        return cell.prefetch != OFF or self.host > 0 or self.devices > 1 or self.split is not None
+
     def warm(self, cell: Cell) -> None:
         """Compile what a cell needs, on a few steps.
 
         Two threads that compile the same function at once would both do it, and compiling holds
         the GIL: so all is compiled before the threads start.
         """
-        if cell.prefetch != OFF:
+        if self.costs is not None and self._played(cell):
             few_tokens = self.trace.head(2)
             replace(self, trace=few_tokens, requests=stream(few_tokens, self.order)).run(cell)
             return

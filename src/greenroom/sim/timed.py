@@ -14,11 +14,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache import Cache, Served, split_capacity
+from greenroom.core.cache import Cache, Served
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
 from greenroom.policies import policy as policy_of
 from greenroom.sim.replay import replay
@@ -77,7 +78,7 @@ def times(
     costs: Costs,
     expert_bytes: int,
     *,
-    scope: str = "shared",
+    scope: Scope = "shared",
     pin: str = "step",
     seed: int = 0,
     reset: bool = False,
@@ -125,14 +126,14 @@ def _decisions(
     offsets: Ints,
     capacity: int,
     policy: Policy,
-    scope: str,
+    scope: Scope,
     pin: str,
     seed: int,
     reset: bool,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
     """Which requests are misses, [N], and their slots [N] where a step may use a slot twice."""
     sizes = np.diff(stream.starts)
-    least = min(split_capacity(capacity, len(offsets) - 1, scope))
+    least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
     if pin == "step" and (sizes.size == 0 or sizes.max() <= least):
         options = {"scope": scope, "pin": pin, "seed": seed, "reset": reset, "detail": True}
         missed = replay(stream, offsets, capacity, policy, **options).missed  # type: ignore[arg-type]

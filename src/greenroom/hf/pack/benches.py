@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,7 @@ import torch
 
 from greenroom.core.layout import Catalog, TensorSpec
 from greenroom.hf.pack.checked import checked
+from greenroom.hf.pack.crc import checksums
 from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.format import Layer
 from greenroom.hf.pack.target import Maker
@@ -44,9 +44,9 @@ class Benches:
         for slot in range(self.count):
             self.free.put((slot, Staging()))
 
-    def make(self, todo: Iterable[int]) -> Generator[tuple[int, int], None, None]:
-        """(expert, checksum) of each, in order, when it has been written."""
-        waiting: deque[Future[tuple[int, int]]] = deque()
+    def make(self, todo: Iterable[int]) -> Generator[tuple[int, tuple[int, ...]], None, None]:
+        """(expert, checksums) of each, in order, when it has been written."""
+        waiting: deque[Future[tuple[int, tuple[int, ...]]]] = deque()
         with _one_thread_each(), ThreadPoolExecutor(self.count, "pack") as pool:
             try:
                 for expert in todo:
@@ -58,7 +58,7 @@ class Benches:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self, expert_id: int) -> tuple[int, int]:
+    def _make(self, expert_id: int) -> tuple[int, tuple[int, ...]]:
         slot, staging = self.free.get()
         try:
             for chunk in self.store.chunks(expert_id):
@@ -70,7 +70,7 @@ class Benches:
             target.fill(0)
             self.makers[number](_tensors(self.sources, slot), _tensors(self.targets, slot), expert)
             self.data.write(target, layer.place(expert))
-            return expert_id, zlib.crc32(target[: layer.layout.nbytes].data)
+            return expert_id, checksums(layer.layout, target.data)
         finally:
             self.free.put((slot, staging))
 

@@ -24,16 +24,18 @@ from greenroom.core.layout import (
     Catalog,
     Copy,
     Extent,
+    Segment,
     SlotLayout,
     TensorSpec,
 )
-from greenroom.errors import CheckpointError, OutputError, UnsupportedModel
+from greenroom.errors import CheckpointError, OutputError, UnsupportedModel, UsageError
+from greenroom.hf.pack.crc import of_run
 from greenroom.trace.container import beside
 
 HEADER = "greenroom.json"
 DATA = "experts.greenroom"
 KIND = "greenroom-pack"
-VERSION = 1
+VERSION, SEGMENTED = 1, 2  # of packs; of those whose experts lie in segments
 BLOCK = 4096  # bytes; every expert begins at a multiple of it
 KINDS = ("int8", "int4", "fp8", "same")  # what experts can be packed to
 
@@ -52,7 +54,7 @@ class Layer:
     """The experts of one layer: expert e lies at `offset + e * stride` of the data.
 
     stride: `layout.nbytes`, rounded up to whole blocks
-    crc32:  of the `layout.nbytes` of each expert
+    crc32:  of the `layout.nbytes` of each expert; of each of its segments, where it has such
     """
 
     name: str
@@ -68,6 +70,11 @@ class Layer:
     def place(self, expert: int) -> int:
         """The byte at which an expert begins."""
         return self.offset + expert * self.stride
+
+    def checksums(self, expert: int) -> tuple[int, ...]:
+        """An expert's."""
+        each = max(1, len(self.layout.segments))
+        return self.crc32[expert * each : (expert + 1) * each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,16 @@ class Header:
     source: Source
     layers: tuple[Layer, ...]
     files: tuple[File, ...] = field(default=())
+
+    @property
+    def version(self) -> int:
+        """Of the format that is needed to read it."""
+        return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
+
+    @property
+    def segments(self) -> int:
+        """The most that an expert lies in, 1 where it is whole."""
+        return max(1, *(len(layer.layout.segments) for layer in self.layers))
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +142,12 @@ class Header:
 
     def first_block(self) -> bytes:
         """What the data file begins with."""
-        return f"{KIND} {VERSION} {self.identity}\n".encode().ljust(BLOCK, b"\0")
+        return f"{KIND} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
 
-    def with_checksums(self, crc32: Mapping[int, int]) -> Header:
+    def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> Header:
         """The header of experts with these checksums, by their ids."""
         layers = tuple(
-            replace(layer, crc32=tuple(crc32[first + e] for e in range(layer.experts)))
+            replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
             for layer, first in zip(self.layers, self.offsets, strict=False)
         )
         return replace(self, layers=layers)
@@ -138,6 +155,8 @@ class Header:
     def command(self, folder: Path, *more: str) -> str:
         """The command that makes this pack."""
         words = ["greenroom", "pack", self.source.model, "-o", str(folder), "--experts", self.kind]
+        if self.segments > 1:
+            words += ["--segments", str(self.segments)]
         return shlex.join([*words, *more])
 
     def save(self, folder: Path) -> None:
@@ -151,7 +170,7 @@ def as_json(header: Header) -> dict[str, Any]:
     """The header as it is written, without its identity."""
     return {
         "format": KIND,
-        "version": VERSION,
+        "version": header.version,
         "experts": header.kind,
         "dtype": header.dtype,
         "source": asdict(header.source),
@@ -166,10 +185,28 @@ def as_json(header: Header) -> dict[str, Any]:
                 "bytes": layer.layout.nbytes,
                 "tensors": [asdict(spec) for spec in layer.layout.tensors],
                 "encodings": dict(layer.layout.encodings),
+                **_segments(layer.layout),
                 "crc32": list(layer.crc32),
             }
             for layer in header.layers
         ],
+    }
+
+
+def _segments(layout: SlotLayout) -> dict[str, Any]:
+    """What is said of segments, where there are any."""
+    if not layout.segments:
+        return {}
+    return {
+        "segments": [
+            {
+                "first": segment.first,
+                "offset": segment.offset,
+                "bytes": segment.layout.nbytes,
+                "tensors": [asdict(spec) for spec in segment.layout.tensors],
+            }
+            for segment in layout.segments
+        ]
     }
 
 
@@ -179,9 +216,10 @@ def read(folder: Path) -> Header:
     path = folder / HEADER
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] == KIND and raw["version"] != VERSION:
+        if raw["format"] == KIND and raw["version"] not in (VERSION, SEGMENTED):
             raise UnsupportedModel(
-                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION}"
+                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION} and"
+                f" {SEGMENTED}"
             )
         header = _parsed(raw)
         if raw["identity"] == header.identity and raw["format"] == KIND:
@@ -202,7 +240,9 @@ def _parsed(raw: Any) -> Header:
         layers,
         tuple(File(**each) for each in raw["dense"]),
     )
-    if any(len(layer.crc32) != layer.experts for layer in layers) or not layers:
+    if not layers or any(
+        len(layer.crc32) != layer.experts * max(1, len(layer.layout.segments)) for layer in layers
+    ):
         raise ValueError
     if any(Path(file.name).name != file.name for file in header.files) or not header.files:
         raise ValueError
@@ -210,17 +250,31 @@ def _parsed(raw: Any) -> Header:
 
 
 def _layer(raw: Any, dtype: str) -> Layer:
-    specs = tuple(
-        TensorSpec(each["name"], tuple(each["shape"]), each["dtype"], each["offset"])
-        for each in raw["tensors"]
-    )
+    specs = _specs(raw["tensors"])
     encodings = dict(raw["encodings"])
     if not {spec.dtype for spec in specs} <= ITEMSIZE.keys() or not {*encodings.values()} <= {
         *BLOCKS
     }:
         raise ValueError
-    layout = SlotLayout(specs, raw["bytes"], encodings, dtype)
+    segments = tuple(
+        Segment(
+            each["first"],
+            each["offset"],
+            SlotLayout(_specs(each["tensors"]), each["bytes"], encodings, dtype),
+        )
+        for each in raw.get("segments", ())
+    )
+    if segments and sum(each.layout.nbytes for each in segments) != raw["bytes"]:
+        raise ValueError
+    layout = SlotLayout(specs, raw["bytes"], encodings, dtype, segments)
     return Layer(raw["name"], raw["experts"], raw["offset"], layout, tuple(raw["crc32"]))
+
+
+def _specs(raw: Any) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(each["name"], tuple(each["shape"]), each["dtype"], each["offset"])
+        for each in raw
+    )
 
 
 def lay_out(layouts: Sequence[tuple[str, int, SlotLayout]]) -> tuple[Layer, ...]:
@@ -235,11 +289,58 @@ def lay_out(layouts: Sequence[tuple[str, int, SlotLayout]]) -> tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
-    """The experts of a pack. `crc32` is by expert id."""
+    """The experts of a pack, whole or cut in two.
 
-    crc32: tuple[int, ...] = ()
+    cuts: of each layer the segments of the top; there are bottoms where it has more. Pieces are
+          then tops, by their experts' ids, and bottoms after them
+    """
+
     header: Header | None = None
     folder: Path = Path()
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> list[int]:
+        """The ids of what is read by itself."""
+        tops = list(range(self.experts))
+        return tops + [self.experts + e for e in tops if self._span(self.experts + e)[1]]
+
+    def cut_at(self, cuts: Sequence[int]) -> PackCatalog:
+        """The same with tops of so many segments, by layer."""
+        return replace(self, cuts=tuple(cuts))
+
+    def part_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of a top and of a bottom, by layer."""
+        tops = tuple(self._span(first)[1] for first in self.offsets[:-1])
+        whole = tuple(layout.nbytes for layout in self.layouts)
+        return tops, tuple(n - top for n, top in zip(whole, tops, strict=True))
+
+    def _span(self, piece: int) -> tuple[int, int]:
+        """(first byte within its expert, bytes) of a piece."""
+        part, expert = divmod(piece, self.experts)
+        layer = self.layer_of(expert)
+        layout = self.layouts[layer]
+        if not self.cuts:
+            return (0, layout.nbytes) if part == 0 else (layout.nbytes, 0)
+        ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
+        at = ends[self.cuts[layer]]
+        return (0, at) if part == 0 else (at, layout.nbytes - at)
+
+    def extents(self, expert_id: int) -> tuple[Extent, ...]:
+        """Of an expert, or of a piece where experts are cut."""
+        (whole,) = super().extents(expert_id % self.experts)
+        if not self.cuts:
+            return (whole,)
+        begin, n = self._span(expert_id)
+        as_it_is = Copy(0, 0, (1, n), (n, 1), (n, 1), "uint8", "uint8")
+        return (Extent(whole.file, whole.offset + begin, n, (as_it_is,)),)
+
+    def checksum(self, piece: int) -> int:
+        """The CRC-32 of a piece's bytes."""
+        assert self.header is not None
+        layer, expert = self.header.layer_of(piece % self.experts)
+        begin, n = self._span(piece)
+        return of_run(layer.layout, layer.checksums(expert), begin, begin + n)
 
     @property
     def kind(self) -> str:
@@ -266,6 +367,10 @@ def catalog_of(header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]]
     layouts, copies = [], []
     for layer, wanted in zip(header.layers, dtypes, strict=True):
         layout, plan = _slot(layer.layout, wanted)
+        if layer.layout.segments and layout is not layer.layout:
+            raise UsageError(
+                f"{folder}: a pack in segments computes in {header.dtype}: leave out --dtype"
+            )
         layouts.append(layout)
         copies.append(plan)
 
@@ -279,7 +384,6 @@ def catalog_of(header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]]
         offsets=header.offsets,
         layouts=tuple(layouts),
         locate=locate,
-        crc32=tuple(crc for layer in header.layers for crc in layer.crc32),
         header=header,
         folder=folder,
     )
@@ -295,6 +399,8 @@ def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tu
     layout = SlotLayout.pack(made, stored.encodings, dtype)
     if layout.tensors == stored.tensors:
         n = stored.nbytes
+        if stored.segments and dtype == stored.dtype:
+            layout = stored
         return layout, (Copy(0, 0, (1, n), (n, 1), (n, 1), "uint8", "uint8"),)
     return layout, tuple(_cast(a, b) for a, b in zip(stored.tensors, layout.tensors, strict=True))
 

@@ -1,8 +1,9 @@
 """What of a pack is done, while it is made: a file of lines that outlives the process.
 
 The first line is what the pack is to be, as JSON. Each further one says that a piece is complete,
-on disk: `expert ID CRC32` or `dense NAME BYTES CRC32`. Lines are added after what they say has been
-synced. A last line without its end was being written when the process ended, and is ignored.
+on disk: `expert ID CRC32` (of each segment, where there are several) or `dense NAME BYTES CRC32`.
+Lines are added after what they say has been synced. A last line without its end was being written
+when the process ended, and is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Journal:
 
     def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
         self.path = folder / NAME
-        self.experts: dict[int, int] = {}
+        self.experts: dict[int, tuple[int, ...]] = {}
         self.files: dict[str, File] = {}
         try:
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
@@ -66,8 +67,8 @@ class Journal:
 
     def _read(self, words: list[str]) -> None:
         match words:
-            case ["expert", number, crc] if number.isdigit() and crc.isdigit():
-                self.experts[int(number)] = int(crc)
+            case ["expert", number, *crcs] if crcs and all(w.isdigit() for w in (number, *crcs)):
+                self.experts[int(number)] = tuple(map(int, crcs))
             case ["dense", name, nbytes, crc] if nbytes.isdigit() and crc.isdigit():
                 self.files[name] = File(name, int(nbytes), int(crc))
 
@@ -80,11 +81,11 @@ class Journal:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
-    def add_experts(self, done: dict[int, int]) -> None:
+    def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
         """These experts are on disk, with these checksums."""
         self.experts |= done
         if done:
-            self._write(*(f"expert {number} {crc}" for number, crc in done.items()))
+            self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
 
     def add_file(self, file: File) -> None:
         """This file of the dense parts is on disk."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,26 +27,26 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.gguf import Gguf
 from greenroom.hf.pack import dense
 from greenroom.hf.pack.benches import Benches
+from greenroom.hf.pack.crc import checksums
 from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
 from greenroom.hf.pack.dense_gguf import copy_gguf
 from greenroom.hf.pack.format import (
     DATA,
     KINDS,
-    VERSION,
     File,
     Header,
     Layer,
     Source,
-    catalog_of,
     check_free,
     lay_out,
     read,
 )
 from greenroom.hf.pack.journal import NAME as JOURNAL
 from greenroom.hf.pack.journal import Journal
-from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack, own_dtypes
+from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack
 from greenroom.hf.pack.target import Maker, target_layout
+from greenroom.runtime.cutting import Cutting
 from greenroom.runtime.memory import peak_rss_bytes
 
 SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # what a kill may lose
@@ -76,23 +75,27 @@ def pack(
     out: str | os.PathLike[str],
     kind: str,
     *,
+    segments: int = 1,
     repair: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Packed:
     """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
 
+    `segments` cuts every expert along its intermediate dimension, so that a run may split it.
     What an earlier call left unfinished is gone on with. `repair` makes anew what is damaged in a
     pack that is there. `progress(done, total)` is told of bytes. Raises a GreenroomError; after
     OutputError and KeyboardInterrupt the same call goes on.
     """
     if kind not in KINDS:
         raise UnknownName("kind of experts", kind, KINDS)
+    if segments < 1:
+        raise UsageError(f"--segments must be at least 1, got {segments}")
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
     checkpoint = Checkpoint.open(resolve(source))
     inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
-    job = _Job(Draft.of(checkpoint), _named(source), kind, progress)
+    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, progress)
     made = job.repair(folder) if repair else job.make(folder)
     kept = job.experts - made
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -112,8 +115,11 @@ def _named(source: str) -> str:
 class _Job:
     """One source, packed to one kind."""
 
-    def __init__(self, draft: Draft, model: str, kind: str, progress: Progress) -> None:
+    def __init__(
+        self, draft: Draft, model: str, kind: str, segments: int, progress: Progress
+    ) -> None:
         self.draft, self.model, self.kind, self.progress = draft, model, kind, progress
+        self.segments = segments
         self.checkpoint, self.catalog = draft.checkpoint, draft.catalog
         self.experts = self.catalog.experts
         self.makers = [self._maker(layer) for layer in range(len(self.catalog.layers))]
@@ -127,7 +133,14 @@ class _Job:
         name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
         module = self.draft.model.get_submodule(name)
         target = target_layout(self.kind, source, module, name)
-        return Maker(self.kind, source, target, bool(module.is_transposed), name)
+        transposed = bool(module.is_transposed)
+        if source.segments:
+            raise UsageError(f"{self.model}: is a pack in segments: make another one of its source")
+        if self.segments == 1:
+            return Maker(self.kind, source, target, transposed, name)
+        cutting = Cutting.of(module, target)
+        cut = cutting.segments(self.segments, name)
+        return Maker(self.kind, source, cut, transposed, name, cutting)
 
     @property
     def total(self) -> int:
@@ -190,7 +203,7 @@ class _Job:
         files = sorted({*self.checkpoint.files, *self.catalog.files})
         stats = [(path, os.stat(path)) for path in files]
         return {
-            "version": VERSION,
+            "version": self._header("", ()).version,
             "identity": self._header("", ()).identity,
             "files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         }
@@ -265,7 +278,8 @@ class _Job:
             else self._copy(file.name, folder)
             for file in header.files
         )
-        crc32 = dict(enumerate(c for x in header.layers for c in x.crc32))
+        each = ((x, e) for x in header.layers for e in range(x.experts))
+        crc32 = {n: layer.checksums(e) for n, (layer, e) in enumerate(each)}
         wrong = [e for e in crc32 if self._crc32(folder, header, e) != crc32[e]]
         with Data(folder / DATA) as data:
             data.begin(header)
@@ -273,11 +287,11 @@ class _Job:
         replace(header, files=files).with_checksums(crc32).save(folder)
         return len(wrong)
 
-    def _crc32(self, folder: Path, header: Header, expert: int) -> int:
-        (extent,) = catalog_of(header, folder, own_dtypes(header)).extents(expert)
+    def _crc32(self, folder: Path, header: Header, expert_id: int) -> tuple[int, ...]:
+        layer, expert = header.layer_of(expert_id)
         with open(folder / DATA, "rb", buffering=0) as stream:
-            stream.seek(extent.offset)
-            return zlib.crc32(stream.read(extent.length))
+            stream.seek(layer.place(expert))
+            return checksums(layer.layout, memoryview(stream.read(layer.layout.nbytes)))
 
     # ---- experts
 
@@ -291,11 +305,13 @@ class _Job:
         layer, expert = self._layer(expert_id)
         return layer.place(expert), layer.place(expert + 1)
 
-    def _experts(self, todo: list[int], data: Data, note: Callable[[dict[int, int]], None]) -> None:
+    def _experts(
+        self, todo: list[int], data: Data, note: Callable[[dict[int, tuple[int, ...]]], None]
+    ) -> None:
         """Make these experts; `note` is told of checksums when the experts are on disk."""
         if not todo:
             return
-        done: dict[int, int] = {}
+        done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
         def flush() -> None:

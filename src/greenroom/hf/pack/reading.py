@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.core.layout import PLAIN, WeightSpec
+from greenroom.core.layout import PLAIN, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, NotAModel
 from greenroom.hf.checkpoint import Checkpoint, read_config
 from greenroom.hf.experts import Streamed
@@ -32,6 +32,7 @@ from greenroom.hf.pack.format import (
 )
 from greenroom.hf.pack.journal import unfinished
 from greenroom.hf.quantised import encoded
+from greenroom.runtime.cutting import Cutting
 from greenroom.runtime.encodings import ENCODINGS
 
 if TYPE_CHECKING:
@@ -84,10 +85,10 @@ class Pack:
                 yield f"{self.folder / file.name}: damaged (its checksum is wrong): `{mend}`"
         catalog = catalog_of(self.header, self.folder, own_dtypes(self.header))
         with open(self.folder / DATA, "rb", buffering=0) as stream:
-            for expert_id, crc32 in enumerate(catalog.crc32):
+            for expert_id in range(catalog.experts):
                 (extent,) = catalog.extents(expert_id)
                 stream.seek(extent.offset)
-                if zlib.crc32(stream.read(extent.length)) != crc32:
+                if zlib.crc32(stream.read(extent.length)) != catalog.checksum(expert_id):
                     yield catalog.damaged(expert_id)
                 os.posix_fadvise(
                     stream.fileno(), extent.offset, extent.length, os.POSIX_FADV_DONTNEED
@@ -186,27 +187,42 @@ def expanded(draft: Draft, pack: Pack, layer: int) -> dict[str, Tensor]:
     made = {}
     for streamed in draft.layers[layer]:
         weight = stored.layout.weight(streamed.name)
-        transposed = draft.model.get_submodule(streamed.module).is_transposed
+        module = draft.model.get_submodule(streamed.module)
+        transposed, cutting = module.is_transposed, Cutting.of(module, stored.layout)
         full = torch.empty(streamed.shape, dtype=streamed.dtype)
         for expert in range(stored.experts):
-            w = _matrix(pack, stored, expert, weight, streamed.dtype)
+            w = _matrix(pack, stored, expert, weight, streamed.dtype, cutting)
             full[expert] = w.T if transposed and weight.encoding != PLAIN else w
         made[streamed.name] = full
     return made
 
 
 def _matrix(
-    pack: Pack, layer: Layer, expert: int, weight: WeightSpec, dtype: torch.dtype
+    pack: Pack,
+    layer: Layer,
+    expert: int,
+    weight: WeightSpec,
+    dtype: torch.dtype,
+    cutting: Cutting,
 ) -> Tensor:
     parts = []
     with open(pack.folder / DATA, "rb") as stream:
         for spec in weight.parts:
-            stream.seek(layer.place(expert) + spec.offset)
-            raw = torch.frombuffer(bytearray(stream.read(spec.nbytes)), dtype=torch.uint8)
-            parts.append(raw.view(getattr(torch, spec.dtype)).view(spec.shape))
+            each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
+            found = [_tensor(stream, layer.place(expert) + at, own) for at, own in each]
+            if found:
+                parts.append(cutting.joined(spec, found))
+            else:
+                parts.append(_tensor(stream, layer.place(expert), spec))
     if weight.encoding == PLAIN:
         return parts[0]
     return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+
+
+def _tensor(stream: BinaryIO, begin: int, spec: TensorSpec) -> Tensor:
+    stream.seek(begin + spec.offset)
+    raw = torch.frombuffer(bytearray(stream.read(spec.nbytes)), dtype=torch.uint8)
+    return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def check_whole(checkpoint: Checkpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.pack import quantise
+from greenroom.runtime.cutting import Cutting
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
 
@@ -72,12 +73,29 @@ class Maker:
     target: SlotLayout
     transposed: bool
     where: str
+    cutting: Cutting | None = None  # where the target lies in segments
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:
         """Fill the target's tensors from the source's, some rows at a time.
 
         CheckpointError where a weight is not a finite number.
         """
+        if self.cutting is None:
+            self._whole(source, target, expert)
+            return
+        made = {
+            spec: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            for spec in self.target.tensors
+        }
+        self._whole(source, made.__getitem__, expert)
+        segments = self.target.segments
+        ends = [*(segment.first for segment in segments[1:]), self.cutting.channels]
+        for segment, end in zip(segments, ends, strict=True):
+            for spec, own in zip(self.target.tensors, segment.layout.tensors, strict=True):
+                place = replace(own, offset=segment.offset + own.offset)
+                target(place).copy_(self.cutting.part(spec, made[spec], segment.first, end))
+
+    def _whole(self, source: Lookup, target: Lookup, expert: int) -> None:
         if self.kind == "same":
             for spec in self.source.tensors:
                 target(spec).copy_(source(spec))

@@ -1,0 +1,78 @@
+"""Pinned sets of tasks beside no pinning, on recordings of real models.
+
+    python benchmarks/pins.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--share 5%]
+
+Sets are made from requests 0, 2, 4, ... of a trace; requests 1, 3, 5, ... are replayed in order
+runtime, and their misses counted. `label`: each request keeps its own label's set from its start,
+as if the task were known; `prompt`: the set that is nearest to the request's first tokens; `mixed`:
+one set, of all requests together, for good.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from greenroom.cli.output import columns
+from greenroom.core.pieces import Ints
+from greenroom.core.pins import Pins
+from greenroom.core.stream import Stream
+from greenroom.policies import policy
+from greenroom.sim.pinned import hot, kept
+from greenroom.sim.replay import replay
+from greenroom.sim.sweep import capacities
+from greenroom.trace import Trace, load, stream
+
+
+def by_label(trace: Trace, requests: Stream, pins: Pins) -> list[tuple[int, Ints]]:
+    """Each request's own set from its first step."""
+    firsts = np.searchsorted(requests.request, np.arange(trace.requests))
+    return [(int(s), pins.tasks[trace.labels[r]].experts) for r, s in enumerate(firsts)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--capacity", default="12.5%,25%,50%")
+    parser.add_argument("--share", type=float, default=0.05)
+    parser.add_argument("--policy", default="lru,auto")
+    args = parser.parse_args()
+    for path in args.traces:
+        trace = load(path)
+        made, timed = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
+        shared = sorted({*made.labels} & {*timed.labels})
+        chosen = [r for r, label in enumerate(timed.labels) if label in shared]
+        timed = timed.select(np.array(chosen))
+        requests = stream(timed, "runtime")
+        pins = hot(made, shared, args.share)
+        mixed = hot(replace(made, labels=("all",) * made.requests), ["all"], args.share)
+        sets = {
+            "none": [],
+            "label": by_label(timed, requests, pins),
+            "prompt": kept(timed, requests, pins),
+            "mixed": kept(timed, requests, mixed),
+        }
+        rows = []
+        for name in args.policy.split(","):
+            for capacity in capacities(args.capacity, int(trace.offsets[-1])):
+                found = {
+                    way: replay(
+                        requests, trace.offsets, capacity, policy(name), kept=stay
+                    ).miss_ratio
+                    for way, stay in sets.items()
+                }
+                rows.append([
+                    name, str(capacity), f"{found['none']:.2%}",
+                    *(f"{found[w]:.2%} ({found[w] / found['none'] - 1:+.1%})" for w in sets
+                      if w != "none"),
+                ])  # fmt: skip
+        kinds = f"{len(shared)} labels, {pins.tasks[shared[0]].experts.size} experts pinned"
+        print(f"{path.name}: {timed.requests} requests, {kinds}")
+        print(columns(["policy", "slots", *sets], rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""What a plan says beside what is measured, on settings that it has not seen.
+
+    python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --seconds 50
+    python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --table
+
+Two short runs (`SEEN`) and a recording of the model's routing are what the plan knows, beside the
+profile of `greenroom doctor`. Then every setting of a grid of cache sizes, policies, predictors and
+read limits decodes tokens of other prompts, from a cache that other tokens have warmed, and its
+mean time a token is compared with the plan's, and with the range that the plan gives.
+
+Runs are appended to --out; a call goes on where the last one ended, and ends after --seconds, so
+that a machine that has other work can be had for a minute at a time. --table reads them only.
+With --choice the grid is small, and each setting is run --rounds times in turns: the plan's choice
+is compared with the best that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import commit, machine, note, show_ratio, table
+
+from greenroom.cli.plan import machine_of
+from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
+from greenroom.hf.describe import describe
+from greenroom.hf.record import record
+from greenroom.hf.stage import Session, Stage
+from greenroom.plan.costs import Observed, calibrated, limited, of_machine
+from greenroom.plan.estimate import Estimate, Estimator
+from greenroom.plan.evidence import recorded
+from greenroom.plan.model import Model
+from greenroom.plan.planner import choice
+from greenroom.plan.settings import DEFAULT, PLAIN, Setting
+from greenroom.runtime.line import Line
+from greenroom.trace import load
+from greenroom.trace.prompts import Prompt
+
+WORDS, TOKENS, SETTLE = 6, 28, 8  # of a prompt, of its answer, and those that are not counted
+OFF, AHEAD = "off", "next-gate"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting at a size, behind a link of at most `limit` bytes a second."""
+
+    share: float
+    policy: str
+    scope: str
+    prefetch: str
+    limit: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.policy, self.scope, self.prefetch)
+
+
+SEEN = (Case(0.25, "lru", "shared", OFF), Case(0.5, "lru", "shared", OFF))
+
+
+def unseen(limits: list[float]) -> list[Case]:
+    """The grid without what was seen."""
+    shares = (0.125, 0.25, 0.5)
+    cases = [
+        Case(share, policy, "shared", OFF, limit)
+        for limit in (None, *limits)
+        for share in shares
+        for policy in ("lru", "next-use")
+    ]
+    cases += [Case(share, "lcp", "per-layer", OFF, limits[0]) for share in shares]
+    cases += [
+        Case(share, "next-use", "shared", AHEAD, limit) for limit in limits for share in shares[1:]
+    ]
+    return [case for case in cases if case not in SEEN]
+
+
+def small(share: float, limit: float | None) -> list[Case]:
+    """Of one size: what the plan's choice is compared with."""
+    settings = [PLAIN, DEFAULT, replace(DEFAULT, prefetch=OFF), replace(PLAIN, prefetch="auto"),
+                Setting("lcp", "shared", OFF), Setting("next-use", "per-layer", OFF)]  # fmt: skip
+    return [Case(share, s.policy, s.scope, s.prefetch, limit) for s in settings]
+
+
+def prompts_of(stage: Stage, count: int, seed: int) -> list[Prompt]:
+    """Random words of the model's vocabulary."""
+    words, draw = sorted(stage.tokenizer.get_vocab()), random.Random(seed)
+    texts = (" ".join(draw.choices(words, k=WORDS)) for _ in range(count))
+    return [Prompt(text, "random") for text in texts]
+
+
+def measured(stage: Stage, case: Case, number: int) -> dict[str, Any]:
+    """One run: warmed without a limit, then counted behind it."""
+    stage.parts = replace(stage.parts, read_limit=int(case.limit) if case.limit else None)
+    config = LoadConfig(policy=case.policy, scope=case.scope, prefetch=case.prefetch,
+                        no_guard=case.prefetch != "auto")  # fmt: skip
+    stage.attach(config, int(case.share * stage.experts))
+    if case.limit:
+        line(stage).bandwidth = math.inf
+    first, second = prompts_of(stage, 2, number)
+    stage.play([first], TOKENS, raw=True)
+    if case.limit:
+        line(stage).bandwidth = case.limit
+    done = stage.play([second], TOKENS, SETTLE, raw=True)
+    stage.learn()
+    return {**asdict(case), "number": number, **_row(done, stage)}
+
+
+def line(stage: Stage) -> Line:
+    """What holds the reads of a limited store back: part of no interface."""
+    store: Any = stage.model.greenroom.driver._copier._store
+    found: Line = store.line
+    return found
+
+
+def _row(done: Session, stage: Stage) -> dict[str, Any]:
+    tokens = len(done.gaps)
+    size = stage.parts.catalog.expert_bytes // stage.experts
+    seen = Observed(
+        done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
+        done.busy_s,
+    )  # fmt: skip
+    return {"observed": seen.as_json(), "miss_ratio": done.miss_ratio, "at": time.time()}
+
+
+def measure(args: argparse.Namespace, cases: list[Case]) -> None:
+    """Run what is not in --out yet, until the time is over."""
+    end = time.perf_counter() + args.seconds
+    done = [(_case(row), row["number"]) for row in rows_of(args.out)]
+    wanted = [(case, n) for n in range(args.rounds) for case in [*SEEN, *cases]]
+    wanted = [each for each in dict.fromkeys(wanted) if each not in done]
+    if not wanted:
+        return
+    stage = Stage(str(args.model), LoadConfig(cache="100%", prefetch=OFF, context=1024))
+    try:
+        if not args.trace.exists():
+            _record(stage, args)
+        for case, number in wanted:
+            if time.perf_counter() > end:
+                break
+            row = measured(stage, case, number)
+            note(f"{case}: {row['observed']['seconds'] * 1e3:.1f} ms")
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    finally:
+        stage.close()
+
+
+def _record(stage: Stage, args: argparse.Namespace) -> None:
+    """The model's routing, with everything resident."""
+    record(
+        stage.model, stage.tokenizer, prompts_of(stage, 6, 1000), args.trace,
+        sampling=SamplingConfig(max_new_tokens=56, temperature=1.0, seed=0),
+        recording=RecordConfig(predict=AHEAD, raw=True), name=str(args.model),
+    )  # fmt: skip
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _case(row: dict[str, Any]) -> Case:
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+
+
+class Planner:
+    """Estimates by what is known: the profile, the recording, the runs of SEEN."""
+
+    def __init__(self, model: Model, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+        profile, here = machine_of(args.machine)
+        seen = [row for row in rows if _case(row) in SEEN]
+        runs = [] if args.profile_only else [Observed.from_json(row["observed"]) for row in seen]
+        self.model, self.measured = model, bool(runs)
+        self.costs = calibrated(of_machine(profile, model), model, runs)
+        self.evidence = recorded(load(args.trace), model, str(args.trace))
+        self._by_limit: dict[float | None, Estimator] = {}
+        print(f"profile of {'this' if here else 'another'} machine; {len(runs)} runs seen")
+
+    def estimator(self, limit: float | None) -> Estimator:
+        if limit not in self._by_limit:
+            costs = limited(self.costs, limit, self.model.expert_bytes)
+            made = Estimator(self.model, costs, self.evidence, measured=self.measured)
+            self._by_limit[limit] = made
+        return self._by_limit[limit]
+
+    def of(self, case: Case) -> Estimate:
+        return self.estimator(case.limit).of(case.setting, int(case.share * self.model.experts))
+
+
+def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
+    """One line a setting; then the median error and the coverage of the ranges."""
+    times = defaultdict(list)
+    for row in rows:
+        if (case := _case(row)) not in SEEN:
+            times[case].append(row["observed"]["seconds"])
+    lines, errors, inside = [], [], []
+    for case, seconds in times.items():
+        found, took = planner.of(case), statistics.fmean(seconds)
+        errors.append(found.tpot / took - 1)
+        inside.append(found.low <= took <= found.high)
+        link = "disk" if case.limit is None else f"{case.limit / 1e6:.0f} MB/s"
+        lines.append((
+            f"{case.share:.1%}, {link}", f"{case.policy}, {case.scope}", case.prefetch,
+            f"{took * 1e3:.1f}", f"{found.tpot * 1e3:.1f}", f"{errors[-1]:+.1%}",
+            f"{found.low * 1e3:.0f} to {found.high * 1e3:.0f}", "in" if inside[-1] else "out",
+        ))  # fmt: skip
+    header = ("size", "policy", "prefetch", "measured ms", "planned ms", "error", "range", "")
+    off = sorted(abs(error) for error in errors)
+    return (
+        f"{table(header, lines)}\n\n{len(errors)} settings: median error"
+        f" {statistics.median(off):.1%}, nine in ten within {off[int(0.9 * (len(off) - 1))]:.1%};"
+        f" {sum(inside)} of {len(inside)} inside the printed range of"
+        f" +-{planner.estimator(None).band:.0%}"
+    )
+
+
+def compare(planner: Planner, rows: list[dict[str, Any]], cases: list[Case]) -> str:
+    """The plan's choice beside the best that was measured, paired by round."""
+    times: dict[Case, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        times[_case(row)][row["number"]] = row["observed"]["seconds"]
+    cases = [case for case in cases if times[case]]
+    found = {case: planner.of(case) for case in cases}
+    compared = tuple(sorted(found.values(), key=lambda each: each.tpot))
+    best, sure = choice(planner.estimator(cases[0].limit), compared)
+    chosen = next(case for case in cases if found[case] is best)
+    fastest = min(cases, key=lambda case: statistics.fmean(times[case].values()))
+    lines = [
+        (case.setting.flags(), f"{statistics.fmean(times[case].values()) * 1e3:.1f}",
+         f"{found[case].tpot * 1e3:.1f}",
+         show_ratio([(times[case][n], times[fastest][n]) for n in times[case]
+                     if n in times[fastest]]),
+         "chosen" if case == chosen else "")
+        for case in cases
+    ]  # fmt: skip
+    header = ("settings", "measured ms", "planned ms", "of the fastest", "")
+    return f"{table(header, lines)}\n\n{'surely another than' if sure else 'the'} default"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("model", type=Path)
+    add("--out", type=Path, required=True, help="runs, as JSON lines; those in it are not repeated")
+    add(
+        "--trace", type=Path, help="the model's routing; recorded if absent (default: beside --out)"
+    )
+    add("--machine", default="auto", help="its profile (default: this machine's)")
+    add("--seconds", type=float, default=math.inf, help="begin no further run after these")
+    add("--limits", type=float, nargs="+", default=[500e6, 250e6], metavar="BYTES/S")
+    add("--rounds", type=int, default=1, help="runs of each setting")
+    add("--choice", type=float, metavar="SHARE", help="the small grid, at this size")
+    add("--profile-only", action="store_true", help="do not go by the runs that were seen")
+    add("--table", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    args.trace = args.trace or args.out.with_suffix(".safetensors")
+    limit = args.limits[0] if args.choice else None
+    cases = unseen(args.limits) if args.choice is None else small(args.choice, limit)
+    print(f"commit {commit()}; {machine()}")
+    if not args.table:
+        return measure(args, cases)
+    rows = rows_of(args.out)
+    planner = Planner(describe(str(args.model), LoadConfig()), args, rows)
+    print(report(planner, rows) if args.choice is None else compare(planner, rows, cases))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Split experts beside whole ones, simulated on recordings at transfer / compute = 0.5, 1 and 2.
+
+    python benchmarks/split.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--tokens 400]
+
+An expert computes in 1 ms, a layer's other parts in 1 ms, and an expert is carried in 0.5, 1 or 2
+ms by one lane, in chunks of a sixteenth. The first half of the tokens is what Algorithm 1 and the
+budgets are made of, the second half is timed, from an empty cache; all have the same memory. Median
+TPOT in ms, of LRU; a predictor of `--prefetch` (default: a noisy oracle that is right in 8 of 10)
+fetches ahead, or nothing does (off).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenroom.cli.output import columns
+from greenroom.core.activity import Activity
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.plan.budgets import miss_tables, optimal
+from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.policies import policy
+from greenroom.sim.proactive import foresight_of, passes, proactive
+from greenroom.sim.sweep import capacities
+from greenroom.trace import Trace, load, stream
+
+EXPERT, CHUNK = 1 << 20, 1 << 16
+SHARES = (0.25, 0.5, 0.75)
+
+
+def costs(ratio: float) -> Costs:
+    """A link that carries an expert in so many milliseconds."""
+    link = Link(EXPERT / (ratio * 1e-3), 0.0, 1)
+    return Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
+
+
+def activity_of(trace: Trace, prefetch: str) -> Activity:
+    """What Algorithm 1 looks at, with the predictions of the same predictor."""
+    from greenroom.core.predictor import Seen
+
+    activity = Activity(trace.experts_per_layer.tolist())
+    foresight = None if prefetch == "off" else foresight_of(trace, prefetch)
+    expected: dict[int, Any] = {}
+    offsets = trace.offsets
+    for at, steps in passes(trace, stream(trace, "runtime")):
+        events = foresight.begin(at) if foresight else []
+        for step in steps:
+            expected |= {e.layer: e.experts - offsets[e.layer] for e in events}
+            assert step.chosen is not None
+            for row in step.chosen:
+                activity.token(step.layer, row, expected.pop(step.layer, None))
+            events = foresight.routed(Seen(step.layer, step.chosen)) if foresight else []
+    return activity
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--capacity", default="12.5%,25%,50%")
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--prefetch", default="noisy-oracle:accuracy=0.8")
+    args = parser.parse_args()
+    for path in args.traces:
+        whole = load(path).head(2 * args.tokens)
+        half = np.searchsorted(whole.request_starts, args.tokens)
+        made, timed = (
+            whole.select(np.arange(a, b)) for a, b in ((0, half), (half, whole.requests))
+        )
+        requests = stream(timed, "runtime")
+        tables = miss_tables(stream(made, "runtime"), made.offsets)
+        layers = layers_of(activity_of(made, args.prefetch))
+        rows = []
+        for capacity in capacities(args.capacity, int(whole.offsets[-1])):
+            for ratio in (0.5, 1.0, 2.0):
+                machine = costs(ratio)
+                latency = Latency.of(machine, EXPERT, whole.top_k)
+                chosen = configure(layers, float(capacity), latency)
+                ways: dict[str, dict[str, Any]] = {
+                    "shared": {},
+                    "per-layer": {"scope": "per-layer"},
+                    "budgets": {"scope": tuple(map(float, optimal(tables, capacity)))},
+                    **{f"split {share}": {"split": share} for share in SHARES},
+                    "moepic": {
+                        "scope": tuple(c.budget for c in chosen),
+                        "split": tuple(c.ratio for c in chosen),
+                    },
+                }
+                cells = []
+                for way in ways.values():
+                    try:
+                        found = proactive(
+                            timed, requests, capacity, policy("lru"), machine, EXPERT,
+                            args.prefetch, chunk_bytes=CHUNK, **way,
+                        )  # fmt: skip
+                        cells.append(f"{1e3 * float(np.median(found.times.gaps)):.1f}")
+                    except ValueError as error:
+                        cells.append("-" if "split" in str(error) else str(error))
+                mean = float(np.mean([c.ratio for c in chosen]))
+                rows.append([str(capacity), f"{ratio:g}", *cells, f"{mean:.2f}"])
+        print(f"{path.name}: {timed.tokens} tokens, prefetch {args.prefetch}")
+        header = ["slots", "transfer/compute", *ways, "mean theta"]
+        print(columns(header, rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

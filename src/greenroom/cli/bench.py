@@ -1,0 +1,139 @@
+"""`greenroom bench MODEL --system A,B,C`: named systems in one table, on this machine and model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.options import add_options, given, take
+from greenroom.config import ContestConfig, LoadConfig, show_bytes
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.hf.contest import Entry
+    from greenroom.hf.stage import Stage
+    from greenroom.trace.prompts import Prompt
+
+HELP = "measure named systems against each other, on this machine and model"
+DEFAULT = "greenroom,llru,mixtral-offloading,moe-infinity"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("bench", help=HELP, description=HELP)
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    parser.add_argument(
+        "--system", metavar="S[,S...]", default=DEFAULT,
+        help="by name, the first is what others are compared with (default: %(default)s);"
+        " --policy, --scope and --prefetch beside it override their rows",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    add_options(parser, ContestConfig, "measuring")
+    add_options(parser, LoadConfig, "memory and machine")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    load, how = take(args, LoadConfig), take(args, ContestConfig)
+    entries = entries_of(args, load)
+    prompts = prompts_of(how)
+    stage = play(args, load, how, entries, prompts)
+    rows = [entry.as_row(entries[0]) for entry in entries]
+    print(json.dumps(rows) if args.json else table(rows, stage))
+
+
+def entries_of(args: argparse.Namespace, load: LoadConfig) -> list[Entry]:
+    """The systems as settings of a run; UsageError where one of them needs what is not there."""
+    from greenroom.hf.contest import Entry
+    from greenroom.plan.systems import options, systems
+
+    known = LoadConfig.__dataclass_fields__
+    mine = {name: value for name, value in given(args).items() if name in known}
+    return [
+        Entry(row.name, replace(load, **options(row, mine, known))) for row in systems(args.system)
+    ]
+
+
+def prompts_of(how: ContestConfig) -> list[Prompt]:
+    from greenroom.hf.contest import PROMPTS
+    from greenroom.trace.prompts import read_prompts
+
+    return list(PROMPTS) if how.prompts is None else read_prompts(Path(how.prompts))
+
+
+def play(
+    args: argparse.Namespace,
+    load: LoadConfig,
+    how: ContestConfig,
+    entries: list[Entry],
+    prompts: list[Prompt],
+) -> Stage:
+    """Load the model, have every entry its turns, and end it."""
+    from greenroom.cli.progress import bars
+    from greenroom.hf.contest import contest
+    from greenroom.hf.stage import Stage
+
+    bars(loading=True, wanted=not args.json)
+    shown = sys.stderr.isatty() and not args.json
+    stage = Stage(args.model, load)
+    try:
+        if stage.capacity >= stage.experts:
+            raise UsageError(
+                f"all {stage.experts:,} experts of {args.model} fit into memory: there is nothing"
+                " to choose; give less --memory or --cache"
+            )
+        contest(
+            stage, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
+            seconds=how.seconds or float("inf"), said=_say if shown else _silent,
+        )  # fmt: skip
+    finally:
+        stage.close()
+        if shown:
+            _say("")
+    return stage
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _say(text: str) -> None:
+    print(f"\r\x1b[2K{text}" + (" ..." if text else ""), end="", file=sys.stderr, flush=True)
+
+
+def table(rows: list[dict[str, Any]], stage: Stage) -> str:
+    """For people: means and 95 % intervals over rounds that were played in turns."""
+    from greenroom.cli.output import columns
+
+    first = rows[0]["name"]
+    header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
+              "miss ratio", "read a token", "stalled a token")  # fmt: skip
+    lines = [
+        (
+            row["name"], row["policy"], row["scope"], row["prefetch"],
+            _interval(row["tpot_s"], 1e3), _interval(row["ratio"]), _interval(row["ttft_s"]),
+            f"{row['miss_ratio']:.1%}", show_bytes(row["bytes_per_token"]),
+            f"{row['stall_s_per_token'] * 1e3:.1f} ms",
+        )
+        for row in rows
+    ]  # fmt: skip
+    notes = [
+        f"{row['name']} gave other tokens than {first}" for row in rows if not row["same_tokens"]
+    ]
+    return "\n".join(
+        [
+            f"{stage.capacity:,} of {stage.experts:,} experts in memory, {rows[0]['rounds']} rounds"
+            " in turns; means with 95 % intervals",
+            "",
+            columns(header, lines, left=4),
+            *notes,
+        ]
+    )
+
+
+def _interval(found: tuple[float, float, float], factor: float = 1.0) -> str:
+    middle, low, high = (value * factor for value in found)
+    return f"{middle:.3g}" if low == high else f"{middle:.3g} ({low:.3g} to {high:.3g})"

@@ -1,0 +1,233 @@
+"""`greenroom plan MODEL --memory SIZE`: what to set, and how fast it will be, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.config import Amount, LoadConfig, show_bytes
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.core.machine import Machine
+    from greenroom.plan.evidence import Evidence
+    from greenroom.plan.model import Model
+    from greenroom.plan.planner import Plan, Point
+
+HELP = "the best settings for a model and a budget, and how fast it will be"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("plan", help=HELP, description=HELP)
+    add = parser.add_argument
+    add("model", metavar="MODEL",
+        help="a Hugging Face folder, a GGUF file, a hub id (of which only headers are read), or"
+        " demo")  # fmt: skip
+    add("--memory", metavar="SIZE", required=True,
+        help="budget of the whole process: 8GiB, or 60%% of this machine's memory")  # fmt: skip
+    add("--target-tpot", metavar="TIME", help="time a token that is wanted: 120ms, or 0.12s")
+    add("--machine", metavar="FILE", default="auto",
+        help="the profile of a machine, as `greenroom doctor` writes it (default: this machine's,"
+        " measured now if it was not before)")  # fmt: skip
+    add(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="this model's own routing, of `greenroom trace record` (default: stand-ins)",
+    )
+    add("--read-limit", metavar="SIZE", help="bytes a second that experts are read at most")
+    add(
+        "--context",
+        type=int,
+        default=LoadConfig.__dataclass_fields__["context"].default,
+        metavar="N",
+        help="tokens that the KV cache must have room for (default: %(default)s)",
+    )
+    add("--json", action="store_true", help="print one object")
+    add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> None:
+    config = LoadConfig(context=args.context, read_limit=args.read_limit)
+    budget = Amount.parse(args.memory, "--memory")
+    target = None if args.target_tpot is None else seconds(args.target_tpot)
+
+    from greenroom.cli.output import check_target, write_whole
+    from greenroom.plan.page import page
+    from greenroom.plan.planner import plan
+
+    if args.output is not None:
+        check_target(args.output)
+    machine, here = machine_of(args.machine)
+    model = described(args.model, config)
+    evidence = evidence_of(args.trace, model)
+    estimator, measured = estimator_of(model, machine, evidence, config)
+    memory = budget.of(int(machine.host.get("memory_bytes", 0)))
+    found = plan(estimator, memory, target)
+    facts = facts_of(model, machine, evidence, here, measured)
+    if here and found.sure:
+        keep(model, machine, found)
+    if args.json:
+        print(json.dumps(as_json(found, facts, args.model)))
+    else:
+        print(shown(found, facts, args.model))
+    if args.output is not None:
+        write_whole(args.output, page(args.model, facts, found, shlex.join(sys.argv)))
+        print(f"report: {args.output}", file=sys.stderr)
+
+
+def seconds(text: str) -> float:
+    """`120ms` or `0.12s`; UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--target-tpot is {text!r}: write a time a token above 0, as 120ms")
+    return float(match[1]) / (1e3 if match[2] == "ms" else 1)
+
+
+def machine_of(profile: str) -> tuple[Machine, bool]:
+    """(a profile, whether it is this machine's). Without one of this machine it is measured."""
+    from greenroom.cli.doctor import default_profile, measure
+    from greenroom.core.machine import Machine, name_of
+    from greenroom.runtime.measure import host
+
+    if profile == "auto" and not default_profile().exists():
+        print("this machine has no profile yet: measuring it quickly", file=sys.stderr)
+        return measure(None, quick=True), True
+    machine = Machine.load(default_profile() if profile == "auto" else profile)
+    return machine, name_of(machine.host) == name_of(host())
+
+
+def described(source: str, config: LoadConfig) -> Model:
+    """Sizes and shape, of headers."""
+    from greenroom.cli.progress import bars
+    from greenroom.hf.describe import describe
+
+    bars(loading=False)
+    return describe(source, config)
+
+
+def evidence_of(trace: Path | None, model: Model) -> Evidence:
+    """The recording that was given, else stand-ins. TraceError where it is another model's."""
+    from greenroom.plan.evidence import recorded, stand_ins
+    from greenroom.trace import load
+
+    return stand_ins(model) if trace is None else recorded(load(trace), model, str(trace))
+
+
+def estimator_of(model: Model, machine: Machine, evidence: Evidence, config: LoadConfig) -> Any:
+    """(what estimates, runs of this model on the machine that its costs go by)."""
+    from greenroom.core.machine import name_of
+    from greenroom.plan import kept
+    from greenroom.plan.costs import calibrated, limited, of_machine
+    from greenroom.plan.estimate import Estimator
+
+    runs = kept.load(model.fingerprint, name_of(machine.host)).runs
+    costs = calibrated(of_machine(machine, model, config.readers), model, runs)
+    limit = None
+    if config.read_limit is not None:
+        limit = Amount.parse(config.read_limit, "--read-limit").nbytes
+    costs = limited(costs, limit, model.expert_bytes)
+    return Estimator(model, costs, evidence, measured=bool(runs)), len(runs)
+
+
+def facts_of(
+    model: Model, machine: Machine, evidence: Evidence, here: bool, measured: int
+) -> list[tuple[str, str]]:
+    """What a plan goes by, by name."""
+    from greenroom.core.machine import name_of
+
+    whose = "this one" if here else "another machine than this one"
+    runs = f", and {measured} runs of this model on it" * bool(measured)
+    return [
+        ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
+                  f" {show_bytes(model.expert_bytes)} each"),
+        ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
+        ("routing", evidence.said),
+    ]  # fmt: skip
+
+
+def keep(model: Model, machine: Machine, found: Plan) -> None:
+    """Leave a choice that is sure to the runs that follow."""
+    from datetime import date
+
+    from greenroom.core.machine import name_of
+    from greenroom.plan import kept
+    from greenroom.plan.settings import PLAIN
+
+    name = name_of(machine.host)
+    plain = next(e for e in found.compared if e.setting == PLAIN)
+    entry = kept.Kept(
+        found.capacity, found.best.setting.options(), "plan", found.best.tpot, plain.tpot,
+        date.today().isoformat(),
+    )  # fmt: skip
+    kept.save(model.fingerprint, name, kept.load(model.fingerprint, name).with_setting(entry))
+
+
+def shown(found: Plan, facts: list[tuple[str, str]], source: str) -> str:
+    """For people."""
+    from greenroom.cli.output import columns
+    from greenroom.plan.page import said
+    from greenroom.plan.words import limits
+    from greenroom.sim.report import show_time
+
+    best = found.best
+    lines = [f"{name}: {value}" for name, value in facts]
+    rows = [
+        (e.setting.flags(), show_time(e.tpot), f"{show_time(e.low)} to {show_time(e.high)}",
+         f"{e.miss_ratio:.1%}", show_bytes(e.token_bytes))
+        for e in found.compared
+    ]  # fmt: skip
+    lines += [
+        "",
+        columns(("settings", "TPOT", "range", "miss ratio", "read a token"), rows),
+        "",
+        shown_curve(found.curve),
+        "",
+    ]
+    if found.target is not None:
+        lines.append(said(found.target))
+    run = f"greenroom run {shlex.quote(source)} --memory {found.memory}B"
+    lines += [
+        limits(found),
+        f"take: {run} {best.setting.flags()}",
+        f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
+        + ("" if found.sure else ": what a run takes that is told nothing but --memory"),
+    ]
+    return "\n".join(lines)
+
+
+def shown_curve(points: Sequence[Point]) -> str:
+    """Speed against memory, a line a budget."""
+    from greenroom.cli.output import columns
+    from greenroom.plan.words import HEADER, line_of
+
+    return columns(HEADER, [line_of(point) for point in points], left=0)
+
+
+def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    target = found.target
+    return {
+        "model": source,
+        **dict(facts[1:]),
+        "memory": found.memory,
+        "capacity": found.capacity,
+        "best": found.best.as_json(),
+        "sure": found.sure,
+        "compared": [estimate.as_json() for estimate in found.compared],
+        "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in found.curve],
+        "target": None if target is None else {
+            "tpot_s": target.seconds,
+            "memory": None if target.least is None else target.least.memory,
+            "blocked": target.blocked,
+            "nearest_tpot_s": target.nearest.estimate.tpot,
+            "nearest_memory": target.nearest.memory,
+        },
+    }  # fmt: skip

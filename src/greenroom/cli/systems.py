@@ -1,0 +1,116 @@
+"""`--system` of `simulate`: each row of the table as cells of a sweep."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.core.scope import Scope
+    from greenroom.plan.systems import System
+    from greenroom.sim.sweep import Row, Study
+    from greenroom.trace import Trace
+
+NAMES = (
+    "mixtral-offloading, adapmoe, moe-infinity, promoe, moepic, pre-gated, hobbit, fate, hybrimoe,"
+    " fiddler, llru, static, greenroom; options given beside it override its row"
+)
+HELP = f"named systems instead of policies: {NAMES}"
+ONE = f"put the parts together as a paper does: {NAMES}"
+STAND_IN = "noisy-oracle:1,accuracy=0.85"  # about what the papers report of the next layer's gate
+
+
+def apply(args: argparse.Namespace) -> None:
+    """Have a run take the options of `--system`, as far as the user gave no others. UsageError
+    names the parts that are missing."""
+    from greenroom.cli.options import given
+    from greenroom.config import LoadConfig
+    from greenroom.plan.systems import options, system
+
+    known = LoadConfig.__dataclass_fields__
+    mine = {name: value for name, value in given(args).items() if name in known}
+    for name, value in options(system(args.system), mine, known).items():
+        setattr(args, name, value)
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a system is simulated: several cells where its guard would choose among them; `notes`
+    say what of it is not simulated, or by what instead."""
+
+    system: System
+    policy: str
+    scope: Scope
+    prefetches: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def played(args: argparse.Namespace, trace: Trace, row: System) -> Played:
+    """A row over a trace, with what the user gave beside it. UsageError for options that cannot
+    be right."""
+    from greenroom.sim.sweep import OFF
+
+    notes = [
+        what
+        for option, what in row.parts().items()
+        if option not in ("scope", "pin") and getattr(args, option, None) is None
+    ]
+    policy = args.policy or row.policy
+    wanted = args.prefetch or row.prefetch
+    prefetches: tuple[str, ...] = (OFF,)
+    if args.machine is None:
+        if wanted != OFF:
+            notes.append("prefetching, which needs --machine")
+    elif wanted != OFF:
+        found = wanted if args.prefetch else recorded(trace, wanted)
+        if found != wanted:
+            notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
+        prefetches = (OFF, found) if row.guard else (found,)
+    return Played(row, policy, row.scope, prefetches, tuple(notes))
+
+
+def recorded(trace: Trace, prefetch: str) -> str:
+    """A row's predictor, or what stands in for one that runs beside a model only."""
+    from greenroom.predictors import AUTO, predictor
+    from greenroom.sim.proactive import automatic, chosen
+
+    if predictor(prefetch).kind is AUTO:
+        return automatic(trace)
+    try:
+        chosen(trace, prefetch)
+    except UsageError:
+        return STAND_IN
+    return prefetch
+
+
+def sized(how: Played, study: Study, capacity: int) -> Scope:
+    """The scope of a row at a capacity: its layers' sizes where they are found from a trace.
+
+    They are found on the trace that is simulated, which flatters them a little.
+    """
+    if how.system.sizes is None or how.scope not in ("shared", "per-layer"):
+        return how.scope
+    from greenroom.plan.budgets import miss_tables, optimal
+
+    tables = miss_tables(study.requests, study.trace.offsets, reset=study.reset)
+    return tuple(float(n) for n in optimal(tables, capacity))
+
+
+def simulated(args: argparse.Namespace, study: Study, capacities: list[int], go: Any) -> list[Row]:
+    """A row of the result for each system and capacity; with a guard the faster of its cells."""
+    from greenroom.plan.systems import systems
+    from greenroom.sim.sweep import Cell
+
+    rows: list[Row] = []
+    for row in systems(args.system):
+        how = played(args, study.trace, row)
+        for capacity in capacities:
+            scope = study.scope if args.scope is not None else sized(how, study, capacity)
+            cells = [Cell(how.policy, capacity, args.pin, each) for each in how.prefetches]
+            found = go(replace(study, scope=scope), cells)
+            best = min(found, key=lambda each: each.get("tpot_mean_s") or each["misses"])
+            rows.append({"system": row.name, **best, "without": list(how.notes)})
+    return rows

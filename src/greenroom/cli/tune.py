@@ -1,0 +1,123 @@
+"""`greenroom tune MODEL`: measure the best few settings on real tokens, and keep the winner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.bench import play, prompts_of, table
+from greenroom.cli.options import add_options, take
+from greenroom.config import ContestConfig, LoadConfig
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.hf.contest import Entry
+    from greenroom.plan.estimate import Estimator
+    from greenroom.plan.settings import Setting
+
+HELP = "measure the best few settings on real tokens, and keep the winner for later runs"
+FEW = 2  # of a plan's best, beside plain LRU and the default
+CHOSEN = ("policy", "scope", "prefetch", "predictor", "no_guard")  # what is tuned
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("tune", help=HELP, description=HELP)
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path,
+        help="this model's own routing, for choosing what is measured (default: stand-ins)",
+    )  # fmt: skip
+    parser.add_argument("--machine", metavar="FILE", default="auto", help="as of `greenroom plan`")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    add_options(parser, ContestConfig, "measuring")
+    add_options(parser, LoadConfig, "memory and machine")
+    parser.set_defaults(main=main, seconds=180.0)
+
+
+def main(args: argparse.Namespace) -> None:
+    load, how = take(args, LoadConfig), take(args, ContestConfig)
+    for name in CHOSEN:
+        if getattr(load, name) != LoadConfig.__dataclass_fields__[name].default:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is what tune chooses: leave it out; greenroom bench"
+                " measures a setting that you name"
+            )
+
+    from greenroom.cli.plan import described, estimator_of, evidence_of, machine_of
+    from greenroom.hf.contest import winner
+    from greenroom.plan.settings import PLAIN
+
+    machine, _ = machine_of(args.machine)
+    model = described(args.model, load)
+    estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
+    settings = candidates(estimator, capacity_of(load, model))
+    entries = [_entry(setting, load) for setting in settings]
+    stage = play(args, load, how, entries, prompts_of(how))
+    plain = entries[settings.index(PLAIN)]
+    best = winner(entries, plain)
+    where = keep(stage, load, model.fingerprint, entries, best, plain)
+    rows = [entry.as_row(plain) for entry in entries]
+    if args.json:
+        print(json.dumps({"winner": best.name, "kept": where and str(where), "rows": rows}))
+        return
+    print(table(rows, stage))
+    kept = f"kept in {where}: greenroom run takes it" if where else "not kept (GREENROOM_LEARNED)"
+    print(f"\nwinner: {best.name}; {kept} for this model, machine and size")
+
+
+def capacity_of(load: LoadConfig, model: Any) -> int:
+    """Slots that the options come to, before anything is loaded."""
+    from greenroom.config import Amount
+    from greenroom.hf.budget import budget_bytes
+
+    if load.cache is None:
+        return int(model.slots(budget_bytes(load.memory)))
+    amount = Amount.parse(load.cache, "--cache")
+    slots = amount.of(model.experts) if amount.share else amount.of(0) // model.slot_bytes
+    return max(model.least, min(int(slots), model.experts))
+
+
+def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
+    """Plain LRU first, then the default, then the best of a plan's others."""
+    from greenroom.plan.planner import compare
+    from greenroom.plan.settings import DEFAULT, PLAIN
+
+    best = [each.setting for each in compare(estimator, capacity)]
+    others = [setting for setting in best if setting not in (PLAIN, DEFAULT)]
+    return [PLAIN, DEFAULT, *others[:FEW]]
+
+
+def _entry(setting: Setting, load: LoadConfig) -> Entry:
+    from greenroom.hf.contest import entry
+    from greenroom.plan.settings import PLAIN
+
+    name = "plain LRU" if setting == PLAIN else f"{setting.policy}, {setting.scope}"
+    name += ", prefetching" if setting.prefetch != "off" else ""
+    return entry(name, load, setting.options())
+
+
+def keep(
+    stage: Any, load: LoadConfig, fingerprint: str, entries: list[Entry], best: Entry, plain: Entry
+) -> Path | None:
+    """Leave the winner, and what its rounds showed of this machine, to later runs and plans."""
+    import numpy as np
+
+    from greenroom.core.machine import name_of
+    from greenroom.plan import kept
+    from greenroom.runtime.measure import host
+
+    machine = name_of(host())
+    options = {name: getattr(best.config, name) for name in kept.OPTIONS}
+    found = kept.Kept(
+        stage.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
+        date.today().isoformat(),
+    )  # fmt: skip
+    known = kept.load(fingerprint, machine).with_setting(found)
+    if load.read_limit is None:
+        size = stage.parts.catalog.expert_bytes // stage.experts
+        for entry in entries:
+            known = known.with_runs(tuple(entry.observed(size)))
+    return kept.save(fingerprint, machine, known)

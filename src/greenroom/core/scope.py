@@ -1,0 +1,113 @@
+"""Scopes: which layers share slots, and how many each of them has.
+
+`shared` is one pool for all layers, `per-layer` ("-Dist") as many slots for each; a tuple of
+numbers, one a layer, shares the slots out in proportion to them, and exactly where they add up to
+all slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.config import SCOPES
+from greenroom.core.pieces import Pieces, Split
+from greenroom.errors import BudgetError, UnknownName, UsageError
+
+Scope: TypeAlias = str | tuple[float, ...]
+Floats = NDArray[np.float64]
+
+
+def check_scope(scope: Scope, layers: int) -> None:
+    """UnknownName or UsageError unless a model of so many layers can have this scope."""
+    if isinstance(scope, str):
+        if scope not in SCOPES:
+            raise UnknownName("scope", scope, SCOPES)
+    elif len(scope) != layers:
+        raise UsageError(f"the scope has {len(scope)} numbers, the model has {layers} layers")
+    elif min(scope) <= 0:
+        raise UsageError(f"the numbers of a scope must be above 0: {min(scope):g}")
+
+
+def name_of(scope: Scope) -> str:
+    """How a result names it."""
+    return scope if isinstance(scope, str) else "given"
+
+
+def split_capacity(
+    capacity: int, layers: int, scope: Scope, most: Sequence[int] | None = None
+) -> list[int]:
+    """Slots of each group: one group for all layers, or one a layer.
+
+    `per-layer` gives capacity // layers each, and one more to the first capacity % layers. Of a
+    tuple each layer has one slot at least, and no more than `most` of it, its experts.
+    """
+    check_scope(scope, layers)
+    if capacity < 1:
+        raise BudgetError(f"a cache needs at least one slot: {capacity}")
+    if scope == "shared":
+        return [capacity]
+    if capacity < layers:
+        raise BudgetError(
+            f"scope {name_of(scope)} needs a slot for each of {layers} layers: {capacity}"
+        )
+    if scope == "per-layer":
+        return [capacity // layers + (i < capacity % layers) for i in range(layers)]
+    assert not isinstance(scope, str)
+    return proportional(capacity, scope, most or [capacity] * layers)
+
+
+def least_capacity(pieces: Pieces, scope: Scope) -> int:
+    """The smallest capacity that such a cache can have: a slot for each group."""
+    check_scope(scope, pieces.layers)
+    if pieces.split is None:
+        return pieces.devices * (1 if scope == "shared" else pieces.layers)
+    tops = pieces.split.tops
+    least = max(tops) if scope == "shared" else sum(tops)
+    return -(-(least + pieces.split.reserved) // pieces.split.whole)
+
+
+def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list[int]:
+    """Slots of tops of each group, in the memory of `capacity` whole experts; none has more than
+    there are experts. BudgetError says how much would do."""
+    if capacity < (enough := least_capacity(pieces, scope)):
+        raise BudgetError(
+            f"the memory of {capacity} experts is too small to split them: {split.seats} slots for"
+            f" bottoms, and tops, need that of {enough}"
+        )
+    counts, tops = np.diff(pieces.offsets), np.asarray(split.tops, np.float64)
+    budget = float(capacity * split.whole - split.reserved)
+    if scope == "shared":
+        return [min(int(budget // tops.max()), int(counts.sum()))]
+    shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
+    return [int(n) for n in np.floor(filled(budget, shares, tops, counts * tops) / tops + 1e-6)]
+
+
+def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:
+    """Whole numbers from 1 to `most` that add up to `capacity`, by the largest remainders; all of
+    `most` where that is less."""
+    top = np.asarray(most, np.float64)
+    exact = filled(capacity, np.asarray(shares, np.float64), np.minimum(1.0, top), top)
+    found = np.floor(exact + 1e-6)
+    order = np.lexsort((np.arange(top.size), found - exact))
+    more = [i for i in order.tolist() if found[i] < top[i]]
+    for i in more[: capacity - int(found.sum())]:
+        found[i] += 1
+    return [int(n) for n in found]
+
+
+def filled(total: float, shares: Floats, least: Floats, most: Floats) -> Floats:
+    """A total in proportion to the shares, within bounds; all of `most` where that is less."""
+    if most.sum() <= total:
+        return most
+    low, high = 0.0, float(np.max(most / shares)) + 1.0
+    for _ in range(100):  # what one share is worth, to a float's precision
+        worth = (low + high) / 2
+        if np.clip(shares * worth, least, most).sum() > total:
+            high = worth
+        else:
+            low = worth
+    return np.clip(shares * low, least, most)

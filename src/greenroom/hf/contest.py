@@ -1,0 +1,119 @@
+"""Settings of one model against each other, on real tokens: in turns, so that a machine that slows
+down slows all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from greenroom.config import LoadConfig
+from greenroom.hf.stage import Session, Stage
+from greenroom.plan import intervals
+from greenroom.plan.costs import Observed
+from greenroom.trace.prompts import Prompt
+
+PROMPTS = tuple(
+    Prompt(text, label)
+    for label, text in (
+        ("general", "Explain how a library decides which books to keep on the front shelves."),
+        ("coding", "def merge(a, b):\n    # merges two sorted lists into one sorted list\n"),
+        ("math", "A train leaves at nine and travels 180 km in two hours and a half. How fast"
+                 " is it, and when does it arrive if it goes on for another 90 km?"),
+        ("story", "Once upon a time there was a stage manager who could not find the lead"),
+        ("facts", "List the planets of the solar system with one fact about each of them."),
+        ("letter", "Dear neighbours, next Saturday we would like to invite all of you to"),
+    )
+)  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """A setting by name, and what it did in each round."""
+
+    name: str
+    config: LoadConfig
+    rounds: list[Session] = field(default_factory=list)
+
+    @property
+    def tpots(self) -> list[float]:
+        return [session.tpot_s for session in self.rounds]
+
+    def as_row(self, of: Entry) -> dict[str, Any]:
+        """Means over the rounds with their intervals; `ratio` is of the TPOT to that of another."""
+        tokens = sum(len(session.gaps) for session in self.rounds)
+        requests = sum(session.requests for session in self.rounds)
+        return {
+            "name": self.name,
+            "policy": self.config.policy,
+            "scope": self.config.scope,
+            "prefetch": self.config.prefetch,
+            "tpot_s": intervals.mean(self.tpots),
+            "ttft_s": intervals.mean([float(np.mean(s.ttft)) for s in self.rounds]),
+            "ratio": intervals.ratio(self.tpots, of.tpots[: len(self.tpots)]),
+            "miss_ratio": sum(s.misses for s in self.rounds) / max(1, requests),
+            "bytes_per_token": sum(s.bytes_read for s in self.rounds) / tokens,
+            "stall_s_per_token": sum(s.stall_s for s in self.rounds) / tokens,
+            "rounds": len(self.rounds),
+            "same_tokens": [s.tokens for s in self.rounds]
+            == [s.tokens for s in of.rounds[: len(self.rounds)]],
+        }
+
+    def observed(self, expert_bytes: int) -> list[Observed]:
+        """Each round, as a plan takes it."""
+        return [
+            Observed(
+                session.tpot_s,
+                session.stall_s / len(session.gaps),
+                session.bytes_read / expert_bytes / len(session.gaps),
+                session.bytes_read,
+                session.busy_s,
+            )
+            for session in self.rounds
+        ]
+
+
+def contest(
+    stage: Stage,
+    entries: Sequence[Entry],
+    *,
+    prompts: Sequence[Prompt] = PROMPTS,
+    tokens: int,
+    rounds: int,
+    seconds: float = float("inf"),
+    raw: bool = False,
+    said: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Rounds of all entries, each on the next prompt, begun by another entry each time. No round
+    is begun after `seconds`, but the first. What a round asked for is what caches begin with in the
+    next one; the last prompt, which is not counted, is played for the first."""
+    end = time.perf_counter() + seconds
+    said("warming up")
+    stage.attach(entries[0].config)
+    stage.play([prompts[-1]], tokens, raw=raw)
+    stage.learn()
+    for number in range(rounds):
+        if number and time.perf_counter() > end:
+            break
+        prompt = prompts[number % len(prompts)]
+        turn = number % len(entries)
+        for entry in (*entries[turn:], *entries[:turn]):
+            said(f"round {number + 1}: {entry.name}")
+            stage.attach(entry.config)
+            entry.rounds.append(stage.play([prompt], tokens, raw=raw))
+        stage.learn()
+
+
+def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
+    """The fastest, if it is surely faster than plain LRU; else plain LRU."""
+    best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
+    _, _, high = intervals.ratio(best.tpots, plain.tpots)
+    return best if best is plain or high < 1 else plain
+
+
+def entry(name: str, base: LoadConfig, options: Mapping[str, Any]) -> Entry:
+    """A named setting over the options that all entries share."""
+    return Entry(name, replace(base, **options))

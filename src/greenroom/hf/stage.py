@@ -1,0 +1,192 @@
+"""A loaded model whose cache can be exchanged: one load, many settings of it, measured in turns.
+
+Every setting has the model's slots for itself, one after another, and answers the same prompts with
+the same seeds. Settings that are lossless give the same tokens, so they do the same work; what
+differs is what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.config import LoadConfig, SamplingConfig, scope_of
+from greenroom.core.cache import compile_for
+from greenroom.core.pins import Pins
+from greenroom.hf.attach import Greenroom
+from greenroom.hf.generate import answer
+from greenroom.hf.learned import Learned, hot_set
+from greenroom.hf.load import load_with
+from greenroom.hf.recall import warm_up
+from greenroom.policies import choose
+from greenroom.trace.prompts import Prompt
+
+Floats = NDArray[np.float64]
+SETTLE = 8  # tokens after a prompt that are not counted: the cache still holds the prompt's
+WARM_S = 10.0  # for filling a cache with what was asked for most before
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one setting did with some prompts. Times in seconds; counts are of the decode passes
+    that were counted.
+
+    ttft: of each prompt; gaps: between tokens, without the first ones after a prompt
+    tokens: what was answered, to be the same with every lossless setting
+    """
+
+    ttft: tuple[float, ...]
+    gaps: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    requests: int
+    misses: int
+    bytes_read: int
+    stall_s: float
+    busy_s: float  # of the link, with those bytes
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean: slow tokens count."""
+        return float(np.mean(self.gaps))
+
+    @property
+    def miss_ratio(self) -> float:
+        return self.misses / self.requests if self.requests else 0.0
+
+
+class Stage:
+    """A model that was loaded once, and what it is attached to now."""
+
+    def __init__(self, source: str, config: LoadConfig) -> None:
+        """Loads it. Nothing is remembered of earlier runs, nor left to later ones."""
+        self.model: Any
+        self.source = source
+        self._load(config)
+        self.asked = np.zeros(self.experts, np.int64)  # of each expert, by what was learned
+        self._pending = self.asked.copy()
+
+    def _load(self, config: LoadConfig) -> None:
+        self.config = config
+        self.model, self.tokenizer = load_with(self.source, config, remember=False)
+        self.parts = self.model.greenroom.parts
+        self._slots = int(self.model.greenroom.capacity)
+        self._growth = self.model.greenroom.growth
+
+    @property
+    def experts(self) -> int:
+        return self.parts.catalog.experts
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the budget leaves."""
+        return self._slots
+
+    def learn(self) -> None:
+        """From here on, caches begin with what was asked for most in all that was played."""
+        self.asked += self._pending
+        self._pending[:] = 0
+
+    def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
+        """Exchange the cache for an empty one of this policy, scope and predictor, with so many
+        slots (those of the budget without it), filled with what was asked for most so far. A model
+        whose experts are cut otherwise is loaded again."""
+        self.model.greenroom.detach()
+        if config.split != self.config.split:
+            self._load(replace(self.config, split=config.split, scope=config.scope))
+            self.model.greenroom.detach()
+        slots = self.capacity if capacity is None else capacity
+        chosen = choose(config.policy, slots, self.experts)
+        compile_for(chosen)
+        full = slots >= self.experts
+        parts = replace(
+            self.parts,
+            capacity=slots,
+            policy=chosen.name,
+            scope=self.parts.scope if config.split == "auto" else scope_of(config.scope),
+            pins=None if config.pin is None else Pins.load(config.pin, self.parts.catalog.offsets),
+            prefetch="off" if full else config.prefetch,
+            predictor=config.predictor,
+            guard=not config.no_guard,
+        )
+        self.model.greenroom = made = Greenroom(self.model, parts)
+        if self._growth is not None and capacity is None:
+            made.grow(self._growth)
+        made.pin()
+        self._warm(made)
+        return made
+
+    def _warm(self, made: Greenroom) -> None:
+        """Fill its cache with what was asked for most so far; nothing of that is counted."""
+        cache, offsets = made.driver.scheduler.cache, self.parts.catalog.offsets
+        known = Learned(np.empty(0, np.int64), self.asked.astype(np.float64))
+        if (hot := hot_set(known, offsets, cache.capacity, cache.scope)).size:
+            warm_up(made.driver, hot, WARM_S)
+        made.driver.asked[:] = 0
+
+    def fill(self) -> None:
+        """Have every expert in a cache that has a slot for each."""
+        warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
+
+    def close(self) -> None:
+        """End the threads and free the slots."""
+        self.model.greenroom.detach()
+
+    def play(
+        self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False
+    ) -> Session:
+        """Have the model answer with what it is attached to. Tokens are drawn by fixed seeds."""
+        greenroom: Greenroom = self.model.greenroom
+        ttft, gaps, said = [], [], []
+        counted = np.zeros(5)
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingConfig(max_new_tokens=tokens, temperature=1.0, seed=number)
+            with _decodes(self.model, settle) as before:
+                done = answer(
+                    self.model, self.tokenizer, prompt.content, sampling, raw=raw,
+                    context=self.parts.context,
+                )  # fmt: skip
+            ttft.append(done.ttft_s)
+            gaps += done.gaps[settle:]
+            said.append(tuple(done.token_ids))
+            if before:
+                counted += _counters(greenroom) - before[0]
+        self._pending += greenroom.driver.asked[: self.experts]  # of what is cut, the tops
+        greenroom.driver.asked[:] = 0
+        requests, misses, nbytes, stall, busy = counted.tolist()
+        return Session(
+            tuple(ttft), tuple(gaps), tuple(said), int(requests), int(misses), int(nbytes), stall,
+            busy,
+        )  # fmt: skip
+
+
+def _counters(greenroom: Greenroom) -> Floats:
+    """[5]: requests, misses, bytes read, seconds stalled, seconds of the link, so far."""
+    counts, meter = greenroom.driver.scheduler.counts, greenroom.driver.meter.copy()
+    busy = meter.links[0].busy_s
+    return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s, busy])
+
+
+@contextmanager
+def _decodes(model: Any, settle: int) -> Iterator[list[Floats]]:
+    """Leaves the counters as they were when an answer's first `settle` decode passes were over;
+    nothing where there were fewer."""
+    found: list[Floats] = []
+    passed = 0
+
+    def ended(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        nonlocal passed
+        ids = kwargs.get("input_ids")
+        passed += ids is not None and ids.shape[1] == 1
+        if passed == settle and not found:
+            found.append(_counters(model.greenroom))
+
+    hook = model.register_forward_hook(ended, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()

@@ -1,0 +1,1 @@
+"""What to set: budgets of layers and splits of experts, from recordings and measured costs."""

@@ -1,0 +1,139 @@
+"""Budgets of layers: how many of all slots each layer gets, from what a recording asked for.
+
+A *table* is a layer's cost at every number of slots, [experts + 1]: misses, or seconds for which
+nothing hides them. Both come from one pass over the recording: LRU of a layer's own is a stack
+algorithm (`sim/curves.py`), so a request says by itself from how many slots on it is a hit.
+
+ - `optimal` finds the least sum of costs by a dynamic programme over layers, as AdapMoE sizes its
+   caches (Zhong et al., 2024, as MoEpic cites it);
+ - `marginal` gives the next slots to the layer that gains most for each of them. It goes by the
+   lower hull of a table, and is `optimal` but for the last few slots;
+ - MoEpic's own algorithm, which splits experts too, is in `configurator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.cost import Costs
+from greenroom.core.pieces import Ints
+from greenroom.core.stream import Stream
+from greenroom.errors import BudgetError
+from greenroom.sim.curves import lru_depths
+
+Floats = NDArray[np.float64]
+Tables = Sequence[Floats]
+
+
+def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[Floats]:
+    """Each layer's misses of LRU at every number of slots; `offsets` [L + 1] are dense ids."""
+    depths, layer = lru_depths(stream, offsets, reset=reset), _layer_of_requests(stream)
+    tables = []
+    for number, (begin, end) in enumerate(pairwise(np.asarray(offsets).tolist())):
+        mine = depths[layer == number]
+        hits = np.bincount(mine[mine > 0], minlength=end - begin + 1)
+        tables.append(mine.size - np.cumsum(hits).astype(np.float64))
+    return tables
+
+
+def exposed_tables(
+    stream: Stream, offsets: Ints, costs: Costs, expert_bytes: int, *, reset: bool = False
+) -> list[Floats]:
+    """Each layer's seconds that computing does not hide, at every number of slots.
+
+    A step with m misses and h hits is exposed for max(0, m * load - h * compute) (MoEpic, equation
+    6), where `load` is what one expert takes on the slowest link.
+    """
+    load = expert_bytes / min(link.bandwidth for link in costs.links)
+    compute = costs.expert.seconds(1)
+    depths, sizes = lru_depths(stream, offsets, reset=reset), np.diff(stream.starts)
+    tables = []
+    for number, (begin, end) in enumerate(pairwise(np.asarray(offsets).tolist())):
+        steps = (stream.layer == number) & (sizes > 0)
+        mine = depths[np.repeat(steps, sizes)]
+        starts = np.cumsum(sizes[steps]) - sizes[steps]
+        asked, table = sizes[steps], np.zeros(end - begin + 1)
+        for slots in range(end - begin + 1):
+            missed = (mine > slots) | (mine == 0)
+            misses = np.add.reduceat(missed, starts, dtype=np.int64) if starts.size else asked
+            table[slots] = np.maximum(0.0, misses * load - (asked - misses) * compute).sum()
+        tables.append(table)
+    return tables
+
+
+def _layer_of_requests(stream: Stream) -> NDArray[np.int32]:
+    return np.repeat(stream.layer, np.diff(stream.starts))
+
+
+def optimal(tables: Tables, capacity: int) -> list[int]:
+    """Slots of each layer, at least one, whose costs have the least sum. Of equal sums the one that
+    gives the later layers less. BudgetError where there are fewer slots than layers."""
+    capacity = _check(tables, capacity)
+    best = np.full(capacity + 1, np.inf)  # by slots given so far
+    best[0] = 0.0
+    taken = []
+    for table in tables:
+        after, chosen = np.full(capacity + 1, np.inf), np.zeros(capacity + 1, np.int64)
+        for slots in range(1, min(table.size, capacity + 1)):
+            sums = best[: capacity + 1 - slots] + table[slots]
+            better = np.flatnonzero(sums < after[slots:]) + slots
+            after[better], chosen[better] = sums[better - slots], slots
+        best = after
+        taken.append(chosen)
+    left, found = capacity, []
+    for chosen in reversed(taken):
+        found.append(int(chosen[left]))
+        left -= found[-1]
+    return found[::-1]
+
+
+def marginal(tables: Tables, capacity: int) -> list[int]:
+    """Slots of each layer, at least one: the next ones go where each of them gains most.
+
+    BudgetError where there are fewer slots than layers.
+    """
+    left = _check(tables, capacity) - len(tables)
+    steps = [
+        (-gain, layer, slots)
+        for layer, table in enumerate(tables)
+        for gain, slots in _hull(table[1:])
+    ]
+    found = [1] * len(tables)
+    for _, layer, slots in sorted(steps):
+        given = min(slots, left)
+        found[layer] += given
+        left -= given
+    return found
+
+
+def _hull(table: Floats) -> list[tuple[float, int]]:
+    """The lower hull of a table as (gain of each slot, slots), the largest gain first."""
+    corners: list[int] = []
+    for slots in range(table.size):
+        while len(corners) > 1 and _slope(table, corners[-2], slots) <= _slope(
+            table, corners[-2], corners[-1]
+        ):
+            corners.pop()
+        corners.append(slots)
+    return [(-_slope(table, a, b), b - a) for a, b in pairwise(corners)]
+
+
+def _slope(table: Floats, a: int, b: int) -> float:
+    return float(table[b] - table[a]) / (b - a)
+
+
+def _check(tables: Tables, capacity: int) -> int:
+    """The slots that there are to give."""
+    if capacity < len(tables):
+        raise BudgetError(f"{len(tables)} layers need a slot each, there are {capacity}")
+    return min(capacity, sum(table.size - 1 for table in tables))
+
+
+METHODS: dict[str, Callable[[Tables, int], list[int]]] = {
+    "marginal": marginal,
+    "optimal": optimal,
+}

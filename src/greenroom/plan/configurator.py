@@ -1,0 +1,150 @@
+"""MoEpic's cache configurator: a budget and a split ratio for every layer (Algorithm 1).
+
+Sizes are in experts, times in seconds. A layer with a budget of V experts keeps the top segments of
+C of them, each a share theta = V / C of the expert. `split` solves a layer's sub-problem (equations
+9 to 11) and follows the windows from layer to layer (5 to 7); `configure` moves zeta * Ve of budget
+at a time from the layer that loses least by it to the one that gains most, until that gains
+nothing: a fixed-point iteration.
+
+Where the paper leaves a choice: P(y, C) of equation 10 is read as P(y); of several C with the same
+m the smallest is taken; what is left of a budget beside whole experts may stay unused (theta = 1 of
+floor(V) of them); and a layer whose budget would not stay above 0 (equation 8) gives none away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.activity import Activity
+from greenroom.core.cost import Costs
+from greenroom.errors import BudgetError, UsageError
+
+Floats = NDArray[np.float64]
+ZETA = 0.01  # share of all budget that one step moves
+TAU = 5000  # tokens between two configurations
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of one token: T_att and T_moe of a layer, T_head, and T_load of a whole expert."""
+
+    attention: float
+    moe: float
+    head: float
+    load: float
+
+    @classmethod
+    def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> Latency:
+        """From the costs of a machine: `dense` is what a layer computes beside its experts."""
+        slowest = min(link.bandwidth for link in costs.links)
+        moe = top_k * costs.expert.seconds(1)
+        return cls(costs.dense.seconds(1), moe, head, expert_bytes / slowest)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What was recorded of a layer of N experts, of which a token activates `top_k` (K).
+
+    hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; both: PH(y, C) [N + 1, N + 1]
+    """
+
+    top_k: float
+    hits: Floats
+    accuracy: Floats
+    both: Floats
+
+    @property
+    def experts(self) -> int:
+        return self.hits.size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of one layer: budget V and cached experts C, ratio theta, m experts there after prefetching,
+    the exposed latency, and the window of the next layer."""
+
+    budget: float
+    cached: int
+    ratio: float
+    loaded: float
+    exposed: float
+    window: float
+
+
+def layers_of(activity: Activity) -> list[Layer]:
+    """The layers as they were recorded."""
+    return [
+        Layer(
+            activity.activated[i] / max(1, activity.tokens[i]),
+            activity.hit_ratio(i),
+            activity.accuracy(i),
+            activity.predicted_hits(i),
+        )
+        for i in range(len(activity.experts))
+    ]
+
+
+def best(layer: Layer, budget: float, window: float, latency: Latency) -> tuple[int, float, float]:
+    """(C, theta, m) of the sub-problem, equation 11."""
+    least = max(1, min(layer.experts, int(budget + 1e-9)))
+    cached = np.arange(least, layer.experts + 1)
+    ratio = np.minimum(1.0, budget / cached)
+    # [C, y]: what of the y-th predicted expert is to be fetched, in expectation
+    part = 1 - layer.both[1:, cached].T * ratio[:, None]
+    done = np.cumsum(part * latency.load, axis=1) <= window  # a prefix: every part takes time
+    ahead = (part * layer.accuracy[1:] * done).sum(axis=1)
+    loaded = np.minimum(layer.top_k, layer.top_k * layer.hits[cached] * ratio + ahead)
+    at = int(np.argmax(loaded))
+    return int(cached[at]), float(ratio[at]), float(loaded[at])
+
+
+def split(
+    layers: Sequence[Layer], budgets: Sequence[float] | Floats, latency: Latency
+) -> list[Choice]:
+    """The function ExpertSplit: each layer's ratio, in order, since one's window is left by the
+    layer before."""
+    window, found = latency.head + latency.attention, []
+    for layer, budget in zip(layers, budgets, strict=True):
+        cached, ratio, loaded = best(layer, budget, window, latency)
+        hide = loaded * latency.moe / layer.top_k
+        miss = (layer.top_k - loaded) * latency.load
+        window = latency.moe - min(hide, miss) + latency.attention
+        found.append(Choice(budget, cached, ratio, loaded, max(0.0, miss - hide), window))
+    return found
+
+
+def configure(
+    layers: Sequence[Layer], budget: float, latency: Latency, zeta: float = ZETA
+) -> list[Choice]:
+    """The function VramAllocation over `budget` experts (Ve) in all, from a uniform allocation.
+
+    UsageError for a zeta outside (0, 1), BudgetError without a budget.
+    """
+    if not 0 < zeta < 1:
+        raise UsageError(f"zeta must be above 0 and below 1: {zeta:g}")
+    if budget <= 0:
+        raise BudgetError(f"there is no budget to allocate: {budget:g} experts")
+    step = zeta * budget
+    given = np.full(len(layers), budget / len(layers))
+    while True:
+        now = split(layers, given, latency)
+        more = split(layers, given + step, latency)
+        less = split(layers, np.maximum(given - step, 1e-9), latency)
+        gains = np.array([a.exposed - b.exposed for a, b in zip(now, more, strict=True)])
+        losses = np.array([b.exposed - a.exposed for a, b in zip(now, less, strict=True)])
+        to = int(np.argmax(gains))
+        losses[(given - step <= 1e-9) | (np.arange(given.size) == to)] = np.inf
+        giver = int(np.argmin(losses))
+        if np.isinf(losses[giver]):
+            return now
+        moved = given.copy()
+        moved[to] += step
+        moved[giver] -= step
+        after = split(layers, moved, latency)
+        if sum(each.exposed for each in after) >= sum(each.exposed for each in now):
+            return now
+        given = moved

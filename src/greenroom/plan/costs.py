@@ -1,0 +1,104 @@
+"""What a model costs on a machine: from the machine's profile, or from runs of this very model.
+
+Of a run four figures are kept for each token that was decoded: its seconds, those of them stalled,
+the experts that were fetched, and how fast the link delivered while it did. What is no stall is
+`base + handling * fetched`: least squares over runs give both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.cost import CHUNK_BYTES, Costs, Link, Work
+from greenroom.core.machine import Machine
+from greenroom.plan.model import Model
+
+LEAST_SPREAD = 4.0  # fetched experts a token by which runs must differ to tell handling from base
+LEAST_BYTES = 8 << 20  # that a link must have carried to tell how fast it is
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds."""
+
+    seconds: float
+    stall: float
+    fetched: float
+    carried: float
+    busy: float
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Observed:
+        """TypeError or ValueError where it is none."""
+        return cls(**{name: float(entry[name]) for name in cls.__dataclass_fields__})
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def of_machine(machine: Machine, model: Model, readers: int = 2) -> Costs:
+    """The costs that the profile says, with as many reads at a time as a run has."""
+    costs = machine.costs(model.expert_bytes, model.read_bytes // model.layers)
+    first, *rest = costs.links
+    return replace(costs, links=(replace(first, lanes=readers), *rest))
+
+
+def limited(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
+    """With a first link that is held to so many bytes a second (`--read-limit`).
+
+    A reader waits for its turn, and reads then: each chunk takes both, but turns are waited for
+    while other lanes read.
+    """
+    first, *rest = costs.links
+    if limit is None or limit >= first.bandwidth:
+        return costs
+    chunk = min(expert_bytes, CHUNK_BYTES)
+    held = Link(limit, first.latency + chunk / first.bandwidth, first.lanes)
+    return replace(costs, links=(held, *rest))
+
+
+def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
+    """The same as runs of this model on this machine have shown it to be; without runs unchanged.
+
+    The base is what a token takes without any miss; all of it but the experts' own work is the
+    layers', in the profile's proportion of one token to many.
+    """
+    if not runs:
+        return costs
+    fetched = np.array([run.fetched for run in runs])
+    computed = np.array([run.seconds - run.stall for run in runs])
+    base, handling = _line(fetched, computed, costs.handling)
+    experts = model.top_k * model.layers * costs.expert.seconds(1)
+    own = max(base - experts, 0.1 * base)
+    expert = costs.expert
+    if base - own < experts:  # the profile's experts take longer than all there is
+        expert = scaled(expert, (base - own) / experts)
+    dense = costs.dense.seconds(1)
+    layer = own / model.layers
+    work = scaled(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
+    first, *rest = costs.links
+    return Costs((_link(first, runs), *rest), expert, work, handling)
+
+
+def scaled(work: Work, factor: float) -> Work:
+    """So many times as long."""
+    return Work(tuple((tokens, seconds * factor) for tokens, seconds in work.points))
+
+
+def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
+    """(y at 0, slope) of the best line; the given slope where the points do not say, and never one
+    that falls."""
+    if x.max() - x.min() >= LEAST_SPREAD:
+        slope = max(0.0, float(np.polyfit(x, y, 1)[0]))
+    at = float(np.median(y - slope * x))
+    return (at, slope) if at > 0 else (float(np.min(y)), 0.0)
+
+
+def _link(link: Link, runs: Sequence[Observed]) -> Link:
+    """As fast as it was while it carried: latencies are in that."""
+    rates = [run.carried / run.busy for run in runs if run.carried >= LEAST_BYTES and run.busy > 0]
+    return Link(float(np.median(rates)), 0.0, link.lanes) if rates else link

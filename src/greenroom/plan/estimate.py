@@ -1,0 +1,163 @@
+"""What a setting will do: simulated over the evidence, with the range that it will lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.cost import Costs
+from greenroom.core.stream import Stream
+from greenroom.plan.evidence import Evidence
+from greenroom.plan.model import Model
+from greenroom.plan.settings import AUTO, OFF, Setting
+from greenroom.policies import choose, policy
+from greenroom.predictors import predictor
+from greenroom.sim.proactive import automatic, chosen, proactive
+from greenroom.sim.timed import Times, times
+from greenroom.trace import Trace, stream
+
+Floats = NDArray[np.float64]
+BAND = 0.20  # half of the range of a prediction: what benchmarks/plan.py found to cover nine in ten
+UNMEASURED = 0.25  # the same where no run of this model has been measured on the machine
+STAND_IN = "noisy-oracle:1,accuracy=0.8"  # next-gate's accuracy on recordings (docs/prefetch.md)
+PLAYED = 192  # decode passes that are played event by event: tens of microseconds an event
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one setting at one size. Seconds, bytes; tpot is a mean, and lies from low to high.
+
+    gaps: of every decode pass of the expected trace, for comparing settings pass by pass
+    """
+
+    setting: Setting
+    capacity: int
+    tpot: float
+    low: float
+    high: float
+    ttft: float | None
+    miss_ratio: float
+    token_bytes: float
+    stall: float
+    gaps: Floats
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.setting.options(),
+            "flags": self.setting.flags(),
+            "capacity": self.capacity,
+            "tpot_s": self.tpot,
+            "tpot_low_s": self.low,
+            "tpot_high_s": self.high,
+            "ttft_s": self.ttft,
+            "miss_ratio": self.miss_ratio,
+            "bytes_per_token": self.token_bytes,
+            "stall_share": self.stall,
+        }
+
+
+class Estimator:
+    """Estimates over one model, machine and evidence; what was simulated is not simulated again."""
+
+    def __init__(
+        self, model: Model, costs: Costs, evidence: Evidence, *, measured: bool = False
+    ) -> None:
+        """`measured`: the costs are those of runs of this model on this machine."""
+        self.model, self.costs, self.evidence = model, costs, evidence
+        self.band = BAND if measured else UNMEASURED
+        self._streams = [stream(trace, "runtime") for trace in evidence.traces]
+        self._known: dict[tuple[Setting, int, bool], Estimate] = {}
+
+    def of(self, setting: Setting, capacity: int, bracket: bool = True) -> Estimate:
+        """`bracket`: the range spans less and more local routing too, where nothing is recorded."""
+        if capacity >= self.model.experts:  # nothing to evict or to fetch
+            setting = Setting("lru", "shared", OFF)
+        key = setting, capacity, bracket
+        if key not in self._known:
+            self._known[key] = self._estimate(setting, capacity, bracket)
+        return self._known[key]
+
+    def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
+        every = list(zip(self.evidence.traces, self._streams, strict=True))
+        runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
+        means = [float(run.gaps.mean()) for run in runs]
+        first, trace = runs[0], self.evidence.traces[0]
+        return Estimate(
+            setting,
+            capacity,
+            means[0],
+            min(means) * (1 - self.band),
+            max(means) * (1 + self.band),
+            float(np.median(first.ttft)) if trace.pass_prefill.any() else None,
+            first.misses / max(1, first.requests),
+            first.token_bytes,
+            first.stall,
+            first.gaps,
+        )
+
+    def _run(self, setting: Setting, capacity: int, trace: Trace, steps: Stream) -> _Run:
+        made = choose(setting.policy, capacity, self.model.experts)
+        reactive = times(
+            trace, steps, capacity, made, self.costs, self.model.expert_bytes, scope=setting.scope
+        )
+        found = _Run.of(reactive, trace)
+        if setting.prefetch == OFF:
+            return found
+        return self._ahead(setting, capacity, trace, found)
+
+    def _ahead(self, setting: Setting, capacity: int, trace: Trace, reactive: _Run) -> _Run:
+        """With prefetching: what the first passes gain by it is taken of all. A guard leaves it on
+        only where it gains."""
+        part = trace.head(_first(trace, PLAYED))
+        name = self._predictor(setting.prefetch, part)
+        played = proactive(
+            part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
+            self.model.expert_bytes, name, scope=setting.scope,
+        ).times  # fmt: skip
+        found = _Run.of(played, part)
+        factor = float(found.gaps.sum() / reactive.gaps[: found.gaps.size].sum())
+        if setting.prefetch == AUTO and factor >= 1:
+            return reactive
+        later = reactive.gaps[found.gaps.size :] * factor
+        return replace(found, gaps=np.append(found.gaps, later), ttft=reactive.ttft)
+
+    def _predictor(self, prefetch: str, trace: Trace) -> str:
+        """What stands for a run's predictor over a trace: its recording where there is one."""
+        if prefetch == AUTO and self.evidence.own:
+            name = automatic(trace)
+            return name if name != "markov" else STAND_IN
+        if prefetch == AUTO:
+            return STAND_IN
+        if predictor(prefetch).kind.needs.isdisjoint(("inputs", "gates", "file")):
+            return prefetch
+        return chosen(trace, prefetch).name
+
+
+def _first(trace: Trace, passes: int) -> int:
+    """Tokens up to the end of so many decode passes."""
+    decodes = np.flatnonzero(~trace.pass_prefill)
+    last = int(decodes[min(passes, decodes.size) - 1])
+    return int(trace.pass_starts[last + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is taken of a simulation: TTFTs, times of decode passes, counts, bytes a token, and the
+    share of stalls."""
+
+    ttft: Floats
+    gaps: Floats
+    requests: int
+    misses: int
+    token_bytes: float
+    stall: float
+
+    @classmethod
+    def of(cls, found: Times, trace: Trace) -> _Run:
+        return cls(
+            found.ttft, found.gaps, found.requests, found.misses,
+            found.bytes_moved / trace.tokens, found.stall / max(1e-12, found.seconds),
+        )  # fmt: skip

@@ -1,0 +1,81 @@
+"""What a plan knows of a model: sizes and shape, no weights. Bytes and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from greenroom.config import show_bytes
+from greenroom.core.pieces import Ints
+from greenroom.errors import BudgetError
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, as its config and headers say.
+
+    expert_bytes: what is moved for one expert (a mean where layers differ)
+    slot_bytes:   what an expert takes in memory
+    dense_bytes:  all that stays in memory
+    read_bytes:   what of it one token reads: all but the input embedding, unless the head is tied
+    beside_bytes: Python, libraries, compiled kernels, activations, staging
+    kv_bytes:     keys and values of `context` tokens
+    """
+
+    name: str
+    fingerprint: str
+    experts_per_layer: tuple[int, ...]
+    top_k: int
+    expert_bytes: int
+    slot_bytes: int
+    dense_bytes: int
+    read_bytes: int
+    beside_bytes: int
+    kv_bytes: int
+    context: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.experts_per_layer)
+
+    @property
+    def experts(self) -> int:
+        return sum(self.experts_per_layer)
+
+    @property
+    def offsets(self) -> Ints:
+        """[layers + 1]"""
+        return np.array([0, *accumulate(self.experts_per_layer)], np.int64)
+
+    @property
+    def needs(self) -> int:
+        """Bytes beside the experts' slots."""
+        return self.dense_bytes + self.beside_bytes + self.kv_bytes
+
+    @property
+    def least(self) -> int:
+        """Slots without which nothing can be computed: the experts of one token in one layer."""
+        return min(self.top_k, self.experts)
+
+    @property
+    def least_memory(self) -> int:
+        return self.memory(self.least)
+
+    def memory(self, slots: int) -> int:
+        """The budget that leaves so many slots."""
+        return self.needs + slots * self.slot_bytes
+
+    def slots(self, memory: int) -> int:
+        """What a budget leaves; BudgetError says what would do."""
+        slots = (memory - self.needs) // self.slot_bytes
+        if slots < self.least:
+            raise BudgetError(
+                f"{self.name} does not fit into {show_bytes(memory)}: dense parts"
+                f" {show_bytes(self.dense_bytes)}, KV cache {show_bytes(self.kv_bytes)} for"
+                f" {self.context} tokens, process and workspace {show_bytes(self.beside_bytes)} and"
+                f" {self.least} experts need {show_bytes(self.least_memory)}; --memory"
+                f" {-(-self.least_memory // (1 << 20))}MiB would do"
+            )
+        return min(slots, self.experts)

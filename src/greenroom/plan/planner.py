@@ -1,0 +1,143 @@
+"""The best settings for a budget, speed against memory, and the least memory for a target.
+
+Plain LRU and the default are always among what is compared. Another setting is chosen instead of
+the default only where that is sure: it must be faster by MARGIN, pass by pass over the model's own
+routing (a bootstrap over requests' passes); stand-ins are never sure of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenroom.config import show_bytes
+from greenroom.errors import UsageError
+from greenroom.plan.estimate import Estimate, Estimator
+from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, Setting, grid
+
+MARGIN = 0.03  # of a token's time: what is less is not worth another setting
+LEVEL, DRAWS = 0.05, 400  # of the bootstrap
+FINALISTS = 2  # settings without prefetching that are also tried with it
+SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts, of the curve
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One budget of the curve, with the best setting there."""
+
+    memory: int
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a target TPOT asks for: `least` meets it with the least memory; where nothing does, or
+    not within the budget, `blocked` says why, and `nearest` is as close as it comes."""
+
+    seconds: float
+    least: Point | None
+    nearest: Point
+    blocked: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """For one budget: what to take, everything that was compared (fastest first), the curve."""
+
+    memory: int
+    capacity: int
+    best: Estimate
+    sure: bool  # whether `best` is another than the default because it is surely faster
+    compared: tuple[Estimate, ...]
+    curve: tuple[Point, ...]
+    target: Target | None
+
+
+def plan(estimator: Estimator, memory: int, target: float | None = None) -> Plan:
+    """BudgetError where the model does not fit, UsageError for a target that is no time."""
+    if target is not None and not 0 < target < float("inf"):
+        raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
+    capacity = estimator.model.slots(memory)
+    compared = compare(estimator, capacity)
+    best, sure = choice(estimator, compared)
+    points = curve(estimator, best.setting, memory)
+    found = None if target is None else aim(estimator, best, memory, target)
+    return Plan(memory, capacity, best, sure, compared, points, found)
+
+
+def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
+    """The grid at one size, fastest first; prefetching is added to the best of it."""
+    if capacity >= estimator.model.experts:
+        return (estimator.of(PLAIN, capacity),)
+    fits = [s for s in grid() if s.scope == "shared" or capacity >= estimator.model.layers]
+    found = [estimator.of(setting, capacity) for setting in fits]
+    found.sort(key=lambda each: each.tpot)
+    ahead = [Setting(e.setting.policy, e.setting.scope, AUTO) for e in found[:FINALISTS]]
+    found += [estimator.of(setting, capacity) for setting in dict.fromkeys([*ahead, DEFAULT])]
+    return tuple(sorted(found, key=lambda each: each.tpot))
+
+
+def choice(estimator: Estimator, compared: tuple[Estimate, ...]) -> tuple[Estimate, bool]:
+    """(what to take, whether it is another than the default since that is surely slower)."""
+    usual = next((each for each in compared if each.setting == DEFAULT), compared[0])
+    first = compared[0]
+    if first is usual or not estimator.evidence.own:
+        return usual, False
+    return (first, True) if surely_faster(first, usual) else (usual, False)
+
+
+def surely_faster(one: Estimate, other: Estimate) -> bool:
+    """Whether it takes MARGIN less time, over resampled passes."""
+    n = min(one.gaps.size, other.gaps.size)
+    if n < 16:
+        return False
+    draws = np.random.default_rng(0).integers(0, n, (DRAWS, n))
+    ratios = one.gaps[:n][draws].sum(1) / other.gaps[:n][draws].sum(1)
+    return bool(np.quantile(ratios, 1 - LEVEL) < 1 - MARGIN)
+
+
+def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Point, ...]:
+    """One setting over memory, without what prefetching may add."""
+    model = estimator.model
+    sizes = {max(model.least, int(share * model.experts)) for share in SHARES}
+    sizes.add(model.slots(memory))
+    still = Setting(setting.policy, setting.scope, OFF)
+    fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
+    return tuple(Point(model.memory(n), estimator.of(still, n)) for n in fits)
+
+
+def outlook(estimator: Estimator, available: int) -> tuple[Point, ...]:
+    """The default over memory, with the memory that is there among the points if it is enough."""
+    model = estimator.model
+    return curve(estimator, DEFAULT, max(available, model.least_memory))
+
+
+def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
+    """The least memory that meets a target with this setting, and what blocks it otherwise.
+
+    More slots are never slower but for noise, so it is found by halving.
+    """
+    model, setting = estimator.model, best.setting
+    least = model.layers if setting.scope == "per-layer" else model.least
+    whole = Point(model.memory(model.experts), estimator.of(setting, model.experts))
+    if whole.estimate.tpot > target:
+        blocked = (
+            f"with every expert in memory a token still takes"
+            f" {whole.estimate.tpot * 1e3:.0f} ms to compute: the processor blocks it"
+        )
+        return Target(target, None, whole, blocked)
+    below, meets = least - 1, model.experts
+    while meets - below > max(1, model.experts // 128):
+        middle = (below + meets) // 2
+        if estimator.of(setting, middle, bracket=False).tpot <= target:
+            meets = middle
+        else:
+            below = middle
+    found = Point(model.memory(meets), estimator.of(setting, meets))
+    if found.memory <= memory:
+        return Target(target, found, found, None)
+    waits = f"a token waits {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms for experts"
+    enough = f"{show_bytes(found.memory)} would do"
+    blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {enough}"
+    return Target(target, found, Point(memory, best), blocked)

@@ -1,0 +1,220 @@
+"""Named systems: what a paper describes, as a row that puts our own parts together.
+
+A row says who is evicted, how slots are shared out, what is fetched ahead and by whom, and which
+further parts a system needs. What a paper leaves open, or what we do otherwise, is its `reading`.
+All rows share our transfer queue (demands first, chunks, a layer's wrong prefetches dropped), our
+waves and our prompts that stream through: a comparison of rows is one of decisions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from greenroom.errors import UnknownName, UsageError
+
+NO_GUARD = "prefetches whether it pays or not"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A row. `prefetch` is a predictor, `NAME[:distance]`, or off; with `guard` only while it pays.
+
+    sizes:     how each layer's slots are found: `dp` (a dynamic programme), `configurator`
+               (MoEpic's Algorithm 1, with the split), or None where `scope` says all
+    split:     a top part of each expert stays, the bottom is fetched
+    chosen:    what stays is chosen beforehand, by counts
+    precision: a miss may be served from a copy of so many bits, which changes the output
+    both:      a miss may be computed where the weights are
+    """
+
+    name: str
+    source: str
+    reading: str
+    policy: str = "lru"
+    scope: str = "shared"
+    prefetch: str = "off"
+    guard: bool = False
+    sizes: str | None = None
+    split: bool = False
+    chosen: bool = False
+    precision: str | None = None
+    both: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """The options of a run that every row has."""
+        return {
+            "policy": self.policy,
+            "scope": self.scope,
+            "prefetch": self.prefetch,
+            "no_guard": self.prefetch != "off" and not self.guard,
+        }
+
+    def parts(self) -> dict[str, str]:
+        """Further parts, by the option that each of them is: what it needs, in words."""
+        found = {}
+        if self.sizes == "dp":
+            found["scope"] = "each layer's slots: a FILE of `greenroom trace budgets`"
+        if self.split:
+            found["split"] = "split experts and sizes of layers by Algorithm 1"
+        if self.chosen:
+            found["pin"] = "a set chosen beforehand: a FILE of `greenroom trace hot`"
+        if self.precision is not None:
+            found["miss_precision"] = f"misses in {self.precision}, which change the output"
+        if self.both:
+            found["co_compute"] = "misses computed where they are"
+        return found
+
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        System(
+            "mixtral-offloading",
+            "Eliseev and Mazur, 2023: Fast Inference of Mixture-of-Experts Language Models with"
+            " Offloading",
+            "an LRU cache of equal size for each layer; the next layer's gate, asked with this"
+            " layer's hidden states, says what is fetched while this one is computed. Its mixed"
+            " quantisation is the checkpoint's affair here: give it a quantised one",
+            scope="per-layer",
+            prefetch="next-gate:1",
+        ),
+        System(
+            "adapmoe",
+            "Zhong et al., 2024: AdapMoE, as MoEpic cites it",
+            "LRU with each layer's size by a dynamic programme; the next layer's gate prefetches."
+            " Its adaptive gating leaves experts out, which changes the output, and is left out",
+            prefetch="next-gate:1",
+            sizes="dp",
+        ),
+        System(
+            "moe-infinity",
+            "Xue et al., 2024: MoE-Infinity",
+            "evicts by the activation matrices of the requests that are most alike, and fetches"
+            " what they would use in the layers ahead",
+            policy="moe-infinity",
+            prefetch="eamc",
+        ),
+        System(
+            "promoe",
+            "Song et al., 2024: ProMoE",
+            "LRU, its own baseline with everything else switched on; a trained predictor for each"
+            " layer. Chunks, early preemption and reordered inference are in every row",
+            prefetch="learned",
+        ),
+        System(
+            "moepic",
+            "Yan et al., 2025: MoEpic",
+            "LCP; sizes of layers and split ratios by Algorithm 1; the next layer's gate fetches"
+            " bottoms of what is resident, and the whole of what is not",
+            policy="lcp",
+            scope="per-layer",
+            prefetch="next-gate:1",
+            sizes="configurator",
+            split=True,
+        ),
+        System(
+            "pre-gated",
+            "Hwang et al., 2024: Pre-gated MoE",
+            "gates that were trained to choose a layer ahead, so that what is fetched is never"
+            " wrong; LRU for what stays. With a model that was not trained so, its gates guess",
+            prefetch="pregated",
+        ),
+        System(
+            "hobbit",
+            "Tang et al., 2024: HOBBIT",
+            "evicts by its several-sided score (docs/policies.md); the next layer's gate"
+            " prefetches; misses of small gate weight come in int4",
+            policy="hobbit",
+            prefetch="next-gate:1",
+            precision="int4",
+        ),
+        System(
+            "fate",
+            "Fang et al., 2025: Fate",
+            "a cache that favours shallow layers, and the gate of the layer ahead. Its hybrid"
+            " quantisation is the checkpoint's affair here",
+            policy="fate",
+            prefetch="next-gate:1",
+        ),
+        System(
+            "hybrimoe",
+            "Zhong et al., 2025: HybriMoE",
+            "evicts by scores of the gate; the next layer's gate prefetches; misses are shared out"
+            " between both processors as their queues end",
+            policy="hybrimoe",
+            prefetch="next-gate:1",
+            both=True,
+        ),
+        System(
+            "fiddler",
+            "Kamahori et al., 2024: Fiddler",
+            "the most popular experts stay, and others are computed where they are whenever that"
+            " is sooner than to move them",
+            policy="static",
+            chosen=True,
+            both=True,
+        ),
+        System(
+            "llru",
+            "Layered paging (LLRU)",
+            "its policy alone, as the paper measures it",
+            policy="llru",
+        ),
+        System(
+            "static",
+            "the baseline of ProMoE, section 5.1",
+            "the most popular experts stay, others pass through scratch slots",
+            policy="static",
+            chosen=True,
+        ),
+        System(
+            "greenroom",
+            "ours",
+            "next-use, and prefetching while it pays",
+            policy="auto",
+            prefetch="auto",
+            guard=True,
+        ),
+    )
+}
+
+
+def system(name: str) -> System:
+    """The row of that name; UnknownName lists them."""
+    try:
+        return SYSTEMS[name]
+    except KeyError:
+        raise UnknownName("system", name, SYSTEMS) from None
+
+
+def systems(text: str) -> list[System]:
+    """`A,B,C`, each once; UnknownName."""
+    return [system(name) for name in dict.fromkeys(part.strip() for part in text.split(","))]
+
+
+def options(row: System, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The options of a run that make a row: `given` by the user go before the row's own.
+
+    `known` are the options that there are. UsageError names every part that is missing, and what
+    would bring it: nothing of a row is left out in silence. What changes the output is never
+    switched on by a name: the user gives it.
+    """
+    found = {**row.settings(), **given}
+    missing = []
+    for option, what in row.parts().items():
+        flag = f"--{option.replace('_', '-')}"
+        if option in given:
+            continue
+        if option not in known:
+            missing.append(f"{what} ({flag}, which is not built)")
+        elif option in ("split", "co_compute"):
+            found[option] = "auto"
+        else:
+            missing.append(f"{what} ({flag})")
+    if missing:
+        raise UsageError(f"system {row.name} needs {', and '.join(missing)}")
+    if row.chosen and "policy" not in given:
+        found["policy"] = "lru"  # of the scratch slots: what was chosen stays by itself
+    return found

@@ -1,0 +1,98 @@
+"""What a machine can do and what limits it, in plain words."""
+
+from __future__ import annotations
+
+from greenroom.config import show_bytes
+from greenroom.core.machine import Machine
+from greenroom.plan.model import Model
+from greenroom.plan.planner import Plan, Point
+from greenroom.sim.report import show_time
+
+BUSY = 0.5  # of the cores: more load than that spoils a measurement
+
+
+def of_machine(machine: Machine) -> list[str]:
+    """Sentences, the most important first."""
+    host, link = machine.host, machine.routes[0].link
+    processor = machine.processors[0]
+    size = processor.expert.nbytes[len(processor.expert.nbytes) // 2]
+    carried, computed = size / link.bandwidth, processor.expert.at(size).seconds(1)
+    times = carried / computed
+    lines = [
+        f"An expert of {show_bytes(size)} is computed in {show_time(computed)} where it is in"
+        f" memory; from the {machine.routes[0].source} it comes in {show_time(carried)},"
+        f" {times:.3g} times as long."
+    ]
+    if times > 2:
+        lines.append(
+            "So the disk limits models that do not fit: what helps most is memory for experts, then"
+            " smaller experts (a quantised checkpoint, greenroom pack)."
+        )
+    else:
+        lines.append(
+            "So the disk nearly keeps up: fetching ahead can hide most of what does not fit, and"
+            " computing limits."
+        )
+    if "1" in (memory := machine.measured.get("memory", {})):
+        best = max(float(rate) for rate in memory.values())
+        lines.append(
+            f"Memory delivers {best / 1e9:.1f} GB/s: a token that reads 1 GB of weights takes"
+            f" {show_time(1e9 / best)} at least."
+        )
+    if available := host.get("available_bytes"):
+        lines.append(
+            f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
+        )
+    if host.get("load", 0.0) > BUSY * (host.get("cores") or 1):
+        lines.append(
+            f"The load was {host['load']:.1f} on {host['cores']} cores: others were at work, and"
+            " these figures are too low. Measure again on a quiet machine."
+        )
+    return lines
+
+
+def of_model(model: Model, available: int) -> list[str]:
+    """Whether it fits, and at which budget. `available` is what this machine has now, in bytes."""
+    whole, least = model.memory(model.experts), model.least_memory
+    return [
+        f"{model.name}: {model.experts:,} experts in {model.layers} layers, top-{model.top_k},"
+        f" {show_bytes(model.experts * model.slot_bytes)} of them;"
+        f" {show_bytes(model.dense_bytes)} of dense parts.",
+        f"It runs with {show_bytes(least)} of memory and more; with {show_bytes(whole)} all of it"
+        f" is in memory. {show_bytes(available)} are there now:" + _fits(available, least, whole),
+    ]
+
+
+def _fits(available: int, least: int, whole: int) -> str:
+    if available >= whole:
+        return " all of it fits."
+    if available >= least:
+        return " it runs, and experts that do not fit wait on disk."
+    return f" it does not fit; {show_bytes(least - available)} more are needed."
+
+
+def limits(plan: Plan) -> str:
+    """What a token of the chosen settings waits for."""
+    best = plan.best
+    if best.stall < 0.1:
+        return "A token computes nearly all of its time: a faster processor is what would help."
+    return (
+        f"A token waits {best.stall:.0%} of its time for experts ({best.miss_ratio:.0%} of them are"
+        f" missed, {show_bytes(best.token_bytes)} read a token): more memory or a faster disk help."
+    )
+
+
+def line_of(point: Point) -> tuple[str, ...]:
+    """A row of the curve: memory, experts in it, TPOT, its range, tokens a second, TTFT."""
+    found = point.estimate
+    return (
+        show_bytes(point.memory),
+        f"{found.capacity:,}",
+        show_time(found.tpot),
+        f"{show_time(found.low)} to {show_time(found.high)}",
+        f"{1 / found.tpot:.3g}",
+        "-" if found.ttft is None else show_time(found.ttft),
+    )
+
+
+HEADER = ("memory", "experts in it", "TPOT", "range", "tokens/s", "TTFT")

@@ -1,0 +1,112 @@
+"""How an expert's matrices are cut along its intermediate dimension, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from greenroom.core.layout import BLOCKS, PLAIN, Segment, SlotLayout, TensorSpec
+from greenroom.errors import UnsupportedModel
+
+BLOCK = 64  # channels: the down projection is summed in such blocks, so bits do not change
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """The cuts of one module's experts: which side of a tensor are channels, and in how many runs
+    (two where gate and up follow one another)."""
+
+    transposed: bool
+    runs: int
+    layout: SlotLayout
+
+    @classmethod
+    def of(cls, module: nn.Module, layout: SlotLayout) -> Cutting:
+        """For experts of a module that lie in this layout, as a whole."""
+        return cls(bool(module.is_transposed), _runs(module), layout)
+
+    @property
+    def channels(self) -> int:
+        """The intermediate dimension."""
+        rows, columns = self.layout.weight("down_proj").shape
+        plain = self.layout.encodings.get("down_proj", PLAIN) == PLAIN
+        return rows if plain and self.transposed else columns
+
+    def segments(self, count: int, where: str) -> SlotLayout:
+        """The layout of the same experts in (up to) so many segments, of about equal size.
+
+        UnsupportedModel where there is nothing to cut.
+        """
+        unit, channels = self._unit(where), self.channels
+        blocks = -(-channels // unit)
+        if blocks < 2:
+            raise UnsupportedModel(
+                f"{where}: its experts have {channels} intermediate channels, in blocks of {unit}:"
+                " they cannot be cut"
+            )
+        count = min(count, blocks)
+        ends = [min(round(k * blocks / count) * unit, channels) for k in range(count + 1)]
+        made, offset = [], 0
+        for first, end in pairwise(ends):
+            specs = [(s.name, self._shape(s, first, end), s.dtype) for s in self.layout.tensors]
+            layout = SlotLayout.pack(specs, self.layout.encodings, self.layout.dtype)
+            made.append(Segment(first, offset, layout))
+            offset += layout.nbytes
+        whole = self.layout
+        return SlotLayout(whole.tensors, offset, whole.encodings, whole.dtype, tuple(made))
+
+    def _unit(self, where: str) -> int:
+        """Channels at whose multiples every tensor can be cut."""
+        for unit in range(BLOCK, self.channels + BLOCK, BLOCK):
+            if all(self._divides(spec, unit) for spec in self.layout.tensors):
+                return unit
+        raise UnsupportedModel(f"{where}: its experts' scales cannot be cut")
+
+    def _divides(self, spec: TensorSpec, unit: int) -> bool:
+        encoding = self.layout.encodings.get(_matrix(spec.name), PLAIN)
+        if encoding != PLAIN and self._is_down(spec) and unit % BLOCKS[encoding][0]:
+            return False
+        per = spec.shape[self._axis(spec)] // self._runs(spec)
+        return unit >= self.channels or unit * per % self.channels == 0
+
+    def part(self, spec: TensorSpec, tensor: Tensor, first: int, end: int) -> Tensor:
+        """Channels first .. end of a tensor of the whole expert."""
+        axis, runs = self._axis(spec), self._runs(spec)
+        per = tensor.shape[axis] // runs
+        a, b = (n * per // self.channels for n in (first, end))
+        cuts = [tensor.narrow(axis, run * per + a, b - a) for run in range(runs)]
+        return cuts[0] if runs == 1 else torch.cat(cuts, axis)
+
+    def joined(self, spec: TensorSpec, parts: Sequence[Tensor]) -> Tensor:
+        """A tensor of the whole expert from those of its segments."""
+        axis, runs = self._axis(spec), self._runs(spec)
+        each = [part.chunk(runs, axis) for part in parts]
+        return torch.cat([part[run] for run in range(runs) for part in each], axis)
+
+    def _shape(self, spec: TensorSpec, first: int, end: int) -> tuple[int, ...]:
+        axis, shape = self._axis(spec), list(spec.shape)
+        shape[axis] = shape[axis] * end // self.channels - shape[axis] * first // self.channels
+        return tuple(shape)
+
+    def _is_down(self, spec: TensorSpec) -> bool:
+        return _matrix(spec.name) == "down_proj"
+
+    def _axis(self, spec: TensorSpec) -> int:
+        plain = self.layout.encodings.get(_matrix(spec.name), PLAIN) == PLAIN
+        return int(self._is_down(spec) != (plain and self.transposed))
+
+    def _runs(self, spec: TensorSpec) -> int:
+        return 1 if self._is_down(spec) else self.runs
+
+
+def _matrix(name: str) -> str:
+    """The matrix that a tensor belongs to."""
+    return name.partition(".")[0]
+
+
+def _runs(module: nn.Module) -> int:
+    return 2 if module.has_gate and module.is_concatenated else 1

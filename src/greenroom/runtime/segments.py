@@ -1,0 +1,129 @@
+"""Kernels over experts that lie in segments, which may be in two slots: a top and a bottom.
+
+The fused kernels compute a segment after the other and add to what the one before has left: the
+down projection is summed in blocks of 64 channels in any case, so the bits are those of a whole
+expert. The eager kernel, and layers that are left to it, get the matrices joined again when the
+last part is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from greenroom.core.layout import SlotLayout, TensorSpec
+from greenroom.runtime.cutting import Cutting
+from greenroom.runtime.kernels import eager
+from greenroom.runtime.kernels.base import Kernel, LayerExperts
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots import HostSlots
+
+
+class Joined:
+    """Slots as the eager kernel wants them: whole matrices, of experts whose parts were noted."""
+
+    base, stride = 0, 0
+
+    def __init__(self, cutting: Cutting, parts: Sequence[tuple[HostSlots, list[Any]]]) -> None:
+        """`parts`: the slots that a part lies in, and its segments, with offsets within them."""
+        self._cutting, self._parts = cutting, parts
+        self.where: dict[int, list[int]] = {}  # expert -> slot of each part
+
+    def note(self, expert: int, slot: int) -> None:
+        """The next part of an expert is in this slot."""
+        self.where.setdefault(expert, []).append(slot)
+
+    def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
+        """A tensor of the expert (`slot` is its id), joined from its segments."""
+        found = []
+        for (slots, segments), at in zip(self._parts, self.where[slot], strict=True):
+            for offset, layout in segments:
+                own = layout[spec.name]
+                found.append(slots.tensor(at, replace(own, offset=offset + own.offset)))
+        return self._cutting.joined(spec, found)
+
+
+class SegmentedExperts(LayerExperts):
+    """One layer's experts in segments. `parts[p]` are those of part p, as a fused kernel takes
+    them: each a layer of its own, in the slots of that part."""
+
+    def __init__(self, module: nn.Module, layout: SlotLayout, slots: Sequence[HostSlots], cut: int):
+        """`slots` has those of each part: all segments lie in the first, or the first `cut` there
+        and the others in the second."""
+        ends = [0, cut, len(layout.segments)] if len(slots) > 1 else [0, len(layout.segments)]
+        groups = [layout.segments[a:b] for a, b in pairwise(ends)]
+        placed = [[(s.offset - group[0].offset, s.layout) for s in group] for group in groups]
+        whole = replace(layout, segments=())
+        joined = Joined(Cutting.of(module, whole), list(zip(slots, placed, strict=True)))
+        super().__init__(module, whole, joined)
+        self.joined = joined
+        self.parts = [
+            [self._layer(module, s.layout, of, s.offset - group[0].offset, s.first) for s in group]
+            for of, group in zip(slots, groups, strict=True)
+        ]
+
+    def _layer(
+        self, module: nn.Module, layout: SlotLayout, slots: HostSlots, offset: int, first: int
+    ) -> LayerExperts:
+        moved = tuple(replace(spec, offset=spec.offset + offset) for spec in layout.tensors)
+        placed = SlotLayout(moved, layout.nbytes, layout.encodings, layout.dtype)
+        return LayerExperts(module, placed, slots, self.recipe, first)
+
+
+class Segmented:
+    """Another kernel, over `SegmentedExperts`; slot s of a part is number s // `kinds` there."""
+
+    def __init__(self, kernel: Kernel, kinds: int = 1) -> None:
+        self.kernel, self._kinds = kernel, kinds
+        self.name = kernel.name
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Any:
+        """Start a step: x [T, H], weights [T, K]."""
+        step = self.kernel.begin(layer, x, routing, weights)
+        if isinstance(step, eager.Step):
+            _of(step).joined.where.clear()
+        return step
+
+    def wave(
+        self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int | None = None
+    ) -> None:
+        """Compute a part of these experts from its slots; all parts, from slots of the same
+        numbers, where none is named."""
+        layer = _of(step)
+        numbers = [slot // self._kinds for slot in slots]
+        for number in range(len(layer.parts)) if part is None else (part,):
+            if isinstance(step, eager.Step):
+                self._eager(step, layer, experts, numbers, number)
+                continue
+            for i, segment in enumerate(layer.parts[number]):
+                carry = number + i > 0
+                self.kernel.wave(step, experts, numbers, segment, carry)  # type: ignore[call-arg]
+
+    def _eager(
+        self,
+        step: Any,
+        layer: SegmentedExperts,
+        experts: Sequence[int],
+        slots: list[int],
+        part: int,
+    ) -> None:
+        for expert, slot in zip(experts, slots, strict=True):
+            layer.joined.note(expert, slot)
+        if part == len(layer.parts) - 1:
+            Eager().wave(step, experts, experts)
+
+    def combine(self, step: Any) -> torch.Tensor:
+        """The step's result [T, H]."""
+        return self.kernel.combine(step)
+
+
+def _of(step: Any) -> SegmentedExperts:
+    layer = step.layer
+    assert isinstance(layer, SegmentedExperts)
+    return layer

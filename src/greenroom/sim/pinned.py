@@ -1,0 +1,65 @@
+"""Pinned sets and traces: which experts a task uses, and what stays when in a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from greenroom.core.pieces import Ints
+from greenroom.core.pins import Pins, Task
+from greenroom.core.stream import Stream
+from greenroom.errors import UnknownName, UsageError
+from greenroom.trace import Trace
+
+WINDOW = 16  # tokens that stand in for the prompt where a trace has none
+
+
+def hot(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
+    """Of each task (a label of the trace's requests) the experts that its tokens use most: this
+    share of every layer's, at least one. UnknownName lists the labels."""
+    if not 0 < share < 1:
+        raise UsageError(f"the share of experts to pin must be above 0 and below 1: {share:g}")
+    offsets = trace.offsets.tolist()
+    found = {}
+    for task in tasks:
+        if task not in trace.labels:
+            raise UnknownName("task", task, sorted(set(trace.labels)))
+        chosen = [r for r, label in enumerate(trace.labels) if label == task]
+        part = trace.select(chosen)
+        pattern = _uses(part, 0, part.tokens) / part.tokens
+        ids = [
+            a + np.argsort(-pattern[a:b], kind="stable")[: max(1, round(share * (b - a)))]
+            for a, b in pairwise(offsets)
+        ]
+        found[task] = Task(np.sort(np.concatenate(ids)), pattern)
+    return Pins(found, tuple(offsets))
+
+
+def _uses(trace: Trace, begin: int, end: int) -> Ints:
+    """How many of the tokens begin .. end used each expert, [P]."""
+    dense = trace.experts[begin:end].astype(np.int64) + trace.offsets[:-1, None]
+    return np.bincount(dense.reshape(-1), minlength=int(trace.offsets[-1]))
+
+
+def kept(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
+    """What stays from which step on, for `replay`; `stream` is the trace in `runtime` order.
+
+    The only task's experts from the start; of several, those of the task that a request's prompt is
+    nearest to, from its first decoded token on. A trace without prompts has the request's first
+    tokens in their place.
+    """
+    if len(pins.tasks) == 1:
+        return [(0, pins.first)]
+    firsts = np.searchsorted(trace.pass_starts, trace.request_starts)
+    found = []
+    for request in range(trace.requests):
+        begin, end = int(firsts[request]), int(firsts[request + 1])
+        decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
+        prompt = int(decodes[0]) if decodes.size else end - begin
+        at = begin + prompt if prompt else min(begin + WINDOW, end)
+        counts = _uses(trace, int(trace.pass_starts[begin]), int(trace.pass_starts[at]))
+        step = int(np.searchsorted(stream.token, at))
+        found.append((step, pins.tasks[pins.nearest(counts)].experts))
+    return found

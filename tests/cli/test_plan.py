@@ -1,0 +1,179 @@
+"""`greenroom plan`, `tune` and `bench`, and `--system` of `run` and `simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.plan import seconds
+from greenroom.config import LoadConfig
+from greenroom.core.machine import Machine, name_of
+from greenroom.errors import UsageError
+from greenroom.hf.describe import describe
+from greenroom.plan import kept
+from greenroom.plan.costs import Observed
+from greenroom.runtime.measure import host
+from greenroom.trace import save
+from tests.cli.conftest import Run
+from tests.plan import models
+from tests.sim import small
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, with a profile of another machine beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(kept.SWITCH, "on")
+    (tmp_path / "abacus.json").write_text(json.dumps(models.MACHINE.as_json()))
+    mine = Machine(models.MACHINE.routes, models.MACHINE.processors, host(), {})
+    (tmp_path / "cache" / "greenroom").mkdir(parents=True)
+    (tmp_path / "cache" / "greenroom" / "machine.json").write_text(json.dumps(mine.as_json()))
+    return tmp_path
+
+
+def trace_of(folder: Path, path: Path, top_k: int = 2) -> Path:
+    """Random routing of the tiny model's shape."""
+    model = describe(str(folder), LoadConfig())
+    requests = [[-6, *[1] * 12]] * 4
+    layers, experts = model.layers, model.experts_per_layer[0]
+    save(small.trace(requests, layers=layers, experts=experts, top_k=top_k), path)
+    return path
+
+
+def test_a_plan_of_a_recording(cli: Run, folder: Path, home: Path):
+    model = describe(str(folder), LoadConfig())
+    memory = model.memory(model.experts // 2)
+    trace = trace_of(folder, home / "t.safetensors")
+    ran = cli("plan", folder, "--memory", memory + (64 << 20), "--trace", trace, "--target-tpot",
+              "1000s", "-o", home / "p.html", "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert "its own routing, 72 tokens of 4 requests" in found["routing"]
+    assert "(this one)" in found["machine"]
+    assert found["best"]["flags"].startswith("--policy ")
+    assert {(e["policy"], e["prefetch"]) for e in found["compared"]} >= {("lru", "off")}
+    assert found["target"]["blocked"] is None
+    assert found["target"]["memory"] <= memory + (64 << 20)
+    assert "<svg" in (home / "p.html").read_text()
+
+
+def test_a_plan_of_stand_ins_on_another_machine(cli: Run, folder: Path, home: Path):
+    ran = cli("plan", folder, "--memory", "2GiB", "--machine", home / "abacus.json",
+              "--target-tpot", "0.0001ms")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "abacus, 2 cores, 1 GiB (another machine than this one)" in ran.out
+    assert "synthetic stand-ins of its shape" in ran.out
+    assert "out of reach" in ran.out
+    assert "the nearest is" in ran.out
+    assert "take: greenroom run" in ran.out
+
+
+def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home: Path):
+    model = describe(str(folder), LoadConfig())
+    run = Observed(0.5, 0.1, 1.0, 1e9, 1.0)
+    kept.save(model.fingerprint, name_of(host()), kept.Known().with_runs((run,)))
+    ran = cli("plan", folder, "--memory", "2GiB", "--json")
+    assert "and 1 runs of this model on it" in ran.json["machine"]
+    assert ran.json["best"]["tpot_s"] > 0.3
+
+
+def test_mistakes(cli: Run, folder: Path, home: Path):
+    assert "does not fit into 1 MiB" in cli("plan", folder, "--memory", "1MiB").mistake
+    wrong = trace_of(folder, home / "t.safetensors", top_k=1)
+    said = cli("plan", folder, "--memory", "2GiB", "--trace", wrong).mistake
+    assert "is a trace of another model" in said
+    assert "write a time a token above 0" in cli(
+        "plan", folder, "--memory", "2GiB", "--target-tpot", "fast").mistake  # fmt: skip
+    (home / "bad.json").write_text("{}")
+    assert "is no machine profile" in cli(
+        "plan", folder, "--memory", "2GiB", "--machine", home / "bad.json").mistake  # fmt: skip
+    assert "there is no folder" in cli(
+        "plan", folder, "--memory", "2GiB", "-o", home / "none" / "p.html").mistake  # fmt: skip
+    assert "the following arguments are required: --memory" in cli("plan", folder).mistake
+
+
+def test_times_are_written_with_units():
+    assert seconds("120ms") == pytest.approx(0.12)
+    assert seconds("0.5 s") == 0.5
+    for wrong in ("120", "-1ms", "0ms", "1m"):
+        with pytest.raises(UsageError, match="write a time a token"):
+            seconds(wrong)
+
+
+def test_systems_side_by_side(cli: Run, folder: Path, home: Path):
+    ran = cli("bench", folder, "--cache", "50%", "--system", "llru,greenroom", "--rounds", 2,
+              "--tokens", 16, "--json", "--kernels", "eager")  # fmt: skip
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)
+    assert [row["name"] for row in rows] == ["llru", "greenroom"]
+    assert rows[0]["ratio"] == [1, 1, 1]
+    assert all(row["same_tokens"] and row["rounds"] == 2 for row in rows)
+    shown = cli("bench", folder, "--cache", "50%", "--system", "llru", "--policy", "fifo",
+                "--rounds", 1, "--tokens", 16, "--kernels", "eager")  # fmt: skip
+    assert "fifo" in shown.out
+    assert "experts in memory, 1 rounds in turns" in shown.out
+
+
+def test_what_cannot_be_measured(cli: Run, folder: Path, home: Path):
+    asked = ("bench", folder, "--cache", "50%")
+    assert "system hobbit needs misses in int4" in cli(*asked, "--system", "hobbit").mistake
+    assert "unknown system" in cli(*asked, "--system", "fastest").mistake
+    assert "there is nothing to choose" in cli("bench", folder, "--cache", "100%").mistake
+    assert "--tokens must be at least 16" in cli(*asked, "--tokens", 4).mistake
+    assert "--rounds must be at least 1" in cli(*asked, "--rounds", 0).mistake
+    assert "is what tune chooses" in cli("tune", folder, "--policy", "lru").mistake
+
+
+def test_tune_keeps_a_winner_that_a_run_takes(cli: Run, folder: Path, home: Path):
+    ran = cli("tune", folder, "--cache", "50%", "--rounds", 1, "--tokens", 16, "--json",
+              "--kernels", "eager")  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert found["winner"] in [row["name"] for row in found["rows"]]
+    assert "plain LRU" in [row["name"] for row in found["rows"]]
+    machines = json.loads(Path(found["kept"]).read_text())["machines"]
+    (known,) = machines.values()
+    assert known["settings"][0]["by"] == "tune"
+    assert len(known["runs"]) == len(found["rows"])
+    run = cli("run", folder, "hello", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
+    assert "settings measured by tune on" in run.err
+
+
+def test_a_run_as_a_system(cli: Run, folder: Path, home: Path):
+    asked = ("run", folder, "hello", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
+    ran = cli(*asked, "--system", "mixtral-offloading", "--policy", "fifo")
+    assert ran.code == 0, ran.err
+    assert "--policy fifo" in ran.err
+    assert "--scope per-layer" in ran.err
+    assert "--prefetch next-gate:1" in ran.err
+    assert "greenroom pack" in cli(*asked, "--system", "moepic").mistake  # splits need a pack
+    assert "system hobbit needs" in cli(*asked, "--system", "hobbit").mistake
+    assert (
+        "system static needs a set chosen beforehand" in cli(*asked, "--system", "static").mistake
+    )
+
+
+def test_systems_over_a_trace(cli: Run, home: Path):
+    save(models.trace(), home / "t.safetensors")
+    asked = ("simulate", home / "t.safetensors", "--capacity", 16)
+    ran = cli(*asked, "--system", "mixtral-offloading,adapmoe,static,greenroom", "--json")
+    rows = json.loads(ran.out)
+    assert [row["system"] for row in rows] == [
+        "mixtral-offloading", "adapmoe", "static", "greenroom"
+    ]  # fmt: skip
+    assert [row["scope"] for row in rows] == ["per-layer", "given", "shared", "shared"]
+    assert rows[0]["without"] == ["prefetching, which needs --machine"]
+    assert rows[2]["without"] == []
+    timed = cli(*asked, "--system", "fate,greenroom,hybrimoe", "--machine", home / "abacus.json",
+                "--expert-bytes", "1MiB")  # fmt: skip
+    assert timed.code == 0, timed.err
+    assert "noisy-oracle:1,accuracy=0.85 stands in" in timed.err
+    assert "hybrimoe: without misses computed where they are" in timed.err
+    over = json.loads(cli(*asked, "--system", "llru", "--policy", "fifo", "--scope", "per-layer",
+                          "--json").out)  # fmt: skip
+    assert (over["policy"], over["scope"]) == ("fifo", "per-layer")
+    assert "say who is evicted" in cli(*asked).mistake
+    assert "unknown system" in cli(*asked, "--system", "x").mistake
+    assert "leave out --system" in cli(*asked, "--system", "llru", "--report", "r.html").mistake

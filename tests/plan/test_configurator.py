@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.activity import Activity
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.errors import BudgetError, UsageError
+from greenroom.plan.configurator import Latency, Layer, best, configure, layers_of, split
+
+SECONDS = Latency(attention=1.0, moe=1.0, head=0.0, load=4.0)
+
+
+def unpredicted(*hits: float) -> Layer:
+    """A layer with K = 1 and H(1), H(2), ..., of which nothing is predicted."""
+    n = len(hits) + 1
+    return Layer(1.0, np.array([0.0, *hits]), np.zeros(n), np.zeros((n, n)))
+
+
+def test_equation_11_splits_where_only_the_bottom_fits_the_window():
+    """H = 0.4, 1; P(1) = 0.8; PH(1, 1) = 0.25, PH(1, 2) = 1. V = 1, a whole expert loads in 4.
+
+    C = 1: theta = 1, and the first predicted expert takes (1 - 0.25) * 4 = 3 > 2: m = 0.4.
+    C = 2: theta = 0.5, it takes (1 - 0.5) * 4 = 2: m = 1 * 0.5 + 0.5 * 0.8 = 0.9.
+    """
+    both = np.array([[0, 0, 0], [0, 0.25, 1], [0, 0.75, 1.0]])
+    layer = Layer(1.0, np.array([0, 0.4, 1]), np.array([0, 0.8, 0.2]), both)
+    assert best(layer, 1.0, 2.0, SECONDS) == (2, 0.5, pytest.approx(0.9))
+    # With a window of 3 it fits as a whole, and more than K cannot be there.
+    assert best(layer, 1.0, 3.0, SECONDS) == (1, 1.0, pytest.approx(1.0))
+
+
+def test_equations_5_to_7_lead_from_layer_to_layer():
+    """m = 0.5: hidden 0.5 * 1, missed 0.5 * 4; what is left of moe is 1 - 0.5, and attention 1."""
+    first, second = split([unpredicted(0.5, 1.0), unpredicted(1.0, 1.0)], [1.0, 1.0], SECONDS)
+    assert (first.cached, first.ratio, first.loaded) == (1, 1.0, 0.5)
+    assert (first.exposed, first.window) == (1.5, 1.5)
+    assert (second.loaded, second.exposed, second.window) == (1.0, 0.0, 2.0)
+
+
+def test_algorithm_1_step_by_step():
+    """Two layers, H = (0.5, 1) and (1, 1); Ve = 2 and zeta = 0.125: a quarter expert at a time.
+
+    V = (1, 1): T1 = (1.5, 0). V + 1/4: m = 0.625, T2 = (0.875, 0). V - 1/4: T3 = (2.125, 0.25).
+    Layer 0 gains 0.625, layer 1 loses 0.25: V = (1.25, 0.75), T4 = (0.875, 0.25), which is less.
+    From there layer 0 would gain 0.625 and layer 1 lose 1.25: rolled back.
+    """
+    layers = [unpredicted(0.5, 1.0), unpredicted(1.0, 1.0)]
+    for budgets, exposed in (
+        ([1, 1], [1.5, 0]),
+        ([1.25, 1.25], [0.875, 0]),
+        ([0.75, 0.75], [2.125, 0.25]),
+        ([1.25, 0.75], [0.875, 0.25]),
+        ([1.5, 0.5], [0.25, 1.5]),
+    ):
+        assert [each.exposed for each in split(layers, budgets, SECONDS)] == exposed
+    found = configure(layers, 2.0, SECONDS, zeta=0.125)
+    assert [each.budget for each in found] == [1.25, 0.75]
+    assert [(each.cached, each.ratio) for each in found] == [(2, 0.625), (1, 0.75)]
+
+
+@given(st.integers(0, 10_000), st.floats(0.3, 5.0), st.sampled_from([0.01, 0.05, 0.2]))
+@settings(max_examples=40, deadline=None)
+def test_never_worse_than_uniform_and_within_the_budget(seed, budget, zeta):
+    rng = np.random.default_rng(seed)
+    activity = Activity([4, 4, 4])
+    for _ in range(30):
+        for layer in range(3):
+            activity.token(layer, rng.choice(4, 2, replace=False), rng.permutation(4))
+    layers = layers_of(activity)
+    found = configure(layers, budget, SECONDS, zeta)
+    uniform = split(layers, [budget / 3] * 3, SECONDS)
+    assert sum(c.exposed for c in found) <= sum(c.exposed for c in uniform) + 1e-9
+    assert sum(c.budget for c in found) == pytest.approx(budget)
+    for choice in found:
+        assert choice.budget > 0
+        assert 0 < choice.ratio <= 1
+        assert choice.ratio * choice.cached <= choice.budget + 1e-9
+
+
+def test_latencies_of_a_machine():
+    costs = Costs((Link(100.0), Link(50.0)), Work.constant(0.5), Work.constant(0.25))
+    assert Latency.of(costs, 200, top_k=2, head=3.0) == Latency(0.25, 1.0, 3.0, 4.0)
+
+
+def test_what_activity_counts():
+    """Worked by hand: the first token finds no priorities, ids decide; the second finds expert 2
+    before 0 and 1 (0.25 ** (1 / 128) of one use), and so on."""
+    activity = Activity([3])
+    activity.token(0, np.array([2]), np.array([0, 2]))  # ranks: 0, 1, 2 -> expert 2 has rank 3
+    activity.token(0, np.array([2]), np.array([2]))  # ranks: 2, 0, 1
+    activity.token(0, np.array([0]), np.array([1]))  # ranks: 2, 0, 1
+    assert activity.hit_ratio(0).tolist() == [0, 1 / 3, 2 / 3, 1]
+    assert activity.accuracy(0).tolist() == [0, 1 / 3, 1 / 3, 0]
+    both = activity.predicted_hits(0)
+    assert both[1].tolist() == [0, 2 / 3, 2 / 3, 1]  # ranks 1, 1 and 3
+    assert both[2].tolist() == [0, 0, 0, 1 / 3]
+    assert activity.hottest(0, 2).tolist() == [2, 0]
+    activity.reset()
+    assert activity.hit_ratio(0).tolist() == [0, 0, 0, 0]
+    assert activity.hottest(0, 1).tolist() == [2]
+
+
+def test_bad_input():
+    with pytest.raises(UsageError, match="zeta must be above 0 and below 1: 1"):
+        configure([unpredicted(1.0)], 1.0, SECONDS, zeta=1.0)
+    with pytest.raises(BudgetError, match="no budget to allocate: 0 experts"):
+        configure([unpredicted(1.0)], 0.0, SECONDS)

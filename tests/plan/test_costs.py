@@ -1,0 +1,68 @@
+"""Costs of a profile, and of runs of the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from greenroom.core.cost import CHUNK_BYTES, Link
+from greenroom.plan.costs import Observed, calibrated, limited, of_machine
+from tests.plan.models import COSTS, MACHINE, MIB, MODEL
+
+
+def test_a_profile_by_hand():
+    """1 MiB of dense weights a layer in 1 ms, 1 ms beyond that; an expert is handled in 0.2 ms."""
+    found = of_machine(MACHINE, MODEL, readers=3)
+    assert found.dense.seconds(1) == pytest.approx(2e-3)
+    assert found.dense.seconds(16) == pytest.approx(3e-3)
+    assert found.expert.seconds(1) == pytest.approx(1e-3)
+    assert found.handling == pytest.approx(2e-4)
+    assert found.lanes == (3,)
+
+
+def runs(base: float, handling: float, *fetched: float) -> list[Observed]:
+    """Of a machine that takes so much, and delivers 100 MB/s."""
+    return [Observed(base + handling * n + 0.5, 0.5, n, 1e8 * n, n) for n in fetched]
+
+
+def test_runs_tell_base_handling_and_link():
+    found = calibrated(COSTS, MODEL, runs(0.024, 2e-3, 1, 3, 7))
+    assert found.handling == pytest.approx(2e-3)
+    # 24 ms in 4 layers: 2 experts of 1 ms each, and what is left for the layer
+    assert found.expert == COSTS.expert
+    assert found.dense.seconds(1) == pytest.approx(4e-3)
+    assert found.links == (Link(1e8, 0.0, 2),)
+
+
+def test_runs_that_are_alike_keep_the_profiles_handling():
+    costs = replace(COSTS, handling=1e-3)
+    found = calibrated(costs, MODEL, runs(0.020, 1e-3, 5, 6))
+    assert found.handling == 1e-3
+    assert found.dense.seconds(1) == pytest.approx(3e-3)
+
+
+def test_a_model_that_is_faster_than_its_matrices():
+    """8 experts of 1 ms, but a token takes 4: a tenth is the layers', experts share the rest."""
+    found = calibrated(COSTS, MODEL, runs(0.004, 0.0, 1, 9))
+    assert found.dense.seconds(1) == pytest.approx(1e-4)
+    assert found.expert.seconds(1) == pytest.approx(0.0036 / 8)
+
+
+def test_without_runs_nothing_changes():
+    assert calibrated(COSTS, MODEL, []) is COSTS
+
+
+def test_a_limit():
+    first = Link(1e9, 1e-4, 2)
+    costs = replace(COSTS, links=(first, Link(2e9)))
+    found = limited(costs, 1e8, 1 << 30)
+    assert found.links == (Link(1e8, 1e-4 + CHUNK_BYTES / 1e9, 2), Link(2e9))
+    assert limited(costs, 1e8, MIB).links[0].latency == pytest.approx(1e-4 + MIB / 1e9)
+    assert limited(costs, 2e9, MIB) is costs
+    assert limited(costs, None, MIB) is costs
+
+
+def test_observed_keeps():
+    run = Observed(1.0, 0.5, 2.0, 3.0, 4.0)
+    assert Observed.from_json(run.as_json()) == run

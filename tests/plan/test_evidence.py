@@ -1,0 +1,52 @@
+"""What a plan goes by, and whose trace it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from greenroom.errors import TraceError, UsageError
+from greenroom.plan.evidence import recorded, stand_ins
+from greenroom.trace.locality import adjacent_overlap
+from tests.plan.models import MODEL, trace
+
+
+def test_the_models_own_recording():
+    found = recorded(trace(), MODEL, "it")
+    assert found.own
+    assert "its own routing, 240 tokens of 6 requests" in found.said
+
+
+def test_a_trace_of_another_model():
+    with pytest.raises(
+        TraceError, match=r"another model .64 experts in 4 layers, top-2.: small has"
+    ):
+        recorded(trace(), replace(MODEL, top_k=3), "it")
+    with pytest.raises(TraceError, match="another model of this shape, small"):
+        recorded(trace(), replace(MODEL, fingerprint="other"), "it")
+
+
+def test_prompts_alone_are_not_enough():
+    prompts = replace(trace(), pass_prefill=np.ones(trace().passes, np.bool_))
+    with pytest.raises(UsageError, match="has prompts only"):
+        recorded(prompts, MODEL, "it")
+
+
+def test_stand_ins_have_the_models_shape_and_differ_in_locality():
+    found = stand_ins(MODEL)
+    assert not found.own
+    assert "none of its own" in found.said
+    overlaps = [adjacent_overlap(each).mean() for each in found.traces]
+    assert overlaps[1] < overlaps[0] < overlaps[2]
+    for each in found.traces:
+        assert tuple(each.experts_per_layer) == MODEL.experts_per_layer
+        assert each.top_k == MODEL.top_k
+        assert each.pass_prefill.any()
+
+
+def test_layers_may_differ():
+    model = replace(MODEL, experts_per_layer=(16, 4, 16, 8))
+    for each in stand_ins(model).traces:  # or TraceError: ids in range, none twice
+        assert tuple(each.experts_per_layer) == (16, 4, 16, 8)

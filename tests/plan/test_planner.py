@@ -1,0 +1,168 @@
+"""Estimates, choices, curves and targets over a small model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from greenroom.core.cost import Link
+from greenroom.errors import BudgetError, UsageError
+from greenroom.plan import estimate, planner
+from greenroom.plan.estimate import BAND, UNMEASURED, Estimate, Estimator
+from greenroom.plan.evidence import Evidence, recorded, stand_ins
+from greenroom.plan.page import page, said
+from greenroom.plan.planner import Plan, aim, choice, compare, outlook, plan, surely_faster
+from greenroom.plan.settings import DEFAULT, OFF, PLAIN, Setting, grid
+from greenroom.policies import policy
+from greenroom.sim.timed import times
+from greenroom.trace import stream
+from tests.plan.models import COSTS, MIB, MODEL, trace
+
+
+@cache
+def evidence() -> Evidence:
+    return recorded(trace(), MODEL, "it")
+
+
+@cache
+def estimator(measured: bool = True) -> Estimator:
+    return Estimator(MODEL, COSTS, evidence(), measured=measured)
+
+
+@cache
+def made() -> Plan:
+    return plan(estimator(), MODEL.memory(24), 0.1)
+
+
+def test_an_estimate_is_what_the_simulator_says():
+    found = estimator().of(PLAIN, 24)
+    own = evidence().traces[0]
+    ran = times(own, stream(own, "runtime"), 24, policy("lru"), COSTS, MIB)
+    assert found.tpot == pytest.approx(ran.gaps.mean())
+    assert (found.low, found.high) == pytest.approx(
+        (found.tpot * (1 - BAND), found.tpot * (1 + BAND))
+    )
+    assert found.miss_ratio == ran.misses / ran.requests
+    assert found.ttft == pytest.approx(np.median(ran.ttft))
+    assert found.token_bytes == pytest.approx(ran.bytes_moved / own.tokens)
+
+
+def test_ranges_are_wider_where_nothing_was_measured_or_recorded():
+    narrow, wide = (estimator(flag).of(PLAIN, 24) for flag in (True, False))
+    assert wide.high == pytest.approx(wide.tpot * (1 + UNMEASURED))
+    assert narrow.high < wide.high
+    guessed = Estimator(MODEL, COSTS, stand_ins(MODEL)).of(PLAIN, 24)
+    assert guessed.low < guessed.tpot * (1 - UNMEASURED)
+    assert guessed.high > guessed.tpot * (1 + UNMEASURED)
+
+
+def test_everything_in_memory_has_one_setting():
+    found = estimator().of(DEFAULT, MODEL.experts)
+    assert found.setting == PLAIN
+    assert found.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3), rel=0.35)  # and cold misses
+    assert compare(estimator(), MODEL.experts) == (found,)
+
+
+def test_a_guarded_predictor_never_costs_time():
+    guarded, still = (estimator().of(replace(DEFAULT, prefetch=p), 24) for p in ("auto", OFF))
+    assert guarded.tpot <= still.tpot
+    slow = replace(COSTS, links=(Link(MIB / 100e-3, 0.0, 2),))  # saturated: nothing can be gained
+    busy = Estimator(MODEL, slow, evidence(), measured=True)
+    guarded, still = (busy.of(replace(DEFAULT, prefetch=p), 16) for p in ("auto", OFF))
+    assert guarded.tpot == pytest.approx(still.tpot, rel=0.02)
+
+
+def test_predictors_by_name():
+    assert estimator().of(Setting("lru", "shared", "oracle"), 24).tpot < (
+        estimator().of(PLAIN, 24).tpot
+    )
+    with pytest.raises(UsageError, match="runs beside a model"):
+        estimator().of(Setting("lru", "shared", "next-gate"), 24)
+
+
+def test_what_is_compared():
+    found = made().compared
+    assert {PLAIN, DEFAULT, *grid()} <= {each.setting for each in found}
+    assert [each.tpot for each in found] == sorted(each.tpot for each in found)
+    small = compare(estimator(), 3)  # fewer slots than layers: no cache for each
+    assert {each.setting.scope for each in small} == {"shared"}
+
+
+def fake(setting: Setting, gaps: np.ndarray) -> Estimate:
+    tpot = float(gaps.mean())
+    return Estimate(setting, 8, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, gaps)
+
+
+def test_another_than_the_default_only_where_that_is_sure():
+    gaps = np.random.default_rng(0).random(64) + 1.0
+    usual, faster = fake(DEFAULT, gaps), fake(PLAIN, 0.9 * gaps)
+    little = fake(PLAIN, 0.99 * gaps)
+    lucky = fake(PLAIN, np.random.default_rng(1).permutation(gaps) * 0.96)
+    assert surely_faster(faster, usual)
+    assert not surely_faster(little, usual)  # sure, and not worth it
+    assert not surely_faster(lucky, usual)  # worth it, and not sure
+    assert choice(estimator(), (faster, usual)) == (faster, True)
+    assert choice(estimator(), (little, usual)) == (usual, False)
+    guessed = Estimator(MODEL, COSTS, stand_ins(MODEL))
+    assert choice(guessed, (faster, usual)) == (usual, False)  # stand-ins are never sure
+
+
+def test_the_curve_falls_and_ends_with_everything_in_memory():
+    points = made().curve
+    assert [p.memory for p in points] == sorted(p.memory for p in points)
+    assert all(b.estimate.tpot < a.estimate.tpot * 1.02 for a, b in pairwise(points))
+    assert points[-1].estimate.capacity == MODEL.experts
+    assert MODEL.memory(24) in [p.memory for p in points]
+    assert outlook(estimator(), 1)[0].estimate.capacity == MODEL.least
+
+
+def test_the_least_memory_for_a_target():
+    best, whole = made().best, estimator().of(PLAIN, MODEL.experts)
+    middle = (best.tpot + whole.tpot) / 2
+    found = aim(estimator(), best, MODEL.memory(MODEL.experts), middle)
+    assert found.blocked is None
+    assert found.least is not None
+    assert found.least.estimate.tpot <= middle
+    fewer = estimator().of(best.setting, found.least.estimate.capacity - 2)
+    assert fewer.tpot > middle * 0.97  # no size far below it would do
+    assert "takes at least" in said(found)
+
+
+def test_targets_out_of_reach():
+    within = aim(estimator(), made().best, MODEL.memory(24), 0.9 * made().best.tpot)
+    assert within.blocked is not None
+    assert "the link blocks it" in within.blocked
+    assert within.nearest.memory == MODEL.memory(24)
+    never = aim(estimator(), made().best, MODEL.memory(24), 1e-6)
+    assert never.least is None
+    assert "the processor blocks it" in said(never)
+    assert never.nearest.memory == MODEL.memory(MODEL.experts)
+    with pytest.raises(UsageError, match="must be more than 0"):
+        plan(estimator(), MODEL.memory(24), 0.0)
+    with pytest.raises(BudgetError, match="would do"):
+        plan(estimator(), MIB)
+
+
+def test_the_page_is_complete_in_itself():
+    html = page("small", [("model", "<one>")], made(), "greenroom plan small")
+    assert "&lt;one&gt;" in html
+    assert made().best.setting.flags() in html
+    assert html.count("<svg") == 1
+    assert "http" not in html.replace("http://www.w3.org", "")
+    assert made().target is not None
+    assert "TPOT of 100 ms" in html
+
+
+def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch):
+    mine = Estimator(MODEL, COSTS, evidence(), measured=True)
+    first = mine.of(PLAIN, 24)
+    monkeypatch.setattr(estimate, "times", None)
+    assert mine.of(PLAIN, 24) is first
+
+
+def test_margins_are_sane():
+    assert 0 < planner.MARGIN < BAND <= UNMEASURED <= 0.25
