@@ -57,7 +57,9 @@ def test_whole_numbers_are_the_default_for_weights_of_the_model_s_type_alone() -
                 decode(parts, weight.shape, dtype).float()
                 for dtype in (torch.float32, torch.bfloat16)
             )
-            assert torch.equal(wide, narrow) == exact(weight, torch.bfloat16)
+            # compressed-tensors rounds to its scale's type, which may be bfloat16, by itself.
+            rounds = str(style) != "ct_int4-bfloat16" and not exact(weight, torch.bfloat16)
+            assert torch.equal(wide, narrow) != rounds
             packs = Matrix(weight, torch.bfloat16).packs
             assert packs == (whole.INTEGERS and exact(weight, torch.bfloat16))
 
