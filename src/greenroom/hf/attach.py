@@ -52,6 +52,7 @@ from greenroom.runtime.kernels import LayerExperts, described, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.fused import Fused
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.stored import put_back
 from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
@@ -60,6 +61,7 @@ from greenroom.runtime.stats import Stats, link_stats, prefetch_stats
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
+COMPILED = "numba", "unrounded"  # kernels that read dense matrices as they are stored
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
 LINKS = ("disk -> host", "host -> device")
@@ -119,7 +121,7 @@ def kernels_of(parts: Parts) -> str:
             return ON_GPUS
         log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
         return "eager"
-    if parts.cuda and parts.kernels in ("numba", "unrounded"):
+    if parts.cuda and parts.kernels in COMPILED:
         raise UsageError(
             f"--kernels {parts.kernels} computes on a CPU: with --device cuda take triton or eager"
         )
@@ -255,7 +257,9 @@ class Greenroom:
         self.kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
         if isinstance(self.kernel, Fused):
-            self.accelerated = accelerate(model, reserve, experts_onto)
+            self.accelerated = accelerate(model, reserve, experts_onto, self.kernel.rounded)
+        else:
+            put_back(model)
         self._shared = shared(model, self._modules)
         first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
         spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
@@ -451,7 +455,8 @@ class Greenroom:
     def detach(self) -> None:
         """Take out of the model what was put in, end the threads, free the slots.
 
-        The model keeps its dense parts; its experts are gone until it is loaded again.
+        The model keeps its dense parts, those that were kept as stored expanded; its experts are
+        gone until it is loaded again.
         """
         if self._close.alive:
             self._close()

@@ -20,6 +20,7 @@ from greenroom.errors import BudgetError
 from greenroom.hf.build import Draft
 from greenroom.hf.parts import Parts
 from greenroom.runtime.cuda.host import sizes
+from greenroom.runtime.kernels.stored import expanded_bytes
 from greenroom.runtime.memory import available_bytes, rss_bytes
 from greenroom.runtime.store import CHUNK_BYTES, Chunk, cut
 
@@ -205,6 +206,7 @@ class Workspace:
         width = getattr(config, "head_dim", None) or hidden // heads
         # Of grouped heads all get keys and values of their own; scores are torch's, or its masks.
         repeated = 2 * heads * width * model.dtype.itemsize if kv_heads < heads else 0
+        widened += expanded_bytes(model)
         return cls(int(widened + logits), experts + dense, repeated, heads * 10 if eager else 8)
 
     def nbytes(self, batch: int, length: int, tokens: int, block: int = PREFILL_BLOCK) -> int:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
 from greenroom.hf.adapters import adapt, conversions
 from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.dense import Kept, kept
 from greenroom.hf.experts import Streamed, detach_experts, streamed_parameters
 from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
@@ -48,6 +49,7 @@ class Draft:
     layers: list[list[Streamed]]  # the experts' parameters that were taken out
     _routes: dict[str, Route]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
+    _kept: dict[str, Kept] = field(default_factory=dict)  # dense ones that stay as stored
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
@@ -78,6 +80,17 @@ class Draft:
         _report_unused(model, unused)
         return draft
 
+    def keep_stored(self) -> None:
+        """Have dense matrices stay as the checkpoint stores them, where kernels can read them so.
+
+        Call it before `load`, once. `accelerate` then gives their layers a forward, and its
+        `detach` their weights.
+        """
+        self._kept = kept(self.model, self.checkpoint, self._routes, self.dtype)
+        for target, one in self._kept.items():
+            one.take_out(self.model)
+            del self._routes[target]
+
     @property
     def dense_bytes(self) -> int:
         """Bytes of all parameters and buffers that stay in memory; tied ones count once."""
@@ -85,6 +98,7 @@ class Draft:
         tied = set(self.model.all_tied_weights_keys)
         loaded = self.model.state_dict()
         total: int = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
+        total += sum(one.stored.nbytes for one in self._kept.values())
         for name, tensor in loaded.items():
             if name not in tied:
                 total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
@@ -94,7 +108,8 @@ class Draft:
     def dense_tensors(self) -> list[str]:
         """The checkpoint's tensors that the dense parameters are made of."""
         routes = self._routes.values()
-        return [name for route in routes for own in route.sources.values() for name in own]
+        names = [name for route in routes for own in route.sources.values() for name in own]
+        return names + [one.tensor for one in self._kept.values()]
 
     @property
     def expanded_bytes(self) -> int:
@@ -104,12 +119,19 @@ class Draft:
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
         """Load the dense parts to `device`, tensor by tensor; call it once.
 
-        The model equals `from_pretrained`'s in every dense parameter and buffer, is in evaluation
-        mode, and its experts' parameters are None. Raises CheckpointError.
+        The model equals `from_pretrained`'s in every dense parameter and buffer but those that are
+        kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
+        CheckpointError.
         """
         model, options = self.model, self._options(torch.device(device))
+        tied = model.all_tied_weights_keys
+        taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
+        model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
         info = self._load(self._routes, self._names, options)
         type(model)._finalize_model_loading(model, options, info)
+        model.all_tied_weights_keys = tied
+        for one in self._kept.values():
+            one.load(self.checkpoint)
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, Gguf):  # which has none beside the config

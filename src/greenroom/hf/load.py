@@ -15,6 +15,7 @@ from greenroom.core.homes import spread
 from greenroom.core.queue import staging_seats
 from greenroom.errors import CheckpointError, DeviceError, UsageError
 from greenroom.hf.attach import (
+    COMPILED,
     Greenroom,
     Parts,
     engines_for,
@@ -133,7 +134,9 @@ def _load(
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
     )
-    pieces_of(parts), kernels_of(parts)  # or UsageError
+    pieces_of(parts)  # or UsageError
+    if kernels_of(parts) in COMPILED and draft.dtype is not torch.float32:
+        draft.keep_stored()
     tokenizer = tokenizer_of(checkpoint)
     engines, gpu = engines_for(parts), None
     engine = engines[0] if engines else None

@@ -55,6 +55,19 @@ def _plain(path: str, name: str, stored: Stored, dtype: torch.dtype | None) -> T
     return tensor.reshape(stored.shape)
 
 
+def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
+    """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
+    for tensor, part in zip((stored, *stored.companions), parts, strict=True):
+        path = files[tensor.file]
+        kind = _dtype(path, name, tensor)
+        into = part if part.dtype == kind else torch.empty(part.shape, dtype=kind)
+        with _opened(path, name, tensor) as stream:
+            stream.seek(tensor.offset)
+            _fill(stream, into, path, name)
+        if into is not part:
+            part.copy_(into)
+
+
 def _matrix(
     files: Sequence[str], name: str, stored: Stored, number: int, dtype: torch.dtype
 ) -> Tensor:

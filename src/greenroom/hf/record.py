@@ -19,6 +19,7 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.foresight import beside
 from greenroom.hf.generate import answer, encode
 from greenroom.runtime.forecasts import Forecasts, choices, distance_of
+from greenroom.runtime.kernels.stored import matrix_of, stored_of
 from greenroom.runtime.recorder import Recorder
 from greenroom.trace.journal import Header, Journal, journal_of
 from greenroom.trace.prompts import Prompt
@@ -114,10 +115,11 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     The rest is what is in memory but the input embedding, of which a token reads one row.
     """
     catalog = model.greenroom.parts.catalog
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    dense = sum(parameter.nbytes for parameter in model.parameters())
-    if head is None or head.weight is not embedding.weight:
-        dense -= embedding.weight.nbytes
+    embedding, head = matrix_of(model.get_input_embeddings()), model.get_output_embeddings()
+    stored = {each for module in model.modules() if (each := stored_of(module)) is not None}
+    dense = sum(matrix.nbytes for matrix in (*model.parameters(), *stored))
+    if head is None or matrix_of(head) is not embedding:
+        dense -= embedding.nbytes
     return {
         "expert_bytes": catalog.expert_bytes // catalog.experts,
         "dense_bytes": dense // len(catalog.layers),

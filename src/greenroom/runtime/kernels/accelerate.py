@@ -5,6 +5,10 @@ time in starting the six operations of a norm than in computing them. Eligible s
 forward of their own, as an attribute of the instance, that calls a compiled body for up to
 `FEW` tokens and the original forward for anything else. `detach` takes all of them out again.
 
+Modules whose matrix is as the checkpoint stores it have no other forward than this: a few tokens
+are multiplied with what is stored, for many some rows at a time are expanded. `detach` gives them
+their weights, expanded.
+
 float32 modules stay torch's: another order of summation would be the whole distance to eager.
 """
 
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from greenroom.runtime.kernels import layers
 from greenroom.runtime.kernels.attention import (
@@ -30,6 +35,15 @@ from greenroom.runtime.kernels.attention import (
 from greenroom.runtime.kernels.decoder import OneLayer, Onto, layer_forward
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import sublayers
+from greenroom.runtime.kernels.stored import (
+    EXPANDED,
+    Record,
+    Stored,
+    put_back,
+    room,
+    scratch,
+    stored_of,
+)
 
 FEW = 4  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
@@ -42,9 +56,9 @@ Forward = Callable[..., Tensor]
 class Accelerated:
     """The submodules that were given a forward: `counts` by kind; `detach()` restores them."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.counts: dict[str, int] = {}
-        self._modules: list[nn.Module] = []
+        self._model, self._modules = model, list[nn.Module]()
 
     def add(self, kind: str, module: nn.Module, forward: Forward) -> None:
         module.forward = forward  # shadows the class's
@@ -57,27 +71,39 @@ class Accelerated:
             module.__dict__.pop("forward", None)
         self._modules.clear()
         self.counts.clear()
+        put_back(self._model)
 
 
 def accelerate(
-    model: nn.Module, reserve: Reserve = lambda cache, layer: None, onto: Onto | None = None
+    model: nn.Module,
+    reserve: Reserve = lambda cache, layer: None,
+    onto: Onto | None = None,
+    rounded: bool = True,
 ) -> Accelerated:
     """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
 
     `reserve` makes room in a KV cache for one token, where it can; `onto` computes a layer's
-    experts and adds them to what it is given.
+    experts and adds them to what it is given; `rounded` says whether stored weights are rounded to
+    the model's type.
     """
-    done, tried, attentions = Accelerated(), dict[Any, bool](), dict[nn.Module, OneToken]()
+    done, tried, attentions = Accelerated(model), dict[Any, bool](), dict[nn.Module, OneToken]()
     for module in model.modules():
         if fits(module) and "forward" not in module.__dict__ and _unheard(module):
             styles = {_head_norm(module, part) for part in norms_of(module)}
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
-                attentions[module] = one = OneToken(module, style, reserve, tried)
+                attentions[module] = one = OneToken(module, style, reserve, tried, rounded)
                 done.add("attention", module, attention_forward(one))
     for layer in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
         if (around := _around(layer, attentions, onto)) is not None:
             done.add("layer", layer, layer_forward(around, layer))
+    for module in model.modules():
+        if (stored := stored_of(module)) is not None:
+            embedding = isinstance(module, nn.Embedding)
+            forward = embedding_forward if embedding else stored_forward
+            done.add(
+                "embedding" if embedding else "linear", module, forward(module, stored, rounded)
+            )
     for module in _candidates(model):
         if type(module) is nn.Linear:
             done.add("linear", module, linear_forward(module))
@@ -144,7 +170,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     """nn.Linear's forward, compiled for up to FEW rows of its own type."""
     weight, bias = module.weight, module.bias
     parameters, dtype, (N, K) = module._parameters, weight.dtype, weight.shape
-    enter, wide, limit = body(layers.gemv, dtype), N * K > _SERIAL, FEW * K
+    enter, wide, limit = body(layers.gemv, dtype, False), N * K > _SERIAL, FEW * K
     empty, grad, original = torch.empty, torch.is_grad_enabled, type(module).forward
 
     def forward(input: Tensor) -> Tensor:
@@ -169,6 +195,72 @@ def linear_forward(module: nn.Linear) -> Forward:
         )
         enter(words.buffer_info()[0], wide)
         return out
+
+    return forward
+
+
+def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
+    """nn.Linear's forward with a stored matrix."""
+    bias, parameters, original = (
+        module._parameters["bias"],
+        module._parameters,
+        type(module).forward,
+    )
+    record, enter = Record(stored, rounded), body(layers.gemv, stored.dtype, True)
+    (N, K), dtype, grad = stored.shape, stored.dtype, torch.is_grad_enabled
+    stride, wide = 4 * FEW * K + room(K), N * K > _SERIAL
+
+    def forward(input: Tensor) -> Tensor:
+        if parameters["weight"] is not None:  # it was given one
+            return original(module, input)
+        if input.is_meta:  # shapes only
+            return input.new_empty(*input.shape[:-1], N)
+        size = input.numel()
+        if (
+            size > FEW * K
+            or size == 0
+            or input.dtype is not dtype
+            or not input.is_contiguous()
+            or grad()
+            or input.shape[-1] != K
+        ):
+            return many(input, stored, bias)
+        out = torch.empty((*input.shape[:-1], N), dtype=dtype)
+        words = array(
+            "q",
+            (
+                *(0, record.address, N, K, input.data_ptr(), out.data_ptr()),
+                *(0 if bias is None else bias.data_ptr(), size // K, 0, scratch(stride), stride),
+            ),
+        )
+        enter(words.buffer_info()[0], wide)
+        return out
+
+    return forward
+
+
+def many(x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
+    """torch's own product with some rows of a stored matrix after others, each time expanded."""
+    rows, columns = stored.shape
+    step = max(1, EXPANDED // (columns * stored.dtype.itemsize))
+    parts = []
+    for first in range(0, rows, step):
+        w = stored.rows(first, min(step, rows - first))
+        parts.append(linear(x, w, None if bias is None else bias[first : first + step]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def embedding_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
+    """nn.Embedding's forward with a stored matrix; its rows are always rounded."""
+    parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
+    del rounded
+
+    def forward(input: Tensor) -> Tensor:
+        if parameters["weight"] is not None:
+            return original(module, input)
+        if input.is_meta:
+            return torch.empty(*input.shape, columns, dtype=stored.dtype, device="meta")
+        return stored.look_up(input)
 
     return forward
 

@@ -27,10 +27,9 @@ def compile_all(dtype: str) -> None:
     from greenroom.runtime.kernels.jit import machine_code
 
     machine_code(compiled.wave, dtype, False, False)
-    for kernel in (
-        *(compiled.combine, layers.gemv, layers.rms_norm, layers.join),
-        *(heads.project, heads.attend),
-    ):
+    for dense in (layers.gemv, heads.project, heads.attend):
+        machine_code(dense, dtype, False)
+    for kernel in (compiled.combine, layers.rms_norm, layers.join, choice.select):
         machine_code(kernel, dtype)
     for kernel in (layers.in_turn, choice.place):
         machine_code(kernel, "float32")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from greenroom.runtime.kernels import heads, sequence
 from greenroom.runtime.kernels.emit import LANES
 from greenroom.runtime.kernels.openmp import body
+from greenroom.runtime.kernels.stored import Record, coded, matrix_of, readable, room, scratch
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -58,22 +59,29 @@ class OneToken:
         style: Style | None,
         reserve: Reserve,
         tried: dict[Any, bool],
+        rounded: bool = True,
     ) -> None:
-        """`tried` remembers the verdict on a class."""
+        """`tried` remembers the verdict on a class; `rounded` as for `Matrix`."""
         own: Any = module
         self.module, self.original = own, type(module).forward
         self._reserve, self._tried = reserve, tried
         parts: dict[str, Any] = dict(module._modules)
         q, k, v, o = (parts[name] for name in _LINEAR)
+        weights = [matrix_of(part) for part in (q, k, v, o)]
         self.width: int = own.head_dim
-        self.hidden: int = q.weight.shape[1]
-        self.heads: int = q.weight.shape[0] // self.width
-        self.kv_heads: int = k.weight.shape[0] // self.width
-        self.dtype: torch.dtype = q.weight.dtype
+        self.hidden: int = weights[0].shape[1]
+        self.heads: int = weights[0].shape[0] // self.width
+        self.kv_heads: int = weights[1].shape[0] // self.width
+        self.dtype: torch.dtype = weights[0].dtype
         self._known = [(name, part, part._parameters["weight"]) for name, part in parts.items()]
         self._key = type(module), self.dtype, style
-        self._project = body(heads.project, self.dtype)
-        self._attend = body(heads.attend, self.dtype)
+        by_code = coded(weights)
+        self._records = [Record(weight, rounded) for weight in weights] if by_code else []
+        matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
+        inputs = max(self.hidden, self.heads * self.width)
+        self._stride = 4 * inputs + room(inputs) if by_code else 0
+        self._project = body(heads.project, self.dtype, by_code)
+        self._attend = body(heads.attend, self.dtype, by_code)
         code, eps = style or (0, 0.0)
         self._projecting = _words(
             heads.PROJECT_WORDS,
@@ -84,11 +92,14 @@ class OneToken:
                 heads.WIDTH: self.width,
                 heads.EPS: bits(eps),
                 heads.STYLE: code,
+                heads.STRIDE: self._stride,
             },
         )
-        self._projecting.extend(self._of_heads(q, parts.get("q_norm"), self.heads, rotated=True))
-        self._projecting.extend(self._of_heads(k, parts.get("k_norm"), self.kv_heads, rotated=True))
-        self._projecting.extend(self._of_heads(v, None, self.kv_heads, rotated=False))
+        norms = parts.get("q_norm"), parts.get("k_norm"), None
+        counts = self.heads, self.kv_heads, self.kv_heads
+        for which, (linear, norm, count) in enumerate(zip((q, k, v), norms, counts, strict=True)):
+            own_words = self._of_heads(matrices[which], linear.bias, norm, count, which < 2)
+            self._projecting.extend(own_words)
         self._attending = _words(
             heads.ATTEND_WORDS,
             {
@@ -96,19 +107,22 @@ class OneToken:
                 heads.A_KV_HEADS: self.kv_heads,
                 heads.GROUP: self.heads // self.kv_heads,
                 heads.SCALE: bits(own.scaling),
-                heads.A_W: o.weight.data_ptr(),
-                heads.A_ROWS: o.weight.shape[0],
+                heads.A_W: matrices[3],
+                heads.A_ROWS: weights[3].shape[0],
                 heads.A_BIAS: _address(o.bias),
+                heads.A_STRIDE: self._stride,
             },
         )
 
-    def _of_heads(self, linear: Any, norm: Any, count: int, rotated: bool) -> Iterator[int]:
+    def _of_heads(
+        self, matrix: int, bias: Tensor | None, norm: Any, count: int, rotated: bool
+    ) -> Iterator[int]:
         """The words of a projection's heads."""
-        size = self.width * self.dtype.itemsize
-        weight, bias = linear.weight.data_ptr(), _address(linear.bias)
+        first = _address(bias)
         for head in range(count):
-            yield weight + head * size * self.hidden
-            yield bias and bias + head * size
+            yield matrix
+            yield head * self.width
+            yield first and first + head * self.width * self.dtype.itemsize
             yield _address(norm.weight) if norm else 0
             yield int(rotated)
 
@@ -193,11 +207,12 @@ class OneToken:
             (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
         )
 
-    def work(self, context: int) -> Tensor:
-        """Memory for a call, in float32 words: queries, then what one of the bodies needs."""
+    def work(self, context: int, beside: int = 0) -> Tensor:
+        """Memory for a call, in float32 words: queries, then what one of the bodies needs, then
+        what the caller wants `beside`."""
         projected = (self.heads + 2 * self.kv_heads) * self.width
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
-        return torch.empty(self.heads * self.width + max(projected, attended))
+        return torch.empty(self.heads * self.width + max(projected, attended) + beside)
 
     def _to_project(
         self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor
@@ -209,6 +224,7 @@ class OneToken:
         words[heads.Q_OUT] = queries = work.data_ptr()
         words[heads.SCRATCH] = queries + 4 * self.heads * self.width
         words[heads.COS], words[heads.SIN] = cos.data_ptr(), sin.data_ptr()
+        words[heads.MEMORY] = scratch(self._stride) if self._stride else 0
         for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
             _, step_of_head, step_of_token, _ = tensor.stride()
             words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
@@ -225,6 +241,7 @@ class OneToken:
         words[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
         words[heads.SCORES] = words[heads.MIXED] + 4 * self.heads * self.width
         words[heads.A_OUT] = out
+        words[heads.A_MEMORY] = scratch(self._stride) if self._stride else 0
         return words
 
 
@@ -266,19 +283,19 @@ def fits(module: nn.Module) -> bool:
     if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or own:
         return False
     linear = [parts[name] for name in _LINEAR]
-    if not all(type(part) is nn.Linear and part.weight.is_contiguous() for part in linear):
+    if not all(type(part) is nn.Linear and matrix_of(part).is_contiguous() for part in linear):
         return False
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts.values()):
         return False
-    q, k, v, o = (part.weight for part in linear)
+    q, k, v, o = weights = [matrix_of(part) for part in linear]
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int) or width % LANES or not hasattr(module, "layer_idx"):
         return False
     if not isinstance(getattr(module, "scaling", None), float):
         return False
-    if {w.dtype for w in (q, k, v, o)} != {q.dtype} or q.dtype not in _NEAR:
+    if {w.dtype for w in weights} != {q.dtype} or q.dtype not in _NEAR:
         return False
-    if any(w.device.type != "cpu" for w in (q, k, v, o)):
+    if any(w.device.type != "cpu" for w in weights) or not readable(weights):
         return False
     whole = q.shape[0] % width == 0 and k.shape[0] % width == 0 and q.shape[0] % k.shape[0] == 0
     return bool(whole and k.shape == v.shape and o.shape[1] == q.shape[0])

@@ -1,11 +1,22 @@
-"""From a router's choice to the slots of its experts, compiled: `place`, for one token.
+"""From a router's scores to its choice (`select`) and to the slots of its experts (`place`).
 
-Not a parallel region's body: one thread does it, in less time than Python takes for one list.
+Compiled, for one token. Not parallel regions' bodies: one thread does it, in less time than Python
+takes for one list.
 """
 
 from __future__ import annotations
 
-from greenroom.runtime.kernels.ir import address_of, put_word, word
+import numpy as np
+
+from greenroom.runtime.kernels.ir import address_of, get, put, put_word, word
+
+F = np.float32(0)
+
+# The words of `select`: SCORES, float32 [S_NUMBER]; the results go to S_IDS, int64 [S_TOP_K], and
+# S_WEIGHTS [S_TOP_K]. SUMMED: are weights divided by their sum? Room for S_TOP_K + 1 ids and as
+# many float32 follows.
+SELECT_WORDS = 8
+S_FOUND, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_BEST = range(SELECT_WORDS)
 
 # The words of `place`. From FIRST_PIECE to STEP they are those of core/whole.py's Tables. IDS is
 # the address of the ids chosen [K]; the results go to P_EXPERTS, in ascending order, P_SLOTS and
@@ -15,6 +26,47 @@ PLACE_WORDS = 13
     FOUND, IDS, TOP_K, NUMBER, FIRST_PIECE, SLOT_OF, USED, ASKED, PLACE, STEP, P_EXPERTS, P_SLOTS,
     P_RANKS,
 ) = range(PLACE_WORDS)  # fmt: skip
+
+
+def select(kind, stamp):
+    """The largest scores in descending order and whose they are, rounded to `kind`.
+
+    S_FOUND becomes their number. It stays 0 where equal scores leave the order open, which is then
+    its algorithm's, or one is no number. Sums are taken in that order, in float32.
+    """
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        count, most, scores = 0, word(p, S_TOP_K) + 1, word(p, SCORES)
+        ids = p + 8 * S_BEST
+        best = ids + 8 * most
+        for e in range(word(p, S_NUMBER)):
+            v = get(F, scores, e)
+            if v != v:  # not a number
+                return
+            if count == most and v <= get(F, best, most - 1):
+                continue
+            i = min(count, most - 1)
+            while i > 0 and get(F, best, i - 1) < v:
+                put(F, best, i, get(F, best, i - 1))
+                put_word(ids, i, word(ids, i - 1))
+                i -= 1
+            put(F, best, i, v)
+            put_word(ids, i, e)
+            count = min(count + 1, most)
+        total = F
+        for i in range(most - 1):
+            if i + 1 < count and get(F, best, i) == get(F, best, i + 1):
+                return
+            total += get(F, best, i)
+        for i in range(most - 1):
+            v = get(F, best, i)
+            put(kind, word(p, S_WEIGHTS), i, v / total if word(p, SUMMED) != 0 else v)
+            put_word(word(p, S_IDS), i, word(ids, i))
+        put_word(p, S_FOUND, most - 1)
+
+    return enter
 
 
 def place(kind, stamp):

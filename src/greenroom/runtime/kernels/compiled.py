@@ -11,23 +11,7 @@ import numpy as np
 from numba import njit
 
 from greenroom.runtime.kernels.emit import COLUMNS, LANES, ROWS, STRIP
-from greenroom.runtime.kernels.encoded import (
-    F_BLOCK,
-    F_CARRY,
-    F_FIRST,
-    F_INPUTS,
-    F_LAYOUT,
-    F_NEXT,
-    F_OUT,
-    F_ROWS,
-    F_SCRATCH,
-    F_SLOT,
-    F_X,
-    FRAME_WORDS,
-    L_CODES,
-    L_PACKED,
-    L_ROW,
-)
+from greenroom.runtime.kernels.encoded import L_CODES, L_ROW, expanded_rows, one_row
 from greenroom.runtime.kernels.ir import (
     address_of,
     await_,
@@ -38,13 +22,11 @@ from greenroom.runtime.kernels.ir import (
     dot_1x1,
     dot_1x4,
     dot_many,
-    enter_at,
     float_of,
     get,
     panel_1,
     panel_8,
     put,
-    put_word,
     rounded,
     row,
     size_of,
@@ -217,38 +199,14 @@ def encoded(
     at a time are written to the scratch memory. `packed` is the address of the row of x that lies
     packed there (0: none); returns that address as it is afterwards. Codes at `after` come next.
     """
-    place = (scratch + 8 * FRAME_WORDS + 63) & -64
-    room = word(layout, L_PACKED)
-    rows = place + room
-    put_word(scratch, F_SLOT, slot)
-    put_word(scratch, F_LAYOUT, layout)
-    put_word(scratch, F_INPUTS, K)
-    put_word(scratch, F_BLOCK, block)
-    put_word(scratch, F_CARRY, carry)
-    put_word(scratch, F_FIRST, first)
-    put_word(scratch, F_NEXT, after)
     if j1 - j0 == 1:
-        one = row(x, xi, j0, K)
-        put_word(scratch, F_X, one)
-        if room != 0 and packed != one:
-            put_word(scratch, F_ROWS, 0)
-            put_word(scratch, F_OUT, place)
-            enter_at(product, scratch)
-        if room != 0:
-            put_word(scratch, F_X, place)
-        put_word(scratch, F_ROWS, N)
-        put_word(scratch, F_OUT, row(out, oi, j0, width) + 4 * first)
-        put_word(scratch, F_SCRATCH, rows)
-        enter_at(product, scratch)
-        return one if room != 0 else 0
-    put_word(scratch, F_X, 0)
-    put_word(scratch, F_OUT, rows)
-    put_word(scratch, F_SCRATCH, rows + 4 * GROUP * K)
+        one, result = row(x, xi, j0, K), row(out, oi, j0, width) + 4 * first
+        return one_row(
+            product, layout, slot, K, first, N, block, carry, one, result, scratch, packed, after
+        )  # fmt: skip
     for n in range(0, N, GROUP):
         count = min(GROUP, N - n)
-        put_word(scratch, F_FIRST, first + n)
-        put_word(scratch, F_ROWS, count)
-        enter_at(product, scratch)
+        rows = expanded_rows(product, layout, slot, K, first + n, count, scratch)
         dots(F, rows, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1)
     return 0
 

@@ -1,10 +1,10 @@
 """A decoder layer of the common kind for the one token of a decode step, in two parallel regions.
 
 The first goes from the hidden state over norm, attention and residual sum to the block's input; the
-router chooses, as torch computes it; the second goes from the experts to the layer's output. Where
-all experts of a token are in their slots nothing but the router runs in Python between: after a
-wave of experts has gone through the caches each of its small operations takes as long as a matrix.
-The bits are those of the accelerated modules called one by one.
+router chooses, with torch's bits (router.py); the second goes from the experts to the layer's
+output. Where all experts of a token are in their slots nothing but the router runs in Python
+between: after a wave of experts has gone through the caches each of its small operations takes as
+long as a matrix. The bits are those of the accelerated modules called one by one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from greenroom.runtime.kernels import layers, sequence
 from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import routed
+from greenroom.runtime.kernels.router import Router
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +51,7 @@ class OneLayer:
         )
         self._onto = onto
         self._router, self._experts, self._shape = self._parts_of_block()
+        self._choice = self._chosen_fast()
 
     def _attention(self) -> str:
         return next(n for n, part in self._layer._modules.items() if part is self._one.module)
@@ -68,6 +70,19 @@ class OneLayer:
                 if found is not None:
                     return found[0], part, found[1]
         return "", None, ()
+
+    def _chosen_fast(self) -> Router | None:
+        """The router, where its choice can be compiled."""
+        if self._experts is None:
+            return None
+        return Router.of(self._block._modules[self._router], self._one.hidden, self._one.dtype)  # type: ignore[arg-type]
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids of the experts that x [1, hidden] goes to, their weights)."""
+        if self._choice is not None and self._choice.intact():
+            return self._choice(x)
+        _, weights, index = self._block._modules[self._router](x.view(self._shape))  # type: ignore[misc]
+        return index, weights
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Is this call one that the compiled bodies know, of the parts that they know?"""
@@ -93,13 +108,13 @@ class OneLayer:
         room = self._one.room(kwargs["past_key_values"])
         if room is None:
             return None
-        residual, state = torch.empty_like(x), torch.empty_like(x)
+        # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
+        residual, state = (torch.empty(1, self._one.hidden, dtype=x.dtype) for _ in range(2))
         self._attend(x, kwargs["position_embeddings"], room, residual, state)
         if self._experts is None or self._onto is None or not self._plain():
-            return residual + self._block(state)
-        _, weights, index = self._block._modules[self._router](state.view(self._shape))  # type: ignore[misc]
-        out = self._onto(self._experts, state[0], index, weights, residual[0])
-        return out.view(x.shape)
+            return residual.view(x.shape) + self._block(state.view(x.shape))
+        index, weights = self._choose(state)
+        return self._onto(self._experts, state, index, weights, residual).view(x.shape)
 
     def _attend(
         self,
@@ -110,9 +125,10 @@ class OneLayer:
         out: Tensor,
     ) -> None:
         """total = x + attention(norm(x)), out = its norm."""
-        one, between = self._one, torch.empty(2, *x.shape, dtype=x.dtype)
-        normed = between.data_ptr()
-        attended, work = normed + between.nbytes // 2, one.work(room[0].shape[2])
+        one = self._one
+        work = one.work(room[0].shape[2], beside=one.hidden)  # two rows of the model's type
+        normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
+        attended = normed + one.hidden * x.itemsize
         begin, middle = array("q", self._begin), array("q", self._middle)
         begin[layers.J_X], begin[layers.J_OUT] = x.data_ptr(), normed
         middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended

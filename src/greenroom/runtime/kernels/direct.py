@@ -98,7 +98,8 @@ class Direct:
             or not (x.is_contiguous() and index.is_contiguous() and residual.is_contiguous())
         ):
             return None
-        weights = weights.to(self._weights).contiguous()
+        if weights.dtype is not self._weights or not weights.is_contiguous():
+            weights = weights.to(self._weights).contiguous()
         words = array("q", self._template)
         base, place, combine, join = words.buffer_info()[0], self._place, self._combine, self._join
         for where, of in self._inner:

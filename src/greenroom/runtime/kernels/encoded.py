@@ -29,7 +29,15 @@ from greenroom.runtime.kernels.emit import (
     vector_of,
 )
 from greenroom.runtime.kernels.expand import EXPANDERS, GROUP, NAMES, VECTORS, Row
-from greenroom.runtime.kernels.ir import address_of, bits_of, dot_1x1, get, word
+from greenroom.runtime.kernels.ir import (
+    address_of,
+    bits_of,
+    dot_1x1,
+    enter_at,
+    get,
+    put_word,
+    word,
+)
 
 F = np.float32(0)
 UNIT = 2 * GROUP  # inputs of a turn of the loop
@@ -251,3 +259,55 @@ def product(kind, stamp, encoding, mask):
                 dot_1x1(F, F, weights, 4 * K, K, block, carry, (x,), (out + 4 * n,))
 
     return enter
+
+
+@njit(inline="always")
+def one_row(
+    product, layout, slot, K, first, rows, block, carry, x, out, scratch, packed, after
+):  # fmt: skip
+    """out[:rows] (+)= rows first.. of an encoded matrix times one row x [K]; both float32.
+
+    `scratch` is room for the frame, for x as the product wants it packed, and for 5 K bytes.
+    `packed` is the address of the row that lies packed there for this product (0: none); returns
+    that address as it is afterwards. Codes at `after` come next.
+    """
+    place = (scratch + 8 * FRAME_WORDS + 63) & -64
+    room = word(layout, L_PACKED)
+    put_word(scratch, F_SLOT, slot)
+    put_word(scratch, F_LAYOUT, layout)
+    put_word(scratch, F_INPUTS, K)
+    put_word(scratch, F_BLOCK, block)
+    put_word(scratch, F_CARRY, carry)
+    put_word(scratch, F_FIRST, first)
+    put_word(scratch, F_NEXT, after)
+    put_word(scratch, F_X, x)
+    if room != 0 and packed != x:
+        put_word(scratch, F_ROWS, 0)
+        put_word(scratch, F_OUT, place)
+        enter_at(product, scratch)
+    if room != 0:
+        put_word(scratch, F_X, place)
+    put_word(scratch, F_ROWS, rows)
+    put_word(scratch, F_OUT, out)
+    put_word(scratch, F_SCRATCH, place + room)
+    enter_at(product, scratch)
+    return x if room != 0 else 0
+
+
+@njit(inline="always")
+def expanded_rows(product, layout, slot, K, first, rows, scratch):
+    """Rows first.. of an encoded matrix as float32 [rows, K]; returns where in `scratch` they lie.
+
+    That is room for the frame, these rows, and 5 K bytes.
+    """
+    place = (scratch + 8 * FRAME_WORDS + 63) & -64
+    put_word(scratch, F_SLOT, slot)
+    put_word(scratch, F_LAYOUT, layout)
+    put_word(scratch, F_INPUTS, K)
+    put_word(scratch, F_FIRST, first)
+    put_word(scratch, F_ROWS, rows)
+    put_word(scratch, F_X, 0)
+    put_word(scratch, F_OUT, place)
+    put_word(scratch, F_SCRATCH, place + 4 * rows * K)
+    enter_at(product, scratch)
+    return place

@@ -25,21 +25,33 @@ from greenroom.runtime.kernels.ir import (
     stack,
     word,
 )
-from greenroom.runtime.kernels.layers import UNIT, F, multiply, normalise
+from greenroom.runtime.kernels.layers import (
+    M_PRODUCT,
+    UNIT,
+    F,
+    coded_rows,
+    codes_at,
+    normalise,
+    plain_rows,
+    store,
+    widen_row,
+)
 
-# The words of `project`; four a head follow them: weight, bias, norm's weight (0: none), rotated?
+# The words of `project`; five a head follow them: matrix and its row where the head begins, bias,
+# norm's weight (0: none), rotated? Where matrices are encoded each thread takes a ticket for
+# `STRIDE` bytes at MEMORY.
 (
     X, HIDDEN, Q_HEADS, KV_HEADS, WIDTH, SCRATCH, Q_OUT, K_OUT, V_OUT, K_STEP, V_STEP, COS, SIN,
-    ROTARY, EPS, STYLE,
-) = range(1, 17)  # fmt: skip
-PROJECT_WORDS, HEAD_WORDS = 17, 4
+    ROTARY, EPS, STYLE, TICKET, MEMORY, STRIDE,
+) = range(1, 20)  # fmt: skip
+PROJECT_WORDS, HEAD_WORDS = 20, 5
 
 # The words of `attend`: strides in bytes, from head to head and from token to token.
 (
     DONE, Q, K, V, K_HEAD, K_ROW, V_HEAD, V_ROW, CONTEXT, A_WIDTH, A_KV_HEADS, GROUP, SCALE, SCORES,
-    MIXED, A_W, A_ROWS, A_BIAS, A_OUT,
-) = range(1, 20)  # fmt: skip
-ATTEND_WORDS = 20
+    MIXED, A_W, A_ROWS, A_BIAS, A_OUT, A_TICKET, A_MEMORY, A_STRIDE,
+) = range(1, 23)  # fmt: skip
+ATTEND_WORDS = 23
 
 
 @njit(inline="always")
@@ -56,7 +68,7 @@ def rotate(kind, row, cos, sin, width):
         put(F, row, half + i, rounded(kind, second))
 
 
-def project(kind, stamp):
+def project(kind, stamp, by_code):
     """Queries, keys and values of one token x [K]: a head's rows times x, bias, norm, rotation.
 
     A unit is a head: its weight is [WIDTH, HIDDEN], its result WIDTH values. Queries go to Q_OUT
@@ -69,18 +81,29 @@ def project(kind, stamp):
         size, columns, width = size_of(kind), word(p, HIDDEN), word(p, WIDTH)
         queries, keys, rotary = word(p, Q_HEADS), word(p, KV_HEADS), word(p, ROTARY)
         eps, style = float_of(np.int32(word(p, EPS))), word(p, STYLE)
+        heads, packed, product = queries + 2 * keys, 0, 0
+        if by_code:
+            wide = word(p, MEMORY) + claim(p, TICKET, 1) * word(p, STRIDE)
+            widen_row(kind, word(p, X), columns, wide)
+            scratch = wide + 4 * columns
         while True:
             head = claim(p, 0, 1)
-            if head >= queries + 2 * keys:
+            if head >= heads:
                 return
             own = PROJECT_WORDS + HEAD_WORDS * head
-            w, bias, norm = word(p, own), word(p, own + 1), word(p, own + 2)
-            row, ld = word(p, SCRATCH) + 4 * head * width, columns * size
-            for i in range(0, width, COLUMNS):
-                dot_1x4(
-                    kind, kind, w + i * ld, ld, columns, columns, 0,
-                    (word(p, X),), (row + 4 * i,),
+            matrix, first = word(p, own), word(p, own + 1)
+            bias, norm = word(p, own + 2), word(p, own + 3)
+            row = word(p, SCRATCH) + 4 * head * width
+            if by_code:
+                if word(matrix, M_PRODUCT) != product:
+                    product, packed = word(matrix, M_PRODUCT), 0
+                following = PROJECT_WORDS + HEAD_WORDS * min(word(p, 0), heads - 1)
+                after = codes_at(word(p, following), word(p, following + 1))
+                packed = coded_rows(
+                    matrix, first, width, columns, wide, row, scratch, packed, after
                 )  # fmt: skip
+            else:
+                plain_rows(kind, matrix, first, width, columns, word(p, X), row)
             for i in range(width):
                 v = get(F, row, i)
                 if bias != 0:
@@ -88,7 +111,7 @@ def project(kind, stamp):
                 put(F, row, i, rounded(kind, v))
             if norm != 0:
                 normalise(kind, F, row, width, norm, eps, style, F, row)
-            if word(p, own + 3) != 0:
+            if word(p, own + 4) != 0:
                 rotate(kind, row, word(p, COS), word(p, SIN), rotary)
             if head < queries:
                 out = word(p, Q_OUT) + head * width * size
@@ -123,7 +146,7 @@ def exponentials(row, n, scale):
     return (a + b) + (c + d)
 
 
-def attend(kind, stamp):
+def attend(kind, stamp, by_code):
     """One token's attention over its context, then the output projection.
 
     The first units are heads of keys, each with the GROUP heads of queries that share it: q
@@ -140,6 +163,7 @@ def attend(kind, stamp):
         kv_heads, group = word(p, A_KV_HEADS), word(p, GROUP)
         scale = float_of(np.int32(word(p, SCALE)))
         heads, mixed = kv_heads * group, word(p, MIXED)
+        columns, wide, packed = heads * width, 0, 0
         while True:
             unit = claim(p, 0, 1)
             if unit >= kv_heads:
@@ -147,10 +171,20 @@ def attend(kind, stamp):
                 if n0 >= word(p, A_ROWS):
                     return
                 await_(p, DONE, kv_heads)
-                multiply(
-                    kind, word(p, A_W), word(p, A_BIAS), mixed, word(p, A_OUT), word(p, A_ROWS),
-                    heads * width, n0, sums,
-                )  # fmt: skip
+                n, bias = min(UNIT, word(p, A_ROWS) - n0), word(p, A_BIAS)
+                if by_code:
+                    if wide == 0:
+                        wide = word(p, A_MEMORY) + claim(p, A_TICKET, 1) * word(p, A_STRIDE)
+                        widen_row(kind, mixed, columns, wide)
+                    after = codes_at(word(p, A_W), (word(p, 0) - kv_heads) * UNIT)
+                    packed = coded_rows(
+                        word(p, A_W), n0, n, columns, wide, sums, wide + 4 * columns, packed, after
+                    )  # fmt: skip
+                else:
+                    plain_rows(kind, word(p, A_W), n0, n, columns, mixed, sums)
+                if bias != 0:
+                    bias += n0 * size
+                store(kind, sums, bias, word(p, A_OUT) + n0 * size, n)
                 continue
             first = unit * group
             scores = word(p, SCORES) + 4 * first * context

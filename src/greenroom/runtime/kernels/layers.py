@@ -1,7 +1,10 @@
 """Compiled dense layers for a few tokens: `gemv` for nn.Linear, `rms_norm` for RMSNorm.
 
 Bodies of a parallel region as in compiled.py, made of the same products. `in_turn` is a body made
-of others, `join` what lies between the halves of a decoder layer.
+of others, `join` what lies between the halves of a decoder layer, `unfold` expands a stored matrix.
+
+A matrix is the address of its plain weights, or, where a body is compiled `by_code`, of a record:
+matrices are then read as they are stored (encoded.py), and have the bits of expanded ones.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from greenroom.runtime.kernels.emit import COLUMNS
+from greenroom.runtime.kernels.encoded import L_CODES, L_ROW, expanded_rows, one_row
 from greenroom.runtime.kernels.ir import (
     STACK,
     address_of,
@@ -27,15 +31,24 @@ from greenroom.runtime.kernels.ir import (
 )
 
 UNIT = STACK  # weight rows claimed together
+FEW = 8  # weight rows that are expanded together
 F = np.float32(0)
 
-# The words of `gemv`, of `rms_norm`; the first of both is the cursor.
-W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS = range(1, 8)
+# A matrix's record: its product, the words of its layout, where its bytes begin.
+RECORD_WORDS = 3
+M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_WORDS)
+
+# The words of `gemv`, of `rms_norm`; the first of both is the cursor. Where matrices are encoded
+# each thread takes a ticket for `STRIDE` bytes at SCRATCH.
+W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE = range(1, 11)
 N_X, N_OUT, N_WEIGHT, N_ROWS, N_COLUMNS, N_EPS, N_STYLE = range(1, 8)
 
 # The words of `join`.
 J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE = range(1, 9)
 JOIN_WORDS = 9
+
+# The words of `unfold`; U_INDEX: int64 numbers of rows, or 0: the rows from U_FIRST on.
+U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STRIDE = range(1, 10)
 
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
 # there is one thread). The address of each body follows, and that of its words.
@@ -57,18 +70,36 @@ def store(kind, sums, bias, out, n):
 
 
 @njit(inline="always")
-def multiply(kind, weight, bias, x, out, N, K, n0, sums):
-    """UNIT rows of w [N, K] from row n0 on times one row x [K]; `sums` is room for UNIT floats."""
+def plain_rows(kind, w, first, n, K, x, out):
+    """out[:n] = rows first.. of w [N, K] times one row x [K], all of `kind`; out is float32."""
     size = size_of(kind)
-    n, w = min(UNIT, N - n0), weight + n0 * K * size
-    whole = n - n % COLUMNS
+    w, whole = w + first * K * size, n - n % COLUMNS
     for i in range(0, whole, COLUMNS):
-        dot_1x4(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
+        dot_1x4(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (out + 4 * i,))
     for i in range(whole, n):
-        dot_1x1(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (sums + 4 * i,))
-    if bias != 0:
-        bias += n0 * size
-    store(kind, sums, bias, out + n0 * size, n)
+        dot_1x1(kind, kind, w + i * K * size, K * size, K, K, 0, (x,), (out + 4 * i,))
+
+
+@njit(inline="always")
+def coded_rows(matrix, first, n, K, x, out, scratch, packed, after):
+    """As `plain_rows` for a recorded matrix and a row x of float32; see `one_row`."""
+    product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
+    base = word(matrix, M_BASE)
+    return one_row(product, layout, base, K, first, n, K, 0, x, out, scratch, packed, after)
+
+
+@njit(inline="always")
+def codes_at(matrix, first):
+    """Where the codes of a row of a recorded matrix lie."""
+    layout = word(matrix, M_LAYOUT)
+    return word(matrix, M_BASE) + word(layout, L_CODES) + first * word(layout, L_ROW)
+
+
+@njit(inline="always")
+def widen_row(kind, x, n, out):
+    """n numbers of `kind` as float32."""
+    for i in range(n):
+        put(F, out, i, get(kind, x, i))
 
 
 @njit(inline="always")
@@ -91,21 +122,56 @@ def normalise(kind, xkind, x, n, weight, eps, style, okind, out):
             put(okind, out, i, rounded(kind, v))
 
 
-def gemv(kind, stamp):
+def gemv(kind, stamp, by_code):
     """out [M, N] = x [M, K] @ w [N, K].T (+ bias [N]), all of one type, summed in float32."""
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        sums = stack()
-        size, N, K = size_of(kind), word(p, W_ROWS), word(p, W_COLUMNS)
+        sums, packed = stack(), 0
+        size, N, K, rows = size_of(kind), word(p, W_ROWS), word(p, W_COLUMNS), word(p, X_ROWS)
+        if by_code:
+            wide = word(p, SCRATCH) + claim(p, TICKET, 1) * word(p, STRIDE)
+            widen_row(kind, word(p, X), rows * K, wide)
+            scratch = wide + 4 * rows * K
         while True:
             n0 = claim(p, 0, 1) * UNIT
             if n0 >= N:
                 return
-            for m in range(word(p, X_ROWS)):
-                x, out = word(p, X) + m * K * size, word(p, OUT) + m * N * size
-                multiply(kind, word(p, W), word(p, BIAS), x, out, N, K, n0, sums)
+            n, bias = min(UNIT, N - n0), word(p, BIAS)
+            if bias != 0:
+                bias += n0 * size
+            for m in range(rows):
+                if by_code:
+                    x, after = wide + 4 * m * K, codes_at(word(p, W), word(p, 0) * UNIT)
+                    packed = coded_rows(word(p, W), n0, n, K, x, sums, scratch, packed, after)
+                else:
+                    plain_rows(kind, word(p, W), n0, n, K, word(p, X) + m * K * size, sums)
+                store(kind, sums, bias, word(p, OUT) + (m * N + n0) * size, n)
+
+    return enter
+
+
+def unfold(kind, stamp):
+    """Rows of a recorded matrix, expanded to out [rows, columns] of `kind`."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        matrix, K, index = word(p, U_MATRIX), word(p, U_COLUMNS), word(p, U_INDEX)
+        product, layout = word(matrix, M_PRODUCT), word(matrix, M_LAYOUT)
+        scratch = word(p, U_SCRATCH) + claim(p, U_TICKET, 1) * word(p, U_STRIDE)
+        step = 1 if index != 0 else FEW
+        while True:
+            n0 = claim(p, 0, 1) * step
+            if n0 >= word(p, U_ROWS):
+                return
+            first = word(index, n0) if index != 0 else word(p, U_FIRST) + n0
+            n = min(step, word(p, U_ROWS) - n0)
+            rows = expanded_rows(product, layout, word(matrix, M_BASE), K, first, n, scratch)
+            out = word(p, U_OUT) + n0 * K * size_of(kind)
+            for i in range(n * K):
+                put(kind, out, i, get(F, rows, i))
 
     return enter
 

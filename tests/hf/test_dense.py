@@ -1,0 +1,147 @@
+"""Dense matrices stay as the checkpoint stores them, and no bit tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from greenroom.errors import CheckpointError
+from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.build import Draft
+from greenroom.hf.dense import _used_by_code
+from greenroom.hf.load import load
+from greenroom.hf.reference import whole_model
+from greenroom.runtime.kernels.stored import stored_of
+from tests.gguf_models import write
+from tests.hf.conftest import one_line
+from tests.hf.test_parity import ids
+from tests.models import cached_tiny
+from tests.quantised import compressed, fp8
+
+
+def gguf(name: str, types: dict[str, str], **overrides: Any) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / "tiny.gguf", name, types, **overrides)
+
+
+CASES: dict[str, Callable[[Path], Path]] = {
+    "Q8_0": gguf("qwen3_moe", {"": "Q8_0"}),
+    "several types": gguf("qwen3_moe", {"attn_v": "Q6_K", "attn_q": "BF16", "": "Q4_K"}),
+    "shared experts": gguf("qwen2_moe", {"": "Q4_0"}),
+    "tied": gguf("qwen3_moe", {"": "Q8_0"}, tie_word_embeddings=True),
+    "fp8": fp8,
+    "fp8, another attention": lambda folder: fp8(folder, name="deepseek_v3"),
+    "int4": compressed,
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CASES[request.param](tmp_path_factory.mktemp("stored"))
+
+
+@contextmanager
+def served(path: Path, stored: bool, **parts: Any) -> Iterator[PreTrainedModel]:
+    draft = Draft.of(path)
+    if stored:
+        draft.keep_stored()
+    model = draft.load()
+    model.greenroom = Greenroom(model, Parts(draft.catalog, capacity=9, **parts))
+    try:
+        yield model
+    finally:
+        model.greenroom.detach()
+
+
+@torch.inference_mode()
+def logits(model: PreTrainedModel) -> Tensor:
+    """Of a prompt of 7 tokens and 4 after it."""
+    found = [model(ids(1, 7), use_cache=True)]
+    for n in range(4):
+        cache = found[-1].past_key_values
+        found.append(model(ids(1, 1) + n, past_key_values=cache, use_cache=True))
+    return torch.cat([out.logits for out in found], 1)
+
+
+def test_the_bits_of_expanded_ones_and_less_memory(checkpoint: Path) -> None:
+    with served(checkpoint, False) as model:
+        wanted, counts = logits(model), model.greenroom.accelerated.counts
+    with served(checkpoint, True) as model:
+        kept = [name for name, module in model.named_modules() if stored_of(module) is not None]
+        assert torch.equal(logits(model), wanted)
+        mine = model.greenroom.accelerated.counts
+        assert {key: mine.get(key) for key in counts} == counts
+        assert len(kept) >= 3
+        assert not any("gate" in name.split(".") for name in kept)
+    full, draft = Draft.of(checkpoint).dense_bytes, Draft.of(checkpoint)
+    tensors = sorted(draft.dense_tensors)
+    draft.keep_stored()
+    assert sorted(draft.dense_tensors) == tensors
+    assert draft.dense_bytes < 0.9 * full
+
+
+def test_detached_it_is_what_transformers_loads(checkpoint: Path) -> None:
+    whole = whole_model(Draft.of(checkpoint)).state_dict()
+    for kernels in ("auto", "eager"):
+        with served(checkpoint, True, kernels=kernels) as model:
+            pass
+        mine = model.state_dict()
+        lost = {name for name in whole if name not in mine}
+        assert all(".experts." in name for name in lost)
+        for name, tensor in mine.items():
+            assert torch.equal(tensor, whole[name]), name
+        tied = "lm_head.weight" in model.all_tied_weights_keys
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_unrounded_is_near(checkpoint: Path) -> None:
+    with served(checkpoint, True) as model:
+        wanted = logits(model)[:, -1].float()
+    with served(checkpoint, True, kernels="unrounded") as model:
+        mine = logits(model)[:, -1].float()
+    assert (mine - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_load_keeps_them_where_compiled_kernels_compute(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}))
+    for options, there in (
+        ({}, True),
+        ({"kernels": "eager"}, False),
+        ({"dtype": "float32"}, False),
+        ({"memory": "8GiB"}, True),
+    ):
+        given = {} if "memory" in options else {"cache": "30%"}
+        model, tokenizer = load(path, **given, **options)
+        try:
+            assert (stored_of(model.lm_head) is not None) == there
+            assert (model.lm_head.weight is None) == there
+            prompt = tokenizer("The green room", return_tensors="pt")
+            out = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+            assert out.shape[1] == prompt["input_ids"].shape[1] + 3
+        finally:
+            model.greenroom.detach()
+        assert model.lm_head.weight is not None
+
+
+def test_what_the_model_s_code_computes_with_is_expanded() -> None:
+    """Jamba multiplies with `dt_proj.weight` by itself."""
+    model = Draft.of(cached_tiny("jamba")).model
+    used = _used_by_code(model)
+    assert "dt_proj" in used
+    assert not {"q_proj", "o_proj", "lm_head", "embed_tokens"} & used
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    draft = Draft.of(path)
+    draft.keep_stored()
+    path.write_bytes(path.read_bytes()[:9000])
+    with pytest.raises(CheckpointError) as error:
+        draft.load()
+    assert "truncated" in one_line(error)

@@ -1,0 +1,106 @@
+"""A compiled choice among a router's scores is torch's, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from greenroom.runtime.kernels.router import Router
+
+HIDDEN = 96
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def made(cls: type[nn.Module], config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    module = cls(config).to(dtype).requires_grad_(False)
+    module.weight.normal_(0, 0.3)
+    return module
+
+
+def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
+    return Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=summed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (Qwen3MoeTopKRouter, qwen()),
+        (Qwen3MoeTopKRouter, qwen(128, 1)),
+        (Qwen3MoeTopKRouter, qwen(8, 8)),
+        (Qwen3MoeTopKRouter, qwen(256, 4, summed=False)),
+        (OlmoeTopKRouter, OlmoeConfig(hidden_size=HIDDEN)),
+        (MixtralTopKRouter, MixtralConfig(hidden_size=HIDDEN)),
+    ],
+)
+def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
+    module = made(cls, config, dtype)
+    ours, by_torch = Router.of(module, HIDDEN, dtype), []
+    assert ours is not None
+    slow = Router._by_torch
+    monkeypatch.setattr(Router, "_by_torch", lambda *a: by_torch.append(True) or slow(*a))
+    for scale in (0.1, 1, 10):
+        for _ in range(100):
+            x = (torch.randn(1, HIDDEN) * scale).to(dtype)
+            _, weights, ids = module(x)
+            mine = ours(x)
+            assert torch.equal(mine[0], ids)
+            assert torch.equal(mine[1], weights)
+            assert mine[1].dtype == weights.dtype
+    assert len(by_torch) < 290  # equal scores are common in 16 bits, and not the rule
+
+
+def test_equal_scores_and_no_numbers_are_torch_s() -> None:
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, HIDDEN, torch.bfloat16)
+    module.weight[5] = module.weight[9] = module.weight[40]
+    for x in (torch.randn(1, HIDDEN), torch.zeros(1, HIDDEN), torch.full((1, HIDDEN), torch.nan)):
+        _, weights, ids = module(x.bfloat16())
+        mine = ours(x.bfloat16())
+        assert torch.equal(mine[0], ids)
+        assert torch.equal(mine[1], weights) or weights.isnan().all()
+
+
+class Biased(Qwen3MoeTopKRouter):
+    """Looks alike, and chooses otherwise."""
+
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        return logits, weights * 1.5, ids
+
+
+def test_routers_of_other_kinds_are_left_alone():
+    assert Router.of(made(Biased, qwen()), HIDDEN, torch.bfloat16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), HIDDEN, torch.float16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), 64, torch.bfloat16) is None
+    config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64)
+    assert Router.of(made(DeepseekV3TopkRouter, config), HIDDEN, torch.bfloat16) is None
+    assert Router.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), HIDDEN, torch.bfloat16) is None
+
+
+def test_who_changes_or_hears_a_router_gets_the_module():
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, HIDDEN, torch.bfloat16)
+    assert ours.intact()
+    hook = module.register_forward_hook(lambda *_: None)
+    assert not ours.intact()
+    hook.remove()
+    assert ours.intact()
+    module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
+    assert not ours.intact()
