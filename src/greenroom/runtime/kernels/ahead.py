@@ -29,10 +29,10 @@ def compile_all(dtype: str) -> None:
     machine_code(compiled.wave, dtype, False, False)
     for dense in (layers.gemv, heads.project, heads.attend):
         machine_code(dense, dtype, False)
-    for kernel in (compiled.combine, layers.rms_norm, layers.join, choice.select):
-        machine_code(kernel, dtype)
-    for kernel in (layers.in_turn, choice.place):
-        machine_code(kernel, "float32")
+    for small in (compiled.combine, layers.rms_norm, layers.join, choice.select):
+        machine_code(small, dtype)
+    for any_type in (layers.in_turn, choice.place):
+        machine_code(any_type, "float32")
     _marker(dtype).touch()
 
 
