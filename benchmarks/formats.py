@@ -9,8 +9,8 @@ place. Two tables: everything resident, and with --share of the file's size in m
 each, page cache counted). Runs are processes of their own, cold, interleaved, and ratios are over
 pairs of the same repetition; see decode.py and resident.py for what a run does.
 
-Floor, everything resident: the stored bytes of a token's experts, and dense parts in bfloat16,
-over the RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
+Floor, everything resident: the stored bytes of a token's experts and of the dense parts over the
+RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def file_of(root: Path, model: str, kind: str) -> Path:
 
 
 def token_bytes(path: Path) -> int:
-    """Bytes that a token needs: its experts as stored, dense parts but the embedding in bf16."""
+    """Bytes that a token needs, as stored: its experts, dense parts but the embedding."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -56,7 +56,7 @@ def token_bytes(path: Path) -> int:
         if "_exps" in tensor.name:
             total += int(tensor.n_bytes) * share
         elif tensor.name != "token_embd.weight":
-            total += int(tensor.n_elements) * 2
+            total += int(tensor.n_bytes)
     return int(total)
 
 

@@ -15,7 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from greenroom.core.layout import SlotLayout
 from greenroom.hf.kv import reserve
 from greenroom.runtime.kernels import accelerate as accelerated
-from greenroom.runtime.kernels.accelerate import accelerate
+from greenroom.runtime.kernels.accelerate import FEW, accelerate
+from greenroom.runtime.kernels.matrix import exact
 from greenroom.runtime.kernels.stored import (
     Stored,
     expanded_bytes,
@@ -66,7 +67,10 @@ def test_the_bits_of_the_expanded_layer(style: Style) -> None:
     assert done.counts == {"linear": 2}
     for rows in (1, 2, 4, 5, 40):
         x = torch.randn(rows, COLUMNS).bfloat16()
-        assert torch.equal(stored(x), expanded(x)), rows
+        if rows <= FEW and exact(matrix(style).spec, torch.bfloat16):  # by whole numbers
+            assert distance(stored(x), expanded(x)) < 1e-3
+        else:
+            assert torch.equal(stored(x), expanded(x)), rows
     done.detach()
     assert torch.equal(stored.weight, expanded.weight)
     assert stored_of(stored) is None

@@ -27,12 +27,12 @@ def compile_all(dtype: str) -> None:
     from greenroom.runtime.kernels.jit import machine_code
 
     machine_code(compiled.wave, dtype, False, False)
-    for kernel in (layers.gemv, heads.project, heads.attend):
-        machine_code(kernel, dtype, False)
-    for kernel in (compiled.combine, layers.rms_norm, layers.join, choice.select):
-        machine_code(kernel, dtype)
-    for kernel in (layers.in_turn, choice.place):
-        machine_code(kernel, "float32")
+    for dense in (layers.gemv, heads.project, heads.attend):
+        machine_code(dense, dtype, False)
+    for small in (compiled.combine, layers.rms_norm, layers.join, choice.select):
+        machine_code(small, dtype)
+    for any_type in (layers.in_turn, choice.place):
+        machine_code(any_type, "float32")
     _marker(dtype).touch()
 
 

@@ -3,7 +3,8 @@
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
 are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values
 that their decoder gives. An element of the result depends only on its token, its experts and their
-weights: not on the wave, the slot, the batch, or the number of threads. The down projection is
+weights: not on the wave, the slot, the batch, or the number of threads. (Of MXFP4 it depends on the
+batch: an expert's only token is multiplied by whole numbers, see matrix.py.) The down projection is
 summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
 into pieces that are computed one after the other, without changing a bit.
 
