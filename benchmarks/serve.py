@@ -72,8 +72,8 @@ class Answer:
 
 
 class Bench:
-    """`start(**options)` gives an engine of the checkpoint, which is the one that is asked from then
-    on; `stop` ends all of them."""
+    """`start(**options)` gives an engine of the checkpoint, which is asked from then on; `stop`
+    ends all of them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self._seed = args, 0

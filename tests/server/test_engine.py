@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.errors import ClosedError, NotAModel, StoreError, UsageError
+from greenroom.errors import ClosedError, DeviceError, NotAModel, StoreError, UsageError
 from greenroom.server.engine import ContinuousEngine
 from greenroom.server.journal import Journal, Pass, Reuse
 from greenroom.server.requests import Busy, Sampling, TooLong
@@ -293,6 +293,24 @@ def test_a_disk_that_is_gone_ends_those_that_need_it_and_no_other(served: Any) -
     assert s.engine.state()[0] == "ready"
     broken.clear()
     assert s.ask(draw(6, 3), 3).end().reason == "length"
+
+
+def test_a_request_that_finds_no_memory_ends_alone(served: Any, monkeypatch: Any) -> None:
+    s = served()
+    prepare = s.engine.admission.prepare
+
+    def fails(sequence: Any, running: Any) -> None:
+        if sequence.request.name == "unlucky":
+            raise MemoryError
+        prepare(sequence, running)
+
+    monkeypatch.setattr(s.engine.admission, "prepare", fails)
+    other, lost = s.ask(draw(6), 9), s.ask(draw(6, 1), 9, name="unlucky")
+    finished = lost.end()
+    assert finished.reason == "error"
+    assert isinstance(finished.error, DeviceError)
+    assert other.end().reason == "length"
+    assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
 def test_an_engine_that_breaks_says_so_to_everybody(served: Any, monkeypatch: Any) -> None:
