@@ -134,8 +134,8 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
-            for number, each in before.items():
-                signal.signal(number, each)
+            for ended, each in before.items():
+                signal.signal(ended, each)
 
 
 def server(service: Service, app: ASGIApp | None = None) -> Server:
