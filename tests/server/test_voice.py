@@ -9,7 +9,7 @@ import pytest
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, StoreError
 from greenroom.server.reading import Delta
-from greenroom.server.talk import Voice, loaded
+from greenroom.server.voice import Voice, loaded
 from tests.server.conftest import saying, thinking
 
 ASKED: Any = [{"role": "user", "content": "Hello"}]
