@@ -93,6 +93,7 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         assert all(line["hit_ratio"] is not None for line in posts)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_kill_and_start_again_on_the_same_port(tmp_path: Path) -> None:
     file = tmp_path / "key"

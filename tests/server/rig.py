@@ -21,7 +21,7 @@ from greenroom.server.engine import ContinuousEngine, Loaded
 from greenroom.server.journal import Journal
 from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 100.0  # seconds
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -46,6 +46,14 @@ class Heard:
             self.tokens.append(told)
             self.first.set()
             self.on_token(told)
+
+    def cancel(self) -> None:
+        """Give it up; its ticket may be known a moment after its first token."""
+        until = time.monotonic() + PATIENCE
+        while self.ticket is None and time.monotonic() < until:
+            time.sleep(0.001)
+        assert self.ticket is not None
+        self.ticket.cancel()
 
     @property
     def ids(self) -> list[int]:

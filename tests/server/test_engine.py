@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.errors import ClosedError, NotAModel, StoreError, UsageError
+from greenroom.errors import ClosedError, DeviceError, NotAModel, StoreError, UsageError
 from greenroom.server.engine import ContinuousEngine
 from greenroom.server.journal import Journal, Pass, Reuse
 from greenroom.server.requests import Busy, Sampling, TooLong
@@ -93,7 +93,7 @@ def test_a_long_prompt_is_read_beside_answers_that_go_on(served: Any) -> None:
     assert answers.first.wait(PATIENCE)
     long = s.ask(draw(150, 1), 2)
     long.end()
-    answers.ticket.cancel()
+    answers.cancel()
     shares = [event.shares for event in s.engine.journal.events]
     of_long = [share for each in shares for share in each if share[0] == 1 and share[2] > 1]
     assert max(count for _, _, count in of_long) <= 16
@@ -193,7 +193,7 @@ def test_one_more_than_may_wait_is_told_when_to_come_again(served: Any) -> None:
         s.ask(draw(4, 3), 2)
     assert busy.value.retry_after_s >= 1
     assert s.engine.stats()["queue"]["waiting"] == 2
-    first.ticket.cancel()
+    first.cancel()
     assert first.end().reason == "cancelled"
     assert [each.end().reason for each in waiting] == ["length", "length"]
     s.ask(draw(4, 3), 2).end()
@@ -205,13 +205,13 @@ def test_one_more_than_may_wait_is_told_when_to_come_again(served: Any) -> None:
 def test_a_place_is_free_within_one_token(served: Any) -> None:
     s = served(max_batch=1)
     heard = Heard()
-    heard.on_token = lambda token: heard.ticket.cancel() if len(heard.tokens) == 3 else None
+    heard.on_token = lambda token: heard.cancel() if len(heard.tokens) == 3 else None
     s.ask(draw(4), 200, heard=heard)
     next_ = s.ask(draw(5, 1), 2)
     assert heard.end().reason == "cancelled"
     assert len(heard.tokens) == 3
     assert next_.end().reason == "length"
-    heard.ticket.cancel()  # nothing where it has finished
+    heard.cancel()  # nothing where it has finished
     assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
@@ -222,7 +222,7 @@ def test_what_nobody_waits_for_is_not_fetched_any_more(served: Any) -> None:
     s.store.read = lambda *args: (begun.set(), read(*args))[1]
     heard = s.ask(draw(40), 4)
     assert begun.wait(PATIENCE)
-    heard.ticket.cancel()
+    heard.cancel()
     assert heard.end().reason == "cancelled"
     reads = s.store.reads
     assert reads < 16  # the prompt would take every expert of every layer
@@ -233,11 +233,11 @@ def test_what_nobody_waits_for_is_not_fetched_any_more(served: Any) -> None:
 def test_who_waits_in_the_queue_can_leave_it(served: Any) -> None:
     s = served(max_batch=1, store={"latency": 0.005}, capacity=2)
     first, second = s.ask(draw(4), 150), s.ask(draw(4, 1), 5)
-    second.ticket.cancel()
+    second.cancel()
     finished = second.end()
     assert (finished.reason, finished.ttft_s, finished.new_tokens) == ("cancelled", None, 0)
     assert first.finished is None
-    first.ticket.cancel()
+    first.cancel()
 
 
 def test_an_answer_has_its_time(served: Any) -> None:
@@ -293,6 +293,24 @@ def test_a_disk_that_is_gone_ends_those_that_need_it_and_no_other(served: Any) -
     assert s.engine.state()[0] == "ready"
     broken.clear()
     assert s.ask(draw(6, 3), 3).end().reason == "length"
+
+
+def test_a_request_that_finds_no_memory_ends_alone(served: Any, monkeypatch: Any) -> None:
+    s = served()
+    prepare = s.engine.admission.prepare
+
+    def fails(sequence: Any, running: Any) -> None:
+        if sequence.request.name == "unlucky":
+            raise MemoryError
+        prepare(sequence, running)
+
+    monkeypatch.setattr(s.engine.admission, "prepare", fails)
+    other, lost = s.ask(draw(6), 9), s.ask(draw(6, 1), 9, name="unlucky")
+    finished = lost.end()
+    assert finished.reason == "error"
+    assert isinstance(finished.error, DeviceError)
+    assert other.end().reason == "length"
+    assert s.engine.stats()["kv"]["reserved_bytes"] == 0
 
 
 def test_an_engine_that_breaks_says_so_to_everybody(served: Any, monkeypatch: Any) -> None:

@@ -142,5 +142,7 @@ def test_what_cannot_be_right(wrong: dict[str, Any], said: str) -> None:
 
 
 def test_logits_that_are_no_numbers_are_an_error() -> None:
-    with pytest.raises(ModelError, match="not numbers"):
-        sampler(temperature=0.0)(torch.tensor([0.0, float("nan"), 1.0, 1.0, 1.0]))
+    for odd in (float("nan"), float("inf")):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(ModelError, match="no finite numbers"):
+                sampler(temperature=temperature)(torch.tensor([0.0, odd, 1.0, 1.0, 1.0]))

@@ -70,7 +70,7 @@ def _local(
 
     from greenroom.cli.progress import bars
     from greenroom.server.start import start
-    from greenroom.server.talk import Voice, loaded
+    from greenroom.server.voice import Voice, loaded
 
     bars(loading=True)
     engine = start(args.model, load, ServeConfig(max_batch=1, max_queue=1))

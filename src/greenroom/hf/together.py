@@ -55,6 +55,15 @@ class Together(Cache):
         self.caches, self.lengths = list(caches), list(lengths)
         self.exact, self._joined = exact, joined
         self.now: list[tuple[Tensor, Tensor]] = []
+        self._given: Any = None  # what positions were asked of last, which all layers are given
+        self._positions: list[tuple[Tensor, Tensor]] = []
+
+    def positions(self, given: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines [1, T, width] of the pass: those of each token, [1, 1, width]."""
+        if self._given is not given:
+            cos, sin = (each.split(1, 1) for each in given)
+            self._given, self._positions = given, list(zip(cos, sin, strict=True))
+        return self._positions
 
     @property
     def singles(self) -> bool:

@@ -83,6 +83,8 @@ def _mistake(error: Any, fields: Container[str]) -> ApiError:
         first = text.partition(" ")[0].rstrip(":")
         text = text if not param or text.startswith(param) else f"{param}: {text}"
         param = param or (first if first in fields else "")
+    elif kind == "union_tag_invalid":
+        text = f"{param}: {error['ctx']['tag'].lstrip(TAG)[:40]} is not supported here"
     elif kind == "union_tag_not_found":
         text = f"{param} must be an object with a type"
     else:

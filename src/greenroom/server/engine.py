@@ -29,7 +29,7 @@ from greenroom.server.batches import compose, split
 from greenroom.server.grammar import Grammars
 from greenroom.server.journal import Journal
 from greenroom.server.kv_memory import kv_limit
-from greenroom.server.passes import Passes
+from greenroom.server.passes import FAULTS, Passes, as_error
 from greenroom.server.requests import Busy, Listener, Request, TooLong
 from greenroom.server.sampling import Sampler
 from greenroom.server.sequence import Sequence
@@ -245,10 +245,10 @@ class ContinuousEngine:
             if not self._await():
                 return False
             let_in = self.admission.choose(self._waiting, self._running)
+            self._running += let_in
         self._drop_those_gone()
         for each in let_in:
-            self.admission.prepare(each, self._running)
-            self._running.append(each)
+            self._prepare(each)
         ready, config = self.admission.ready(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
         for shares in split(planned, self.batch.goes_together):
@@ -256,6 +256,15 @@ class ContinuousEngine:
                 self._answer(sequence, found)
         self._drop_those_gone()
         return True
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Give a sequence that is let in what it begins with."""
+        if sequence.finished:
+            return
+        try:
+            self.admission.prepare(sequence, self._running)
+        except FAULTS as error:
+            self._finish(sequence, "error", as_error(error))
 
     def _await(self) -> bool:
         """Until there is something to do, with the lock held. False: never again."""
@@ -353,9 +362,12 @@ class ContinuousEngine:
         """Save what was learned, give the memory back."""
         for each in (*self._waiting, *self._running):
             self._finish(each, "cancelled")
-        if self.greenroom is not None:
+        if self.greenroom is None:
+            return
+        try:
             if self.served:
                 self.final = of_model(self)
+        finally:
             self.greenroom.detach()
 
 

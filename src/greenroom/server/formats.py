@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from greenroom.server.errors import ApiError
 
 # Otherwise a model that likes spaces could fill the whole answer with them.
-STRICT = {"whitespace_flexible": False}
+STRICT: Any = {"whitespace_flexible": False}
 
 
 def json_grammar(schema: dict[str, Any] | None, param: str) -> str:

@@ -115,8 +115,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more; running answers get the grace period, then they are told that it ends."""
         engine, grace = self._service.engine, self._service.config.grace
-        stopping = asyncio.get_running_loop().run_in_executor(None, engine.stop, grace)
+        stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop, grace))
         await super().shutdown(sockets)
+        if self.force_exit:
+            await asyncio.to_thread(engine.stop, 0.0)
         await stopping
 
     @contextmanager
@@ -132,8 +134,8 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
-            for number, each in before.items():
-                signal.signal(number, each)
+            for ended, each in before.items():
+                signal.signal(ended, each)
 
 
 def server(service: Service, app: ASGIApp | None = None) -> Server:

@@ -15,7 +15,7 @@ from greenroom.server.answers import Answers, Job, begin
 from greenroom.server.conversation import call, check_tools, thinking
 from greenroom.server.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.formats import json_grammar
-from greenroom.server.params import CallId, Name, Share, Strict, Text, Tokens, one_of
+from greenroom.server.params import CallId, Name, Share, Strict, Text, Tokens, by_type, tag
 from greenroom.server.reading import Delta, End
 from greenroom.server.requests import Sampling
 from greenroom.server.routes import body_of, described, new_id, served_of
@@ -63,9 +63,13 @@ class ToolResultBlock(Strict):
     cache_control: CacheControl | None = None
 
 
-Block = one_of(
-    text=TextBlock, thinking=ThinkingBlock, tool_use=ToolUseBlock, tool_result=ToolResultBlock
-)
+Block = Annotated[
+    Annotated[TextBlock, tag("text")]
+    | Annotated[ThinkingBlock, tag("thinking")]
+    | Annotated[ToolUseBlock, tag("tool_use")]
+    | Annotated[ToolResultBlock, tag("tool_result")],
+    by_type(),
+]
 Blocks = Annotated[
     list[Block],
     Field(min_length=1, fail_fast=True),
@@ -271,7 +275,7 @@ class Shown:
 
     def __init__(self, service: Service, answers: Answers) -> None:
         self._answers = answers
-        self._message = {
+        self._message: dict[str, Any] = {
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",

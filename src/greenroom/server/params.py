@@ -6,7 +6,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -115,40 +115,34 @@ def _part(part: Any, types: tuple[str, ...]) -> str:
     return str(part["text"])
 
 
-def content(*types: str) -> Any:
-    """Text, or parts of these types."""
+def text_schema(types: tuple[str, ...]) -> dict[str, Any]:
+    """What `text_of` takes, as JSON schema."""
     part = {
         "type": "object",
         "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
         "required": ["type", "text"],
         "additionalProperties": False,
     }
-    schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
-    return Annotated[str, BeforeValidator(text_of(types)), WithJsonSchema(schema)]
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
-Text = content("text")
+_TEXT = ("text",)
+Text = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
 
 
-def one_of(**types: type[BaseModel]) -> Any:
-    """The type that an object's "type" names; any other is refused by name.
+def tag(name: str) -> Tag:
+    """Of one type of a union (see `by_type`). Tags are not shown in the names of parameters."""
+    return Tag(TAG + name)
 
-    Tags begin with TAG, so that they can be left out of a parameter's name.
-    """
-    first = next(iter(types))
 
-    def tag(value: Any) -> Any:
-        kind = value.get("type", first) if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in types:
-            raise ValueError(f"{kind[:40]} is not supported here")
+def by_type(default: str | None = None) -> Discriminator:
+    """Tells the types of a union apart by their "type"."""
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else None
         return TAG + kind if isinstance(kind, str) else None
 
-    def check(value: Any) -> Any:
-        tag(value)
-        return value
-
-    tagged = tuple(Annotated[each, Tag(TAG + name)] for name, each in types.items())
-    return Annotated[Union[tagged], Discriminator(tag), BeforeValidator(check)]  # noqa: UP007
+    return Discriminator(tag_of)
 
 
 class StreamOptions(Strict):

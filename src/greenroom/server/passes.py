@@ -59,13 +59,13 @@ class Passes:
             return self._run([self._again(share) for share in shares])
         except FAULTS as error:
             if len(shares) == 1:
-                return [(shares[0][0], _as_error(error))]
+                return [(shares[0][0], as_error(error))]
         done: Outcome = []
         for share in shares:
             try:
                 done += self._run([self._again(share)])
             except FAULTS as error:
-                done.append((share[0], _as_error(error)))
+                done.append((share[0], as_error(error)))
         return done
 
     def _run(self, shares: list[Share]) -> Outcome:
@@ -132,7 +132,8 @@ class Passes:
         return sequence, to_grid(sequence, self._chunk)
 
 
-def _as_error(error: BaseException) -> GreenroomError:
+def as_error(error: BaseException) -> GreenroomError:
+    """One of FAULTS as an error of ours."""
     if isinstance(error, GreenroomError):
         return error
     return DeviceError("there is no memory for the pass")

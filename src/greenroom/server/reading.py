@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from greenroom.hf.dialogue import Said, ToolCall
 from greenroom.server.requests import Finished, Token
+
+if TYPE_CHECKING:  # who talks to a server elsewhere needs no transformers
+    from greenroom.hf.dialogue import Said, ToolCall
 
 
 class Speaker(Protocol):

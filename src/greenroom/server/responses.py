@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.dialogue import Dialogue
@@ -24,8 +24,10 @@ from greenroom.server.params import (
     Sampled,
     Strict,
     Tokens,
-    content,
-    one_of,
+    by_type,
+    tag,
+    text_of,
+    text_schema,
 )
 from greenroom.server.reading import End
 from greenroom.server.routes import body_of, described, new_id, served_of
@@ -34,7 +36,8 @@ from greenroom.server.streams import EventStream, event, told, whole
 
 LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
-InputText = content("input_text", "output_text", "text")
+_TEXT = ("input_text", "output_text", "text")
+InputText = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
 
 
 class ReasoningText(Strict):
@@ -92,9 +95,13 @@ class InReasoning(Strict):
         return {"role": "assistant", "content": "", "reasoning_content": text}
 
 
-Item = one_of(
-    message=InMessage, function_call=InCall, function_call_output=InOutput, reasoning=InReasoning
-)
+Item = Annotated[
+    Annotated[InMessage, tag("message")]
+    | Annotated[InCall, tag("function_call")]
+    | Annotated[InOutput, tag("function_call_output")]
+    | Annotated[InReasoning, tag("reasoning")],
+    by_type(default="message"),
+]
 Items = Annotated[
     list[Item],
     Field(min_length=1, fail_fast=True),
@@ -305,10 +312,10 @@ class Shown:
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._response})
         async for _, said in self._answers:
-            is_end = isinstance(said, End)
-            for data in self._output.end(said) if isinstance(said, End) else self._output.add(said):
+            grown = self._output.end(said) if isinstance(said, End) else self._output.add(said)
+            for data in grown:
                 yield self._event(data)
-            if is_end:
+            if isinstance(said, End):
                 ended = self._ended(said)
                 yield self._event({"type": f"response.{ended['status']}", "response": ended})
 

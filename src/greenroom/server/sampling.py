@@ -112,9 +112,10 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Token:
         """The token that follows logits [V]. Log-probabilities are of the model's own logits."""
         logits = logits.float().cpu()
-        if bool(logits.isnan().any()):
-            raise ModelError("the model's logits are not numbers: nothing can be chosen")
-        chosen = self._choose(self._changed(logits))
+        changed = self._changed(logits)
+        if not math.isfinite(float(changed.max())):
+            raise ModelError("the model's logits are no finite numbers: nothing can be chosen")
+        chosen = self._choose(changed)
         if self._repeats is not None:
             self._repeats[chosen] = True
         self._answer[chosen] += 1

@@ -32,6 +32,8 @@ class Totals:
         self.prompt_tokens += finished.prompt_tokens
         self.reused_tokens += finished.reused_tokens
         self.new_tokens += finished.new_tokens
+        if not finished.new_tokens:
+            return
         took = finished.duration_s - finished.queued_s
         self.usual_s += USUAL * (took - self.usual_s) if self.usual_s else took
 

@@ -147,3 +147,16 @@ def test_many_calls_from_many_threads_agree():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_rows_have_the_bits_of_each_alone(dtype, rows):
+    model = Toy(dtype)
+    done = accelerate(model)
+    for layer, width in ((model.plain, 72), (model.biased, 130)):
+        x = torch.randn(1, rows, width).to(dtype)
+        alone = torch.cat([layer(each) for each in x.split(1, 1)], 1)
+        assert torch.equal(layer(x), alone)
+        assert near(alone, type(layer).forward(layer, x))
+    done.detach()

@@ -129,22 +129,19 @@ class OneLayer:
         Up to the router every token is computed as if it were alone, and experts are: with
         `exact` the rest is too.
         """
-        alone = [self._alone(x, i, kwargs, cache) for i, cache in enumerate(together.caches)]
-        if not all(self.takes(each, its) for each, its in alone):
+        positions = together.positions(kwargs["position_embeddings"])
+        tokens = x.split(1, 1)
+        first = {"position_embeddings": positions[0], "past_key_values": together.caches[0]}
+        if not self.takes(tokens[0], {**kwargs, **first}):  # and so are the others
             return None
-        rooms = [self._one.room(its["past_key_values"]) for _, its in alone]
-        if None in rooms:
-            if any(rooms):
+        rooms = [room for cache in together.caches if (room := self._one.room(cache)) is not None]
+        if len(rooms) < len(tokens):
+            if rooms:
                 raise AssertionError("caches of one batch are of one kind")
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        rows = zip(alone, rooms, total.split(1, 1), state.split(1, 1), strict=True)
-        self._run_rows(
-            [
-                self._stages(each, its["position_embeddings"], room, summed, out)  # type: ignore[arg-type]
-                for (each, its), room, summed, out in rows
-            ]
-        )
+        rows = zip(tokens, positions, rooms, total.split(1, 1), state.split(1, 1), strict=True)
+        self._run_rows([self._stages(*row) for row in rows])
         return self._after(total, state, together.exact)
 
     def _run_rows(self, rows: Sequence[Attending]) -> None:
@@ -159,15 +156,6 @@ class OneLayer:
                 sequence.of_rows(join, [words for _, words in middle]),
             )
         )
-
-    def _alone(
-        self, x: Tensor, i: int, kwargs: dict[str, Any], cache: Any
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """A token of a batch, and what its layer would be given if it were alone."""
-        here = slice(i, i + 1)
-        cos, sin = kwargs["position_embeddings"]
-        positions = cos[:, here], sin[:, here]
-        return x[:, here], {**kwargs, "position_embeddings": positions, "past_key_values": cache}
 
     def _after(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """total + what the block makes of state, [1, T, hidden]."""
