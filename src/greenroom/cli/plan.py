@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     memory = budget.of(int(machine.host.get("memory_bytes", 0)))
     found = plan(estimator, memory, target)
     facts = facts_of(model, machine, evidence, here, measured)
-    if here and found.sure:
+    if here and found.sure and found.best.setting.split == "off":
         keep(model, machine, found)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))
