@@ -24,6 +24,7 @@ from greenroom.hf.pack.making import pack
 from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.reference import whole_model
 from greenroom.hf.split import nearest, split_experts
+from greenroom.hf.verify import verify
 from tests.hf.pack.rig import fill
 from tests.hf.test_parity import ids
 from tests.models import cached_tiny
@@ -294,3 +295,9 @@ def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path
         assert model.greenroom._watch.activity.tokens.tolist() == [19, 19]
     finally:
         model.greenroom.detach()
+
+
+def test_verify_splits_experts_too():
+    found = verify(str(packed()), "30%", tokens=4)
+    assert found.identical
+    assert sum("experts split at" in said for said, _ in found.checks) == 2
