@@ -192,4 +192,4 @@ def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_margins_are_sane():
-    assert 0 < planner.MARGIN < BAND <= UNMEASURED <= 0.25
+    assert 0 < planner.MARGIN < BAND <= 0.25 < UNMEASURED

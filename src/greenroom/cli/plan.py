@@ -65,8 +65,8 @@ def main(args: argparse.Namespace) -> None:
 
     if args.output is not None:
         check_target(args.output)
-    machine, here = machine_of(args.machine)
     model = described(args.model, config)
+    machine, here = machine_of(args.machine)
     evidence = evidence_of(args.trace, model)
     estimator, measured = estimator_of(model, machine, evidence, config)
     memory = budget.of(int(machine.host.get("memory_bytes", 0)))

@@ -50,8 +50,8 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.hf.contest import winner
     from greenroom.plan.settings import PLAIN
 
-    machine, _ = machine_of(args.machine)
     model = described(args.model, load)
+    machine, _ = machine_of(args.machine)
     estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
     settings = candidates(estimator, capacity_of(load, model))
     entries = [_entry(setting, load) for setting in settings]
