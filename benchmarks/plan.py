@@ -192,7 +192,9 @@ class Planner:
         ]
         self.model, self.measured = model, bool(runs)
         self.costs = calibrated(of_machine(profile, model), model, runs)
-        self.evidence = recorded(load(args.trace), model, str(args.trace))
+        trace = load(args.trace)
+        trace = trace.select(range(min(args.requests or trace.requests, trace.requests)))
+        self.evidence = recorded(trace, model, str(args.trace))
         self._by_limit: dict[float | None, Estimator] = {}
         print(f"profile of {'this' if here else 'another'} machine; {len(runs)} runs seen")
 
@@ -265,6 +267,8 @@ def main() -> None:
     add(
         "--trace", type=Path, help="the model's routing; recorded if absent (default: beside --out)"
     )
+    add("--requests", type=int, metavar="N", help="of the recording that are simulated (default:"
+        " all): what a policy has learned by then should be what it learns in a run")  # fmt: skip
     add("--machine", default="auto", help="its profile (default: this machine's)")
     add("--seconds", type=float, default=math.inf, help="begin no further run after these")
     add("--limits", type=float, nargs="+", default=[500e6, 250e6], metavar="BYTES/S")
