@@ -3,10 +3,11 @@
     python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --seconds 50
     python benchmarks/plan.py bench-data/moe1.7b-zipf1.0 --out plan.jsonl --table
 
-Two short runs (`SEEN`) and a recording of the model's routing are what the plan knows, beside the
-profile of `greenroom doctor`. Then every setting of a grid of cache sizes, policies, predictors and
-read limits decodes tokens of other prompts, from a cache that other tokens have warmed, and its
-mean time a token is compared with the plan's, and with the range that the plan gives.
+Three short runs (`SEEN`: two of plain LRU, one with a predictor) and a recording of the model's
+routing are what the plan knows, beside the profile of `greenroom doctor`. Then every setting of a
+grid of cache sizes, policies, predictors and read limits decodes tokens of other prompts, from a
+cache that other tokens have warmed, and its mean time a token is compared with the plan's, and with
+the range that the plan gives.
 
 Runs are appended to --out; a call goes on where the last one ended, and ends after --seconds, so
 that a machine that has other work can be had for a minute at a time. --table reads them only.
@@ -63,7 +64,11 @@ class Case:
         return Setting(self.policy, self.scope, self.prefetch)
 
 
-SEEN = (Case(0.25, "lru", "shared", OFF), Case(0.5, "lru", "shared", OFF))
+SEEN = (
+    Case(0.25, "lru", "shared", OFF),
+    Case(0.5, "lru", "shared", OFF),
+    Case(0.25, "next-use", "shared", AHEAD, 500e6),
+)
 
 
 def unseen(limits: list[float]) -> list[Case]:
@@ -125,7 +130,7 @@ def _row(done: Session, stage: Stage) -> dict[str, Any]:
     size = stage.parts.catalog.expert_bytes // stage.experts
     seen = Observed(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
-        done.busy_s,
+        done.busy_s, stage.model.greenroom.parts.prefetch != OFF,
     )  # fmt: skip
     return {"observed": seen.as_json(), "miss_ratio": done.miss_ratio, "at": time.time()}
 
@@ -176,10 +181,20 @@ class Planner:
     def __init__(self, model: Model, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         profile, here = machine_of(args.machine)
         seen = [row for row in rows if _case(row) in SEEN]
-        runs = [] if args.profile_only else [Observed.from_json(row["observed"]) for row in seen]
+        runs = [
+            replace(
+                Observed.from_json(row["observed"]),
+                predicted=row["prefetch"] != OFF,
+                carried=0.0 if row["limit"] else row["observed"]["carried"],  # not the disk's rate
+            )
+            for row in seen
+            if not args.profile_only
+        ]
         self.model, self.measured = model, bool(runs)
         self.costs = calibrated(of_machine(profile, model), model, runs)
-        self.evidence = recorded(load(args.trace), model, str(args.trace))
+        trace = load(args.trace)
+        trace = trace.select(range(min(args.requests or trace.requests, trace.requests)))
+        self.evidence = recorded(trace, model, str(args.trace))
         self._by_limit: dict[float | None, Estimator] = {}
         print(f"profile of {'this' if here else 'another'} machine; {len(runs)} runs seen")
 
@@ -202,7 +217,7 @@ def report(planner: Planner, rows: list[dict[str, Any]]) -> str:
             times[case].append(row["observed"]["seconds"])
     lines, errors, inside = [], [], []
     for case, seconds in times.items():
-        found, took = planner.of(case), statistics.fmean(seconds)
+        found, took = planner.of(case), statistics.median(seconds)
         errors.append(found.tpot / took - 1)
         inside.append(found.low <= took <= found.high)
         link = "disk" if case.limit is None else f"{case.limit / 1e6:.0f} MB/s"
@@ -252,6 +267,8 @@ def main() -> None:
     add(
         "--trace", type=Path, help="the model's routing; recorded if absent (default: beside --out)"
     )
+    add("--requests", type=int, metavar="N", help="of the recording that are simulated (default:"
+        " all): what a policy has learned by then should be what it learns in a run")  # fmt: skip
     add("--machine", default="auto", help="its profile (default: this machine's)")
     add("--seconds", type=float, default=math.inf, help="begin no further run after these")
     add("--limits", type=float, nargs="+", default=[500e6, 250e6], metavar="BYTES/S")

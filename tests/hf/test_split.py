@@ -8,19 +8,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import greenroom
 from greenroom.core.cache import group_sizes
 from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageError
+from greenroom.hf import watch
 from greenroom.hf.attach import Greenroom, Parts, pieces_of
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint
+from greenroom.hf.learned import Learned
 from greenroom.hf.pack.making import pack
 from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.reference import whole_model
 from greenroom.hf.split import nearest, split_experts
+from greenroom.hf.verify import verify
 from tests.hf.pack.rig import fill
 from tests.hf.test_parity import ids
 from tests.models import cached_tiny
@@ -227,3 +231,73 @@ def test_more_mistakes(tmp_path):
         pack(str(source()), tmp_path / "none", "same", segments=0)
     with pytest.raises(UsageError, match="is a pack in segments: make another one of its source"):
         pack(str(packed()), tmp_path / "again", "int8")
+
+
+def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "TAU", 2)
+    catalog = Draft.of(packed()).catalog
+    cut, split, scope = watch.auto_split(catalog, None, 8, 2)
+    assert scope == "per-layer"
+    assert [n / split.whole for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
+
+    draft = Draft.of(packed())
+    model = draft.load()
+    parts = Parts(
+        cut, capacity=8, split=split, scope=scope, watch=True, prefetch="next-gate", guard=False
+    )
+    model.greenroom = Greenroom(model, parts)
+    try:
+        model.generate(ids(1, 7), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        state = model.greenroom._watch.state(model.greenroom.driver)
+    finally:
+        model.greenroom.detach()
+    assert state["tokens"].tolist() == [5, 5]
+    assert state["activated"].tolist() == [10, 10]
+    assert state["right"].sum() > 0  # next-gate's guesses were heard
+    attention, moe, head, load = state["latency"]
+    assert min(attention, moe, load) > 0
+    assert head == 0
+
+    none = np.zeros(catalog.experts)
+    known = Learned(np.empty(0, np.int64), none, {watch.NAME: state})
+    cut, split, scope = watch.auto_split(catalog, known, 8, 2)
+    assert sum(scope) == pytest.approx(8)
+    want, _ = logits(source(), capacity=64)
+    draft = Draft.of(packed())
+    model = draft.load()
+    model.greenroom = Greenroom(model, Parts(cut, capacity=10, split=split, scope=scope))
+    try:
+        out = model.generate(
+            ids(1, 7), max_new_tokens=4, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        assert torch.equal(torch.cat(out.logits), want)
+    finally:
+        model.greenroom.detach()
+
+    other = Learned(known.hot, none, {watch.NAME: {**state, "uses": np.zeros(3)}})
+    watch.Watch(catalog.offsets, other)
+    assert "what was recorded for --split auto is not used: uses is of another" in caplog.text
+
+
+def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GREENROOM_LEARNED", raising=False)
+    options = {"cache": "60%", "split": "auto", "prefetch": "off"}
+    model, _ = greenroom.load(str(packed()), **options)
+    try:
+        assert model.greenroom.parts.scope == "per-layer"
+        model.generate(ids(1, 7), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    finally:
+        model.greenroom.detach()
+    model, _ = greenroom.load(str(packed()), **options)
+    try:
+        assert model.greenroom._watch.activity.tokens.tolist() == [19, 19]
+    finally:
+        model.greenroom.detach()
+
+
+def test_verify_splits_experts_too():
+    found = verify(str(packed()), "30%", tokens=4)
+    assert found.identical
+    assert sum("experts split at" in said for said, _ in found.checks) == 2

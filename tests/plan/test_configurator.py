@@ -103,6 +103,24 @@ def test_what_activity_counts():
     assert activity.hottest(0, 1).tolist() == [2]
 
 
+def test_activity_goes_on_from_what_was_kept():
+    rng, one, other = np.random.default_rng(3), Activity([3, 5]), Activity([3, 5])
+    for token in range(12):
+        if token == 6:
+            other.restore(one.state())
+        for layer, n in enumerate((3, 5)):
+            chosen, expected = rng.choice(n, 2, replace=False), rng.permutation(n)
+            one.token(layer, chosen, expected)
+            if token >= 6:
+                other.token(layer, chosen, expected)
+    for mine, theirs in zip(one.state().values(), other.state().values(), strict=True):
+        assert np.array_equal(mine, theirs)
+    for layer in range(2):
+        assert np.array_equal(one.predicted_hits(layer), other.predicted_hits(layer))
+    with pytest.raises(ValueError, match="uses is of another model"):
+        Activity([4]).restore(one.state())
+
+
 def test_bad_input():
     with pytest.raises(UsageError, match="zeta must be above 0 and below 1: 1"):
         configure([unpredicted(1.0)], 1.0, SECONDS, zeta=1.0)

@@ -63,6 +63,19 @@ def test_a_limit():
     assert limited(costs, None, MIB) is costs
 
 
+def test_what_a_predictor_takes():
+    """6 ms a token more than base and handling explain, over 4 layers; it says nothing of these."""
+    alone = runs(0.024, 2e-3, 1, 3, 7)
+    ahead = [replace(run, predicted=True) for run in runs(0.030, 2e-3, 2, 4)]
+    found = calibrated(COSTS, MODEL, [*alone, *ahead])
+    assert found.ahead == pytest.approx(1.5e-3)
+    assert found.handling == pytest.approx(2e-3)
+    assert found.dense == calibrated(COSTS, MODEL, alone).dense
+    assert calibrated(replace(COSTS, ahead=0.5), MODEL, alone).ahead == 0.5
+
+
 def test_observed_keeps():
     run = Observed(1.0, 0.5, 2.0, 3.0, 4.0)
     assert Observed.from_json(run.as_json()) == run
+    ahead = replace(run, predicted=True)
+    assert Observed.from_json(ahead.as_json()) == ahead

@@ -16,8 +16,9 @@ from greenroom.plan.estimate import BAND, UNMEASURED, Estimate, Estimator
 from greenroom.plan.evidence import Evidence, recorded, stand_ins
 from greenroom.plan.page import page, said
 from greenroom.plan.planner import Plan, aim, choice, compare, outlook, plan, surely_faster
-from greenroom.plan.settings import DEFAULT, OFF, PLAIN, Setting, grid
+from greenroom.plan.settings import DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
 from greenroom.policies import policy
+from greenroom.sim.proactive import proactive
 from greenroom.sim.timed import times
 from greenroom.trace import stream
 from tests.plan.models import COSTS, MIB, MODEL, trace
@@ -90,6 +91,32 @@ def test_what_is_compared():
     assert [each.tpot for each in found] == sorted(each.tpot for each in found)
     small = compare(estimator(), 3)  # fewer slots than layers: no cache for each
     assert {each.setting.scope for each in small} == {"shared"}
+
+
+def test_sizes_of_layers_are_among_them_where_routing_is_recorded():
+    (sized,) = [e.setting for e in made().compared if "," in e.setting.scope]
+    slots = [int(number) for number in sized.scope.split(",")]
+    assert len(slots) == MODEL.layers
+    assert sum(slots) == 24
+    guessed = compare(Estimator(MODEL, COSTS, stand_ins(MODEL)), 24)
+    assert not any("," in each.setting.scope for each in guessed)
+
+
+def test_splits_are_among_them_where_experts_are_packed_for_it():
+    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
+    found = {e.setting.split: e for e in compare(packed, 24) if e.setting.split != OFF}
+    assert set(found) == set(SPLITS)
+    assert "--split 0.5" in found["0.5"].setting.flags()
+    own = evidence().traces[0]
+    first = estimate._first(own, estimate.PLAYED)
+    still = packed.of(replace(found["0.5"].setting, prefetch=OFF), 24)
+    part = own.head(first)
+    played = proactive(
+        part, stream(part, "runtime"), 24, policy(found["0.5"].setting.policy), COSTS, MIB, OFF,
+        split=0.5,
+    )  # fmt: skip
+    assert still.gaps[: played.times.gaps.size].tolist() == played.times.gaps.tolist()
+    assert {e.setting.split for e in made().compared} == {OFF}
 
 
 def fake(setting: Setting, gaps: np.ndarray) -> Estimate:
@@ -165,4 +192,4 @@ def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_margins_are_sane():
-    assert 0 < planner.MARGIN < BAND <= UNMEASURED <= 0.25
+    assert 0 < planner.MARGIN < BAND <= 0.25 < UNMEASURED

@@ -46,9 +46,9 @@ def test_a_copy_does_not_change_with_what_it_was_made_of():
 
 
 def test_the_difference_of_counts_is_of_every_count():
-    after = Counts(*range(10, 20))
-    before = Counts(*range(10))
-    assert minus(after, before) == Counts(*[10] * 10)
+    after = Counts(*range(12, 24))
+    before = Counts(*range(12))
+    assert minus(after, before) == Counts(*[12] * 12)
     assert minus(after, replace(after)) == Counts()
 
 

@@ -100,12 +100,13 @@ def of_model(args: argparse.Namespace) -> None:
     from greenroom.plan.planner import outlook
     from greenroom.runtime.memory import available_bytes, rss_bytes
 
+    config = LoadConfig()
+    model = described(args.model, config)
     if args.quick or args.path is not None or args.output is not None:
         machine, here = measure(args.path, args.quick, args.output, not args.json), True
     else:
         machine, here = machine_of("auto")
-    config = LoadConfig()
-    model, memory = described(args.model, config), budget_bytes("auto")
+    memory = budget_bytes("auto")
     available = available_bytes() + rss_bytes()
     evidence = stand_ins(model)
     estimator, runs = estimator_of(model, machine, evidence, config)

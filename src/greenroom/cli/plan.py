@@ -65,14 +65,14 @@ def main(args: argparse.Namespace) -> None:
 
     if args.output is not None:
         check_target(args.output)
-    machine, here = machine_of(args.machine)
     model = described(args.model, config)
+    machine, here = machine_of(args.machine)
     evidence = evidence_of(args.trace, model)
     estimator, measured = estimator_of(model, machine, evidence, config)
     memory = budget.of(int(machine.host.get("memory_bytes", 0)))
     found = plan(estimator, memory, target)
     facts = facts_of(model, machine, evidence, here, measured)
-    if here and found.sure:
+    if here and found.sure and found.best.setting.split == "off":
         keep(model, machine, found)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))

@@ -179,6 +179,7 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "prefetch": stats.prefetch,
         "stalls": stats.stalls,
         "links": stats.links,
+        **({"split": stats.split} if stats.split is not None else {}),
     }
 
 

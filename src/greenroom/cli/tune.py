@@ -50,8 +50,8 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.hf.contest import winner
     from greenroom.plan.settings import PLAIN
 
-    machine, _ = machine_of(args.machine)
     model = described(args.model, load)
+    machine, _ = machine_of(args.machine)
     estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
     settings = candidates(estimator, capacity_of(load, model))
     entries = [_entry(setting, load) for setting in settings]
@@ -81,20 +81,22 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
-    """Plain LRU first, then the default, then the best of a plan's others."""
+    """Plain LRU, the default, and the best of a plan's others that need no other pack."""
     from greenroom.plan.planner import compare
-    from greenroom.plan.settings import DEFAULT, PLAIN
+    from greenroom.plan.settings import DEFAULT, OFF, PLAIN
 
     best = [each.setting for each in compare(estimator, capacity)]
-    others = [setting for setting in best if setting not in (PLAIN, DEFAULT)]
+    known = (PLAIN, DEFAULT)
+    others = [each for each in best if each not in known and each.split == OFF]
     return [PLAIN, DEFAULT, *others[:FEW]]
 
 
 def _entry(setting: Setting, load: LoadConfig) -> Entry:
     from greenroom.hf.contest import entry
-    from greenroom.plan.settings import PLAIN
+    from greenroom.plan.settings import PLAIN, SCOPES
 
-    name = "plain LRU" if setting == PLAIN else f"{setting.policy}, {setting.scope}"
+    scope = setting.scope if setting.scope in SCOPES else "sizes by layer"
+    name = "plain LRU" if setting == PLAIN else f"{setting.policy}, {scope}"
     name += ", prefetching" if setting.prefetch != "off" else ""
     return entry(name, load, setting.options())
 

@@ -66,12 +66,14 @@ class Costs:
     dense:  the rest of one layer, by the tokens of the pass
     handling: seconds of the processor for each expert that was fetched: its bytes are copied by
             the same cores and through the same memory, and a wave of its own computes it
+    ahead:  seconds that a layer takes more while a predictor runs: it asks, and books
     """
 
     links: tuple[Link, ...]
     expert: Work
     dense: Work
     handling: float = 0.0
+    ahead: float = 0.0
 
     @property
     def lanes(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import ProfileError, UnknownName, UsageError
 
 FORMAT, VERSION = "greenroom-machine", 1
+BEYOND = ("layer", "fetch", "copy", "ahead")  # of a processor, beside its tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,9 @@ class Processor:
     """Computes from the slots in `memory`: experts, and the dense layers, by size and tokens.
 
     What a model that runs takes beyond its matrices: `layer` seconds for each layer of a pass
-    (attention, norms, router, Python), `fetch` seconds for each expert that comes and `copy` seconds
-    for each byte of it. They are 0 in a profile that knows nothing of them.
+    (attention, norms, router, Python), `ahead` seconds more while a predictor runs, `fetch` seconds
+    for each expert that comes and `copy` seconds for each byte of it. They are 0 in a profile that
+    knows nothing of them.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Processor:
     layer: float = 0.0
     fetch: float = 0.0
     copy: float = 0.0
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class Machine:
             chosen.expert.at(expert_bytes),
             chosen.dense.at(dense_bytes).later(chosen.layer),
             chosen.fetch + chosen.copy * expert_bytes,
+            chosen.ahead,
         )
 
     def processor(self, name: str | None = None) -> Processor:
@@ -194,7 +198,7 @@ def _route(entry: Mapping[str, Any]) -> Route:
 
 
 def _processor(entry: Mapping[str, Any]) -> Processor:
-    beyond = {name: _number(entry.get(name, 0.0), name) for name in ("layer", "fetch", "copy")}
+    beyond = {name: _number(entry.get(name, 0.0), name) for name in BEYOND}
     return Processor(
         str(entry["name"]), str(entry["memory"]), _table(entry["expert"]), _table(entry["dense"]),
         **beyond,

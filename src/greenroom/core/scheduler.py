@@ -15,7 +15,7 @@ a hit while its bottom arrives. The policy decides about tops; bottoms have slot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,19 +35,20 @@ from greenroom.core.events import (
     Routed,
     Trim,
 )
-from greenroom.core.pieces import Ints, Pieces
+from greenroom.core.halves import Halves
+from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
-from greenroom.core.prefetching import Prefetching
 from greenroom.core.queue import Entry, Urgency
 from greenroom.core.reshape import reshape
 from greenroom.core.scope import Scope
 from greenroom.core.step import Step
+from greenroom.core.straight import Straight
 from greenroom.core.tiers import HostTier
-from greenroom.core.whole import Tables, Whole
+from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
 
-class Scheduler(Prefetching):
+class Scheduler(Halves, Straight):
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
     Where `pieces` has several devices, each has slots, a last link and waves of its own.
@@ -74,7 +75,6 @@ class Scheduler(Prefetching):
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
         super().__init__(pieces, capacity, policy, scope, lanes, seats, ahead, seed, host)
         self.pin = pin
-        self._whole: Whole | None = None  # where there is a slot for every piece
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -94,42 +94,6 @@ class Scheduler(Prefetching):
         return actions
 
     # ---- a step, from its routing to its end
-
-    def straight(self, pieces: Ints) -> Ints | None:
-        """The slots of a step's pieces (ascending), where all of them have one and nothing will be
-        evicted: the step is over with this, and its pieces are to be computed. None where it must
-        be `Routed`."""
-        if self._whole is None or (used := self._whole.use(pieces)) is None:
-            return None
-        counts = self.counts
-        counts.steps += 1
-        counts.requests += pieces.size
-        counts.hits += pieces.size
-        slots: Ints = self.place[used]
-        return slots
-
-    def at_once(self, first: int, asked: Ints, find: Callable[[Tables], int]) -> bool:
-        """As `straight`, for compiled code: `find(tables)` looks the slots of a step's pieces up,
-        notes their use in these tables and in `asked`, and says how many they were; 0 where one
-        has no slot. `first` is the layer's first piece."""
-        if (whole := self._whole) is None:
-            return False
-        tables = whole.tables(asked, self.place)
-        tables[0] = first
-        if not (found := find(tables)):
-            return False
-        whole.noted()
-        counts = self.counts
-        counts.steps += 1
-        counts.requests += found
-        counts.hits += found
-        return True
-
-    def _no_longer_whole(self) -> None:
-        """The policy hears what it was not told of."""
-        if self._whole is not None:
-            self._whole.tell()
-            self._whole = None
 
     def _routed(self, event: Routed, actions: list[Action]) -> None:
         if self.step is not None:
@@ -205,37 +169,6 @@ class Scheduler(Prefetching):
                 else:
                     self._add(piece, slot)
             holder[slot] = request
-
-    def _claim_bottoms(self, step: Step) -> None:
-        """Give slots to bottoms whose tops have theirs, in the order of the requests."""
-        # Those whose tops have no slot yet, or one that is another's until that is computed.
-        later = {*step.waiting, *step.blocked.values()}
-        for request in list(step.bottomless):
-            if request in later:
-                continue
-            expert = int(step.experts[request])
-            there, whole = expert in self.bottoms.slot_of, self.bottoms.whole(expert)
-            ahead = self.bottoms.awaits_use(expert)
-            slot = self.bottoms.claim(expert)
-            if slot < 0:
-                continue
-            step.bottomless.remove(request)
-            step.seats[request] = slot
-            piece = self._bottom_of(expert)
-            if whole:
-                self.counts.useful += ahead
-                self._bottom_landed(step, request)
-                continue
-            if there:  # a prefetch that is under way; one that was dropped is begun again
-                self.counts.late += not self.queue.entries[piece].dropped
-                step.late.add(piece)
-            step.missing[piece] = request
-            self._add(piece, self._seat(slot))
-
-    def _bottom_landed(self, step: Step, request: int) -> None:
-        """A bottom is there; it is computed when its top has been."""
-        if step.stage[request] == 1:
-            step.ready.append(request)
 
     def _advance(self, actions: list[Action]) -> None:
         """Order the next wave, or finish."""
@@ -326,21 +259,6 @@ class Scheduler(Prefetching):
                 self._request_over(step, request)
         self._pump(actions)
         self._advance(actions)
-
-    def _goes_on(self, step: Step, request: int) -> bool:
-        """A part of a request is computed: whether another one follows."""
-        if not self.bottoms:
-            return False
-        step.stage[request] += 1
-        expert = int(step.experts[request])
-        if step.stage[request] == 1 and self._bottom_of(expert) >= 0:
-            if request in step.seats and self.bottoms.whole(expert):
-                step.ready.append(request)
-            return True
-        if request in step.seats:
-            self.bottoms.done(expert)
-            del step.seats[request]
-        return False
 
     def _request_over(self, step: Step, request: int) -> None:
         """A request is computed: who waits for its slot may have it."""

@@ -63,7 +63,10 @@ class Entry:
         }
 
     def observed(self, expert_bytes: int) -> list[Observed]:
-        """Each round, as a plan takes it."""
+        """Each round, as a plan takes it; none of a guarded predictor, which may be off."""
+        ahead = self.config.prefetch != "off"
+        if ahead and not self.config.no_guard:
+            return []
         return [
             Observed(
                 session.tpot_s,
@@ -71,6 +74,7 @@ class Entry:
                 session.bytes_read / expert_bytes / len(session.gaps),
                 session.bytes_read,
                 session.busy_s,
+                ahead,
             )
             for session in self.rounds
         ]

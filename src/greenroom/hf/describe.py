@@ -19,6 +19,7 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.hub import downloaded, remote
 from greenroom.hf.kv_bytes import kv_bytes
 from greenroom.hf.load import context_of
+from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
 from greenroom.plan.model import Model
 
@@ -52,6 +53,7 @@ def describe(source: str, config: LoadConfig) -> Model:
         beside_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=context,
+        segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),
     )
 
 

@@ -104,7 +104,7 @@ def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
         driver.step(
             layer,
             experts,
-            lambda experts, slots: None,
+            lambda experts, slots, *part: None,
             None if told is None else told.astype(np.int32),
             None if told is None else told.astype(np.float32),
         )

@@ -55,7 +55,7 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
     """The profile with what a run beside `folder`'s disk takes beyond it."""
     shape = shape or SHAPE
     with small_model(folder, shape) as model:
-        whole, part = sessions(str(model), shape)
+        whole, part, ahead = sessions(str(model), shape)
     processor = machine.processors[0]
     matrices = shape.layers * (
         shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
@@ -64,6 +64,8 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
     base = computed(whole)
     fetched = part.misses / len(part.gaps)
     handling = max(0.0, (computed(part) - base) / fetched) if fetched >= 1 else 0.0
+    more = ahead.bytes_read / len(ahead.gaps) / shape.expert_bytes - fetched
+    predicted = computed(ahead) - computed(part) - handling * max(0.0, more)
     copied = min(handling, shape.expert_bytes / _copies(machine))
     # What runs is the judge: matrices alone cannot take longer than all of a token.
     factor = min(1.0, base / matrices)
@@ -74,6 +76,7 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
         layer=max(0.0, base - matrices) / shape.layers,
         fetch=handling - copied,
         copy=copied / shape.expert_bytes,
+        ahead=max(0.0, predicted / shape.layers),
     )
     return replace(machine, processors=(judged, *machine.processors[1:]))
 
@@ -88,8 +91,8 @@ def _copies(machine: Machine) -> float:
     return float(machine.measured["memory"]["1"]) / 2
 
 
-def sessions(model: str, shape: Shape) -> tuple[Session, Session]:
-    """With everything resident, and with a part."""
+def sessions(model: str, shape: Shape) -> tuple[Session, Session, Session]:
+    """With everything resident, with a part, and with a part and a predictor."""
     stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device="cpu", context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     try:
@@ -97,7 +100,9 @@ def sessions(model: str, shape: Shape) -> tuple[Session, Session]:
         whole = stage.play(prompts, TOKENS, SETTLE)
         slots = max(shape.top_k, int(SHARE * shape.layers * shape.experts))
         stage.attach(LoadConfig(policy="lru", prefetch="off"), slots)
-        return whole, stage.play(prompts, TOKENS, SETTLE)
+        part = stage.play(prompts, TOKENS, SETTLE)
+        stage.attach(LoadConfig(policy="lru", prefetch="next-gate", no_guard=True), slots)
+        return whole, part, stage.play(prompts, TOKENS, SETTLE)
     finally:
         stage.close()
 

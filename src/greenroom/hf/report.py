@@ -40,7 +40,8 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         if value != LoadConfig.__dataclass_fields__[option].default:
             flags.append(f"--{option.replace('_', '-')} {value}")
     if parts.scope != "shared":
-        flags.append(f"--scope {parts.scope if isinstance(parts.scope, str) else config.scope}")
+        numbers = () if isinstance(parts.scope, str) else parts.scope
+        flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or parts.scope}")
     if config.pin is not None:
         flags.append(f"--pin {config.pin}")
     if config.split != "off":

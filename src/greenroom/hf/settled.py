@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from greenroom.config import LoadConfig
+from greenroom.config import LoadConfig, scope_of
 from greenroom.core.machine import name_of
+from greenroom.core.scope import least_capacity
+from greenroom.hf.attach import pieces_of
 from greenroom.hf.parts import Parts
 from greenroom.plan import kept
 from greenroom.runtime.measure import host
@@ -28,8 +30,8 @@ def settled(parts: Parts, config: LoadConfig, room: int) -> Parts:
     found = kept.load(parts.fingerprint, name_of(host())).near(room)
     if found is None:
         return parts
-    options = {name: found.options[name] for name in ("policy", "scope") if name in found.options}
-    if options.get("scope") == "per-layer" and room < len(parts.catalog.layers):
+    scope = scope_of(found.options.get("scope", config.scope))
+    if room < least_capacity(pieces_of(parts), scope):
         return parts
     how = "measured by tune" if found.by == "tune" else "chosen by plan"
     less = 1 - found.tpot / found.plain
@@ -37,5 +39,9 @@ def settled(parts: Parts, config: LoadConfig, room: int) -> Parts:
         f", {less:.0%} less time a token than LRU" if less > 0.005 else ""
     )
     return replace(
-        parts, **options, prefetch=found.options.get("prefetch", parts.prefetch), chosen=said
+        parts,
+        policy=found.options.get("policy", parts.policy),
+        scope=scope,
+        prefetch=found.options.get("prefetch", parts.prefetch),
+        chosen=said,
     )

@@ -174,13 +174,16 @@ class _Trial:
     def own_kernels(self, draft: Draft) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
         sizes = {self.cache, draft.catalog.slot_bytes, "50%"}
-        cases: list[tuple[str | int, str, int, str]]
-        cases = [(size, "cpu", 2, "auto") for size in sizes]
-        cases += [(self.cache, "fake", readers, "auto") for readers in (1, 4)]
-        cases.append((self.cache, "cpu", 2, "off"))
+        cases: list[tuple[str | int, str, int, str, str]]
+        cases = [(size, "cpu", 2, "auto", "off") for size in sizes]
+        cases += [(self.cache, "fake", readers, "auto", "off") for readers in (1, 4)]
+        cases.append((self.cache, "cpu", 2, "off", "off"))
+        if any(layout.segments for layout in draft.catalog.layouts):
+            cases += [("50%", "cpu", 2, "auto", "0.25"), ("50%", "fake", 4, "auto", "0.5")]
         first: torch.Tensor | None = None
-        for cache, device, readers, prefetch in sorted(cases, key=lambda c: c[0] != self.cache):
-            options = {"device": device, "readers": readers, "prefetch": prefetch}
+        order = sorted(cases, key=lambda case: (case[0] != self.cache, case[4] != "off"))
+        for cache, device, readers, prefetch, split in order:
+            options = {"device": device, "readers": readers, "prefetch": prefetch, "split": split}
             with self.loaded(cache, kernels=self.kernels, **options) as (model, tokenizer):
                 ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
                 name = self.verdict.kernels = model.greenroom.stats().kernels
@@ -195,6 +198,7 @@ class _Trial:
                     continue
             arrival = "arriving in random order" if device == "fake" else "from disk"
             arrival += "" if prefetch == "auto" else ", none prefetched"
+            arrival += "" if split == "off" else f", experts split at {split}"
             self.check(
                 f"{name} kernels: the same bits with {slots} slots, {arrival}",
                 torch.equal(run, first),

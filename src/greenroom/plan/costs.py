@@ -23,18 +23,21 @@ LEAST_BYTES = 8 << 20  # that a link must have carried to tell how fast it is
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds."""
+    """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds;
+    `predicted` says that a predictor ran beside it."""
 
     seconds: float
     stall: float
     fetched: float
     carried: float
     busy: float
+    predicted: bool = False
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Observed:
         """TypeError or ValueError where it is none."""
-        return cls(**{name: float(entry[name]) for name in cls.__dataclass_fields__})
+        numbers = [float(entry[name]) for name in cls.__dataclass_fields__ if name != "predicted"]
+        return cls(*numbers, bool(entry.get("predicted", False)))
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)
@@ -67,11 +70,13 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     The base is what a token takes without any miss; all of it but the experts' own work is the
     layers', in the profile's proportion of one token to many.
     """
+    alone = [run for run in runs if not run.predicted] or list(runs)
     if not runs:
         return costs
-    fetched = np.array([run.fetched for run in runs])
-    computed = np.array([run.seconds - run.stall for run in runs])
+    fetched = np.array([run.fetched for run in alone])
+    computed = np.array([run.seconds - run.stall for run in alone])
     base, handling = _line(fetched, computed, costs.handling)
+    ahead = _ahead([run for run in runs if run.predicted], base, handling, model, costs.ahead)
     experts = model.top_k * model.layers * costs.expert.seconds(1)
     own = max(base - experts, 0.1 * base)
     expert = costs.expert
@@ -81,7 +86,7 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     layer = own / model.layers
     work = scaled(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
     first, *rest = costs.links
-    return Costs((_link(first, runs), *rest), expert, work, handling)
+    return Costs((_link(first, runs), *rest), expert, work, handling, ahead)
 
 
 def scaled(work: Work, factor: float) -> Work:
@@ -96,6 +101,14 @@ def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
         slope = max(0.0, float(np.polyfit(x, y, 1)[0]))
     at = float(np.median(y - slope * x))
     return (at, slope) if at > 0 else (float(np.min(y)), 0.0)
+
+
+def _ahead(
+    runs: Sequence[Observed], base: float, handling: float, model: Model, known: float
+) -> float:
+    """What a predictor takes of each layer: what its runs computed more than fetching explains."""
+    more = [run.seconds - run.stall - base - handling * run.fetched for run in runs]
+    return max(0.0, float(np.median(more)) / model.layers) if more else known
 
 
 def _link(link: Link, runs: Sequence[Observed]) -> Link:

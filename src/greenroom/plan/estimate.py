@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.config import scope_of, split_of
 from greenroom.core.cost import Costs
 from greenroom.core.stream import Stream
+from greenroom.errors import UsageError
 from greenroom.plan.evidence import Evidence
 from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
@@ -20,8 +22,8 @@ from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
 
 Floats = NDArray[np.float64]
-BAND = 0.20  # half of the range of a prediction: what benchmarks/plan.py found to cover nine in ten
-UNMEASURED = 0.25  # the same where no run of this model has been measured on the machine
+BAND = 0.25  # half of the range of a prediction, that is to cover nine in ten: benchmarks/plan.py
+UNMEASURED = 0.35  # the same where no run of this model has been measured on the machine
 STAND_IN = "noisy-oracle:1,accuracy=0.8"  # next-gate's accuracy on recordings (docs/prefetch.md)
 PLAYED = 192  # decode passes that are played event by event: tens of microseconds an event
 
@@ -101,28 +103,33 @@ class Estimator:
     def _run(self, setting: Setting, capacity: int, trace: Trace, steps: Stream) -> _Run:
         made = choose(setting.policy, capacity, self.model.experts)
         reactive = times(
-            trace, steps, capacity, made, self.costs, self.model.expert_bytes, scope=setting.scope
-        )
+            trace, steps, capacity, made, self.costs, self.model.expert_bytes,
+            scope=scope_of(setting.scope),
+        )  # fmt: skip
         found = _Run.of(reactive, trace)
+        if setting.split != OFF:
+            found = self._played(replace(setting, prefetch=OFF), capacity, trace, found)
         if setting.prefetch == OFF:
             return found
-        return self._ahead(setting, capacity, trace, found)
+        ahead = self._played(setting, capacity, trace, found)
+        guarded = setting.prefetch == AUTO
+        return found if guarded and ahead.gaps.sum() >= found.gaps.sum() else ahead
 
-    def _ahead(self, setting: Setting, capacity: int, trace: Trace, reactive: _Run) -> _Run:
-        """With prefetching: what the first passes gain by it is taken of all. A guard leaves it on
-        only where it gains."""
+    def _played(self, setting: Setting, capacity: int, trace: Trace, other: _Run) -> _Run:
+        """Event by event: what the first passes gain over another run is taken of all."""
         part = trace.head(_first(trace, PLAYED))
-        name = self._predictor(setting.prefetch, part)
+        name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
+        shares = split_of(setting.split)
+        if isinstance(shares, str):
+            raise UsageError(f"a plan needs shares to split at, not --split {shares}")
         played = proactive(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
-            self.model.expert_bytes, name, scope=setting.scope,
+            self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,
         ).times  # fmt: skip
         found = _Run.of(played, part)
-        factor = float(found.gaps.sum() / reactive.gaps[: found.gaps.size].sum())
-        if setting.prefetch == AUTO and factor >= 1:
-            return reactive
-        later = reactive.gaps[found.gaps.size :] * factor
-        return replace(found, gaps=np.append(found.gaps, later), ttft=reactive.ttft)
+        n = found.gaps.size
+        factor = float(found.gaps.sum() / other.gaps[:n].sum())
+        return replace(found, gaps=np.append(found.gaps, other.gaps[n:] * factor), ttft=other.ttft)
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """What stands for a run's predictor over a trace: its recording where there is one."""

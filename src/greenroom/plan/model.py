@@ -35,6 +35,7 @@ class Model:
     beside_bytes: int
     kv_bytes: int
     context: int
+    segments: bool = False  # whether its experts are packed so that they can be split
 
     @property
     def layers(self) -> int:

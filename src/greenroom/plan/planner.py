@@ -7,14 +7,16 @@ routing (a bootstrap over requests' passes); stand-ins are never sure of that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from greenroom.config import show_bytes
 from greenroom.errors import UsageError
+from greenroom.plan.budgets import marginal, miss_tables
 from greenroom.plan.estimate import Estimate, Estimator
-from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, Setting, grid
+from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SCOPES, SPLITS, Setting, grid
+from greenroom.trace import stream
 
 MARGIN = 0.03  # of a token's time: what is less is not worth another setting
 LEVEL, DRAWS = 0.05, 400  # of the bootstrap
@@ -73,9 +75,23 @@ def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
     fits = [s for s in grid() if s.scope == "shared" or capacity >= estimator.model.layers]
     found = [estimator.of(setting, capacity) for setting in fits]
     found.sort(key=lambda each: each.tpot)
-    ahead = [Setting(e.setting.policy, e.setting.scope, AUTO) for e in found[:FINALISTS]]
-    found += [estimator.of(setting, capacity) for setting in dict.fromkeys([*ahead, DEFAULT])]
+    best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
+    more = [*best, DEFAULT, *_sized(estimator, best[0], capacity)]
+    if estimator.model.segments:
+        more += [replace(best[0], scope="shared", split=split) for split in SPLITS]
+    found += [estimator.of(setting, capacity) for setting in dict.fromkeys(more)]
     return tuple(sorted(found, key=lambda each: each.tpot))
+
+
+def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
+    """Sizes of layers by marginal gain, where routing is recorded: found on the first half of its
+    requests, so that they are not made for what they are compared on."""
+    trace = estimator.evidence.traces[0]
+    if not estimator.evidence.own or trace.requests < 2 or capacity < estimator.model.layers:
+        return []
+    half = trace.select(range(trace.requests // 2))
+    slots = marginal(miss_tables(stream(half, "runtime"), half.offsets), capacity)
+    return [Setting(best.policy, ",".join(map(str, slots)), OFF)]
 
 
 def choice(estimator: Estimator, compared: tuple[Estimate, ...]) -> tuple[Estimate, bool]:
@@ -99,12 +115,17 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Point, ...]:
     """One setting over memory, without what prefetching may add."""
-    model = estimator.model
+    model, setting = estimator.model, _of_any_size(setting)
     sizes = {max(model.least, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
-    still = Setting(setting.policy, setting.scope, OFF)
+    still = replace(setting, prefetch=OFF, split=OFF)
     fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
     return tuple(Point(model.memory(n), estimator.of(still, n)) for n in fits)
+
+
+def _of_any_size(setting: Setting) -> Setting:
+    """Numbers of slots hold for one size; their proportions would for others, and are not kept."""
+    return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
 def outlook(estimator: Estimator, available: int) -> tuple[Point, ...]:
@@ -118,7 +139,7 @@ def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Tar
 
     More slots are never slower but for noise, so it is found by halving.
     """
-    model, setting = estimator.model, best.setting
+    model, setting = estimator.model, _of_any_size(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least
     whole = Point(model.memory(model.experts), estimator.of(setting, model.experts))
     if whole.estimate.tpot > target:

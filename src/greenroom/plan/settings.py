@@ -14,26 +14,31 @@ POLICIES = (
     "hobbit",
 )  # LRU, and the best on recordings
 SCOPES = ("shared", "per-layer")
+SPLITS = ("0.5", "0.75")  # shares of an expert that stay
 OFF, AUTO = "off", "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Who is evicted, how slots are shared out, and what is fetched ahead, as options of a run.
+    """Who is evicted, how slots are shared out, what is fetched ahead, and where experts are cut,
+    as options of a run have it.
 
-    `prefetch` auto is guarded: it prefetches while that is faster than not to.
+    `scope` may be numbers, one a layer. `prefetch` auto is guarded: it prefetches while that is
+    faster than not to.
     """
 
     policy: str = "next-use"
     scope: str = "shared"
     prefetch: str = AUTO
+    split: str = OFF
 
     def options(self) -> dict[str, Any]:
         """As `LoadConfig` has them."""
-        return {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
+        found = {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
+        return found if self.split == OFF else {**found, "split": self.split}
 
     def flags(self) -> str:
-        return f"--policy {self.policy} --scope {self.scope} --prefetch {self.prefetch}"
+        return " ".join(f"--{name} {value}" for name, value in self.options().items())
 
 
 DEFAULT = Setting()  # what a run takes that is told nothing

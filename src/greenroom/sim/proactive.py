@@ -7,7 +7,7 @@ every event is played, tens of microseconds each, by Python that holds its lock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,8 @@ def proactive(
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
     if prefetch == OFF:
         ahead = 0
+    else:
+        costs = replace(costs, dense=costs.dense.later(costs.ahead))
 
     def empty() -> Scheduler:
         tier = HostTier(pieces, host, policy, seed=seed) if host else None
