@@ -88,7 +88,7 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
                 "markov",
             ),
             "unknown predictions 'markov'",
-        ),  # fmt: skip
+        ),
         (
             ("--machine", "MACHINE", "--expert-bytes", "5%"),
             "--expert-bytes 5%: write bytes, as 12MiB",

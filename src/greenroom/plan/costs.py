@@ -36,8 +36,9 @@ class Observed:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Observed:
         """TypeError or ValueError where it is none."""
-        numbers = [float(entry[name]) for name in cls.__dataclass_fields__ if name != "predicted"]
-        return cls(*numbers, bool(entry.get("predicted", False)))
+        names = (name for name in cls.__dataclass_fields__ if name != "predicted")
+        numbers = {name: float(entry[name]) for name in names}
+        return cls(**numbers, predicted=bool(entry.get("predicted", False)))
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)

@@ -333,17 +333,12 @@ def attention_forward(one: OneToken) -> Forward:
     """An attention's forward, compiled for one token."""
     module, original = one.module, one.original
 
-    def forward(
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if one.takes(hidden_states, position_embeddings, attention_mask, past_key_values):
-            return one(hidden_states, position_embeddings, past_key_values), None
-        return original(
-            module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Models name what they give; what comes without names is left to the class."""
+        names = ("position_embeddings", "attention_mask", "past_key_values")
+        positions, mask, cache = (kwargs.get(name) for name in names)
+        if not args and one.takes(hidden_states, positions, mask, cache):
+            return one(hidden_states, positions, cache), None  # type: ignore[arg-type]
+        return original(module, hidden_states, *args, **kwargs)
 
     return forward
