@@ -133,13 +133,14 @@ def test_a_line_in_json(serve: Serve) -> None:
     assert (found["status"], "n:" in found["error"]) == (400, True)
 
 
-def test_those_who_watch_leave_no_lines_while_all_is_well(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+def test_those_who_watch_leave_no_lines(serve: Serve) -> None:
+    running = serve(saying("Hi"), key="k")
     running.get("/health")
-    running.get("/metrics")
+    running.get("/metrics", headers={"x-api-key": "k"})
     running.engine.now = ("failed", 1.0, "")
     running.get("/health")
-    assert "GET /health 503" in running.line()
+    running.get("/metrics")
+    assert "GET /metrics 401" in running.line()
     assert len(running.lines) == 1
 
 

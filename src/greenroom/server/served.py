@@ -13,7 +13,8 @@ from datetime import datetime, timezone
 
 from greenroom.server.requests import Finished
 
-QUIET = ("/health", "/metrics")  # asked for every few seconds: a line where they fail
+# Asked for every few seconds. Whether the model is there is no news of a request.
+QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class RequestLog:
         self._write = write or _to_stderr
 
     def line(self, served: Served) -> None:
-        if served.path in QUIET and served.status < 400:
+        if (served.path, served.status) in QUIET:
             return
         facts = {"time": _now(), **served.facts()}
         self._write(json.dumps(facts) if self._json else _text(facts))
