@@ -322,7 +322,7 @@ class Greenroom:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
-        prompt = not cache.singles if together else length > 1
+        prompt = max(cache.lengths) > 1 if together else length > 1
         self.driver.begin_pass(
             PassBegins(
                 self._request,
