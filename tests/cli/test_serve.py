@@ -39,7 +39,7 @@ def served(*argv: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str
         while not (lines and lines[-1].startswith("try: ")):
             line = process.stderr.readline()
             assert line, "".join(lines)
-            lines.append(line.rstrip("\n"))
+            lines.append(json.loads(line)["message"] if line[0] == "{" else line.rstrip("\n"))
         yield process, lines[0].split()[1], lines
     finally:
         if process.poll() is None:
@@ -88,7 +88,8 @@ def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
         assert process.wait(30) == 0
         assert process.stderr is not None
         rest = [json.loads(line) for line in process.stderr.read().splitlines()]
-        posts = [line for line in rest if line["method"] == "POST"]
+        posts = [line for line in rest if line.get("method") == "POST"]
+        assert len(posts) >= 5
         assert all(line["status"] == 200 for line in posts)
         assert all(line["hit_ratio"] is not None for line in posts)
 

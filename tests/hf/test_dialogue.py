@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.cli.serving import utils as serving
 from transformers.utils.chat_parsing import ResponseParser
@@ -57,7 +57,7 @@ def said(dialogue: Dialogue, text: str, **options: Any) -> list[Said]:
     return joined
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=20))
 def test_text_comes_back_in_whole_characters(text: str) -> None:
     dialogue = Dialogue(demo_tokenizer())
@@ -70,7 +70,7 @@ def test_text_comes_back_in_whole_characters(text: str) -> None:
         assert not any("\ufffd" in part for part in parts)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(6, 511), max_size=30))
 def test_tokens_that_are_no_text_neither_fail_nor_vanish(ids: list[int]) -> None:
     dialogue = Dialogue(demo_tokenizer())

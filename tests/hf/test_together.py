@@ -134,6 +134,23 @@ def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> N
         torch.set_num_threads(before)
 
 
+def test_a_sequence_may_begin_with_one_token_beside_others() -> None:
+    with served("qwen3_moe", "bfloat16", **WIDE) as model:
+        batch = Batch(model)
+        one, two = draw(9, 3)
+        own = caches(batch, 2)
+        with torch.inference_mode():
+            batch([one[:8]], own[:1])
+            both = [batch([one[8:], two[:1]], own), batch([[5], two[1:2]], own)]
+        alone = passes(batch, [[*one, 5]], [[8], [9], [10]])
+        began = passes(batch, [two], [[1], [2]])
+        for step in range(2):
+            for found, wanted in ((both[step][0], alone[step + 1][0]),
+                                  (both[step][1], began[step][0])):  # fmt: skip
+                distance = (found - wanted).float().norm() / wanted.float().norm()
+                assert distance < 0.05
+
+
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
 def test_bits_are_not_promised_where_they_cannot_be_kept(name: str) -> None:
     with served(name) as model:  # float32, or another attention

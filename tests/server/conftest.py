@@ -95,10 +95,10 @@ class Running:
         return int(self.url.rpartition(":")[2])
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=20, **options)
+        return httpx2.post(self.url + path, json=body, timeout=100, **options)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=20, **options)
+        return httpx2.get(self.url + path, timeout=100, **options)
 
     def line(self, count: int = 1) -> str:
         """The last line of the log, once there are so many."""

@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 
 from greenroom.config import ServeConfig
 from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.budget import Needs, Workspace
 from greenroom.hf.build import Draft
+from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import kv_bytes
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store import DiskStore
@@ -66,7 +68,8 @@ class Heard:
 
 
 class Served:
-    """An engine that is ready; `store` is what its experts are read through."""
+    """An engine that is ready; `store` is what its experts are read through. With `leaving` slots
+    make room for keys and values, and so many are left beside a full context."""
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Served:
         capacity: int = 8,
         context: int = 300,
         journal: Journal | None = None,
+        leaving: int | None = None,
         parts: dict[str, Any] | None = None,
         store: dict[str, Any] | None = None,
         **serve: Any,
@@ -92,6 +96,12 @@ class Served:
             model: Any = draft.load()
             model.greenroom = Greenroom(model, made, store=self.store)
             model.greenroom.keys_values = sizes
+            if leaving is not None:
+                growth = Growth(
+                    1 << 40, Needs(0, 0, 0, 0, 0), draft.catalog, sizes, Workspace(0, 0, 0, 0),
+                    context=context, least=1,
+                )  # fmt: skip
+                model.greenroom.grow(growth.leaving(leaving))
             return Loaded(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)

@@ -18,11 +18,11 @@ CALLED += "</tool_call>"
 
 
 def by_openai(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=100)
 
 
 def by_anthropic(running: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=100)
 
 
 def told(running: Running, index: int = -1) -> str:

@@ -23,7 +23,7 @@ CALLED += "</tool_call>"
 
 
 def client(running: Running, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=100)
 
 
 def streamed(chunks: Any) -> tuple[str, list[Any]]:

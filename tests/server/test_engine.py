@@ -5,20 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.errors import ClosedError, DeviceError, NotAModel, StoreError, UsageError
+from greenroom.errors import (
+    BudgetError,
+    ClosedError,
+    DeviceError,
+    NotAModel,
+    StoreError,
+    UsageError,
+)
+from greenroom.hf.build import Draft
+from greenroom.hf.kv_bytes import kv_bytes
 from greenroom.server.engine import ContinuousEngine
 from greenroom.server.journal import Journal, Pass, Reuse
-from greenroom.server.requests import Busy, Sampling, TooLong
+from greenroom.server.kv_memory import kv_limit
+from greenroom.server.requests import Busy, Request, Sampling, TooLong
 from greenroom.server.start import start
 from tests.models import cached_tiny, reference
 from tests.server.rig import PATIENCE, Heard, Served, draw, greedy
 
-MIXED = [(5, 9), (40, 3), (1, 12), (17, 6), (90, 4), (3, 10)]  # tokens of prompts and answers
+MIXED = [(5, 9), (40, 3), (1, 12), (17, 6), (90, 4), (1, 10)]  # tokens of prompts and answers
 
 
 @pytest.fixture(scope="module")
@@ -474,6 +485,88 @@ def test_keys_and_values_stay_within_their_memory(served: Any) -> None:
     assert max(nbytes for nbytes, _ in seen) <= limit
     assert max(count for _, count in seen) < 8  # not all had room at once
     assert s.engine.stats()["prefixes"]["bytes"] <= limit // 2
+
+
+def test_slots_make_room_for_all_requests_and_come_back(
+    served: Any, folder: Any, model: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("greenroom.hf.growth.BLOCK", 32)
+    one = kv_bytes(Draft.of(folder).model, block=512, room=600).total(600)
+    s = served(capacity=16, context=600, leaving=4, max_batch=3, prefill_chunk=64,
+               kv_memory=one, prefix_share="100%")  # fmt: skip
+    system = draw(100)
+    heard, least = [], 16
+    for seed in range(3):
+        heard.append(s.ask([*system, *draw(20, seed)], 40))
+    while any(each.finished is None for each in heard):
+        memory, kv = s.engine.stats()["memory"], s.engine.stats()["kv"]
+        least = min(least, memory["slots"])
+        assert kv["reserved_bytes"] <= kv["limit_bytes"] <= s.engine.greenroom.growth.most()
+        time.sleep(0.02)
+    assert least < 12
+    for seed, each in enumerate(heard):
+        assert each.end().reason == "length"
+        assert each.ids == greedy(model, [*system, *draw(20, seed)], 40)
+    assert sum(each.end().reused_tokens >= 100 for each in heard) == 2
+    s.engine.admission.prefixes.shrink(0)
+    s.ask(draw(4), 2).end()
+    assert s.engine.stats()["memory"]["slots"] > least
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "said"),
+    [
+        ("1KiB", None, "has no room for one context of 100 tokens: it takes 10 KiB; --kv-memory"),
+        ("10%", None, "is a share of the budget: give --memory, or an amount"),
+        ("1MiB", 50 << 10, "the budget of 1 MiB leaves 50 KiB for keys and values"),
+    ],
+)
+def test_memory_for_keys_and_values_that_cannot_be(given: str, most: Any, said: str) -> None:
+    with pytest.raises(BudgetError) as caught:
+        kv_limit(attached(most), ServeConfig(kv_memory=given))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def attached(most: int | None) -> Any:
+    """A model's cache of experts whose contexts take 10 KiB, in a budget of 1 MiB if in any."""
+    return SimpleNamespace(
+        keys_values=SimpleNamespace(total=lambda tokens: 10 << 10),
+        parts=SimpleNamespace(context=100, budget_bytes=None if most is None else 1 << 20),
+        growth=None if most is None else SimpleNamespace(most=lambda: most),
+    )
+
+
+def test_memory_for_keys_and_values_by_default_and_as_asked() -> None:
+    assert kv_limit(attached(None), ServeConfig(max_batch=3)) == 30 << 10
+    assert kv_limit(attached(200 << 10), ServeConfig(max_batch=3)) == 30 << 10
+    assert kv_limit(attached(80 << 10), ServeConfig(max_batch=3)) == 20 << 10  # a quarter
+    assert kv_limit(attached(20 << 10), ServeConfig(max_batch=3)) == 10 << 10  # one, at least
+    assert kv_limit(attached(200 << 10), ServeConfig(kv_memory="10%")) == (1 << 20) // 10
+    assert kv_limit(attached(None), ServeConfig(kv_memory="64KiB")) == 64 << 10
+
+
+def test_what_was_learned_is_there_for_the_next_one(
+    folder: Any, monkeypatch: Any, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("GREENROOM_LEARNED", "on")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    load = LoadConfig(cache="50%", kernels="eager", policy="lru", context=200)
+    warmed = []
+    for _ in range(2):
+        engine = start(str(folder), load, ServeConfig())
+        until = time.monotonic() + PATIENCE
+        while engine.state()[0] == "loading" and time.monotonic() < until:
+            time.sleep(0.01)
+        warmed.append(engine.greenroom.warmed)
+        heard = Heard()
+        engine.submit(Request(tuple(draw(6)), 30, Sampling(0.0), end_ids=()), heard)
+        assert heard.end().reason == "length"
+        assert "experts in slots" in engine.summary
+        engine.stop(5)
+    assert list((tmp_path / "greenroom" / "learned").glob("*.safetensors"))
+    assert warmed[0] == 0 < warmed[1]
 
 
 # ---- the same bits

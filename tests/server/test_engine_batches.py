@@ -48,11 +48,18 @@ def test_every_answer_goes_on_and_a_prompt_too(
     assert all(1 <= count <= each.pending for each, count in shares)
     assert len({id(each) for each, _ in shares}) == len(shares)
     served = {id(each) for each, _ in shares}
-    assert all(id(each) in served for each in running if each.pending == 1)
-    prompts = [count for each, count in shares if each.pending > 1]
-    assert bool(prompts) == any(each.pending > 1 for each in running)
+    answers_ = [each for each in running if each.pending == 1 and each.computed]
+    assert all(id(each) in served for each in answers_)
+    prompts = [count for each, count in shares if each.pending > 1 or not each.computed]
+    assert bool(prompts) == (len(answers_) < len(running))
     answers = len(shares) - len(prompts)
     assert sum(prompts) <= (chunk if answers or exact else BLOCK)
+
+
+def test_a_prompt_of_one_token_is_a_prompt() -> None:
+    running = [sequence(1, 5), sequence(1, 0), sequence(1, 7)]
+    assert counts(compose(running, 64, exact=False)) == [[1, 1, 1]]
+    assert counts(compose(running, 64, exact=True)) == [[1, 1], [1]]
 
 
 def test_what_cannot_be_together_goes_one_by_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.server.metrics import engine_metrics
 from greenroom.server.requests import Finished
-from greenroom.server.served import RequestLog, Served, tokens_per_s, tpot_s
+from greenroom.server.served import Records, RequestLog, Served, tokens_per_s, tpot_s
 from tests.server.conftest import NAME, Running, Serve, saying, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
@@ -132,13 +133,14 @@ def test_a_line_in_json(serve: Serve) -> None:
     assert (found["status"], "n:" in found["error"]) == (400, True)
 
 
-def test_those_who_watch_leave_no_lines_while_all_is_well(serve: Serve) -> None:
-    running = serve(saying("Hi"))
+def test_those_who_watch_leave_no_lines(serve: Serve) -> None:
+    running = serve(saying("Hi"), key="k")
     running.get("/health")
-    running.get("/metrics")
+    running.get("/metrics", headers={"x-api-key": "k"})
     running.engine.now = ("failed", 1.0, "")
     running.get("/health")
-    assert "GET /health 503" in running.line()
+    running.get("/metrics")
+    assert "GET /metrics 401" in running.line()
     assert len(running.lines) == 1
 
 
@@ -164,6 +166,26 @@ def test_errors_are_logged_whole() -> None:
     assert all("ValueError: why" in line and "req_1" in line for line in lines)
     RequestLog("text", lines.append).line(Served("req_2", "GET", "/"))
     assert lines[-1].endswith(" s")
+
+
+def test_what_the_rest_logs_has_the_same_form() -> None:
+    for form in ("text", "json"):
+        lines: list[str] = []
+        log = logging.getLogger("greenroom.server.tests")
+        handler = Records(RequestLog(form, lines.append))
+        log.addHandler(handler)
+        try:
+            log.info("not said")
+            log.warning("a %s", "warning")
+            try:
+                raise ValueError("why")
+            except ValueError:
+                log.exception("failed")
+        finally:
+            log.removeHandler(handler)
+        said = [json.loads(line) for line in lines] if form == "json" else lines
+        assert "greenroom: a warning" in str(said[0])
+        assert "ValueError: why" in str(said[2])
 
 
 class TestTheEnd:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.hf.dialogue import Said, ToolCall
@@ -34,6 +34,7 @@ def read(reader: Reader, count: int) -> str:
     return shown + "".join(delta.text for delta in deltas)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(texts, max_size=8), st.lists(texts.filter(bool), min_size=1, max_size=3))
 def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
     parts: list[str], stops: list[str]

@@ -67,7 +67,7 @@ def send(running: Running, method: str, path: str, mode: GenerationMode, example
     @given(case=strategy)
     def each(case: Any) -> None:
         headers = {"x-api-key": KEY}
-        response = case.call(base_url=running.url, headers=headers, timeout=20)
+        response = case.call(base_url=running.url, headers=headers, timeout=100)
         statuses.append(response.status_code)
         assert response.status_code < 500, (case.body, response.text)
         if response.status_code >= 400:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +39,19 @@ def main(args: argparse.Namespace) -> None:
 
     from greenroom.cli.progress import bars
     from greenroom.server.listen import address, listening, serve
+    from greenroom.server.served import Records, RequestLog
     from greenroom.server.service import Service
     from greenroom.server.start import start
 
     bars(loading=True, wanted=config.log_format == "text")
     sock = listening(config.host, config.port)
     url = address(sock)
-    _say(f"greenroom: {url} answers once {args.model} is loaded")
+    log = RequestLog(config.log_format)
+    logging.getLogger("greenroom").addHandler(Records(log))
+    log.say(f"greenroom: {url} answers once {args.model} is loaded")
     with sock:
         engine = start(args.model, load, config)
-        service = Service(engine, config, config.model_name or name_of(args.model), key)
+        service = Service(engine, config, config.model_name or name_of(args.model), key, log)
         serve(service, sock, Watch(service, url))
 
 
@@ -87,11 +90,12 @@ class Watch:
         if state == "ready":
             gc.freeze()  # what is there now stays: only what answers leave is worth a look
             gc.enable()
-            _say(f"{self._service.engine.summary}\n{try_it(self._service, self._url)}")
+            self._service.log.say(self._service.engine.summary)
+            self._service.log.say(try_it(self._service, self._url))
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)
         elif state == "failed":
-            _say(f"greenroom: the model has failed: {why}")
+            self._service.log.say(f"greenroom: the model has failed: {why}")
 
 
 def try_it(service: Service, url: str) -> str:
@@ -104,7 +108,3 @@ def try_it(service: Service, url: str) -> str:
         f"try: curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
         f' -d \'{{"model": "{service.name}", {asked}}}\''
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

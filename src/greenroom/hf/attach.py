@@ -389,7 +389,7 @@ class Greenroom:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
-        self._reading = prompt = not cache.singles if together else length > 1
+        self._reading = prompt = max(cache.lengths) > 1 if together else length > 1
         if self._pinned is not None:
             self._pinned.begins(prompt, anew=self._request != self._pinned_for)
             self._pinned_for = self._request

@@ -54,6 +54,8 @@ class Together(Cache):
         super().__init__(layers=[])
         self.caches, self.lengths = list(caches), list(lengths)
         self.exact, self._joined = exact, joined
+        # One token of each, which has others before it? Else the compiled layers do not know it.
+        self.singles = max(lengths) == 1 and all(length_of(cache) for cache in caches)
         self.now: list[tuple[Tensor, Tensor]] = []
         self._given: Any = None  # what positions were asked of last, which all layers are given
         self._positions: list[tuple[Tensor, Tensor]] = []
@@ -64,11 +66,6 @@ class Together(Cache):
             cos, sin = (each.split(1, 1) for each in given)
             self._given, self._positions = given, list(zip(cos, sin, strict=True))
         return self._positions
-
-    @property
-    def singles(self) -> bool:
-        """Is there one token of each?"""
-        return max(self.lengths) == 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -192,7 +189,8 @@ class Batch:
         return DynamicCache(config=self._model.config) if self.plain else None
 
     def goes_together(self, lengths: Sequence[int]) -> bool:
-        """Can sequences with so many new tokens each be in one pass?"""
+        """Can sequences with so many new tokens each be in one pass? With `exact` those that begin
+        with a single token cannot."""
         if len(lengths) == 1:
             return True
         return not self.apart and (not self.exact or max(lengths) == 1)

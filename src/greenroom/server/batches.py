@@ -22,8 +22,8 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
 
     With `exact` a prompt is cut where it would be cut alone, and read in passes of its own.
     """
-    singles = [(each, 1) for each in running if each.pending == 1]
-    reading = [each for each in running if each.pending > 1]
+    singles = [(each, 1) for each in running if each.pending == 1 and each.computed]
+    reading = [each for each in running if each.pending > 1 or not each.computed]
     if exact:
         chunks = [[(each, to_grid(each, chunk))] for each in reading[:1]]
         return [*([singles] if singles else []), *chunks]

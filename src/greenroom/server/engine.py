@@ -346,10 +346,10 @@ class ContinuousEngine:
 
     def _fail(self, error: BaseException) -> None:
         """Nothing can be computed any more: everybody is told so."""
-        if isinstance(error, GreenroomError):
-            log.error("%s", error)
-        else:
+        if not isinstance(error, GreenroomError):
             log.error("the engine failed", exc_info=error)
+        elif self.served:  # before, who waits for the model says why there is none
+            log.error("%s", error)
         with self._changed:
             self._state = ("failed", self._state[1], str(error) or repr(error))
         own = error if isinstance(error, GreenroomError) else ClosedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 import traceback
@@ -12,7 +13,8 @@ from datetime import datetime, timezone
 
 from greenroom.server.requests import Finished
 
-QUIET = ("/health", "/metrics")  # asked for every few seconds: a line where they fail
+# Asked for every few seconds. Whether the model is there is no news of a request.
+QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
 
 
 @dataclass(slots=True)
@@ -87,18 +89,35 @@ class RequestLog:
         self._write = write or _to_stderr
 
     def line(self, served: Served) -> None:
-        if served.path in QUIET and served.status < 400:
+        if (served.path, served.status) in QUIET:
             return
         facts = {"time": _now(), **served.facts()}
         self._write(json.dumps(facts) if self._json else _text(facts))
 
-    def failed(self, served_id: str, error: BaseException) -> None:
-        """An error that clients are told little of: here is all."""
-        what = traceback.format_exception(error)
+    def say(self, message: str) -> None:
+        """About the server."""
+        self._write(json.dumps({"time": _now(), "message": message}) if self._json else message)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """An error that clients are told little of: here is all. `name`: a request, or a part."""
+        what = "".join(traceback.format_exception(error)).rstrip()
         if self._json:
-            self._write(json.dumps({"time": _now(), "id": served_id, "traceback": "".join(what)}))
+            self._write(json.dumps({"time": _now(), "id": name, "traceback": what}))
         else:
-            self._write(f"{_now()} {served_id} failed:\n{''.join(what).rstrip()}")
+            self._write(f"{_now()} {name} failed:\n{what}")
+
+
+class Records(logging.Handler):
+    """What the rest of Greenroom logs, in the same form."""
+
+    def __init__(self, log: RequestLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.say(f"greenroom: {record.getMessage()}")
+        if record.exc_info and record.exc_info[1] is not None:
+            self._log.failed(record.name, record.exc_info[1])
 
 
 def _to_stderr(line: str) -> None:
