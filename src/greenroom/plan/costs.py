@@ -36,8 +36,14 @@ class Observed:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Observed:
         """TypeError or ValueError where it is none."""
-        numbers = [float(entry[name]) for name in cls.__dataclass_fields__ if name != "predicted"]
-        return cls(*numbers, bool(entry.get("predicted", False)))
+        return cls(
+            float(entry["seconds"]),
+            float(entry["stall"]),
+            float(entry["fetched"]),
+            float(entry["carried"]),
+            float(entry["busy"]),
+            bool(entry.get("predicted", False)),
+        )
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)
