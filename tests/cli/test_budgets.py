@@ -9,7 +9,6 @@ from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.sim import small
 
-
 MOEPIC = ("--method", "moepic", "--machine", "MACHINE", "--expert-bytes", "9")
 
 
