@@ -9,6 +9,8 @@ from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.sim import small
 
+MOEPIC = ("--method", "moepic", "--machine", "MACHINE", "--expert-bytes", "9")
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,23 +74,8 @@ def test_moepic_says_how_to_split(cli: Run, trace: Path, machine: Path, tmp_path
         (("--capacity", "1"), "2 layers need a slot each, there are 1"),
         (("--capacity", "2,3"), "--capacity is one number here, got 2,3"),
         (("--machine", "MACHINE"), "the trace does not say how large an expert is"),
-        (
-            ("--method", "moepic", "--machine", "MACHINE", "--expert-bytes", "9", "--zeta", "2"),
-            "zeta must be above 0 and below 1: 2",
-        ),
-        (
-            (
-                "--method",
-                "moepic",
-                "--machine",
-                "MACHINE",
-                "--expert-bytes",
-                "9",
-                "--predictions",
-                "markov",
-            ),
-            "unknown predictions 'markov'",
-        ),
+        ((*MOEPIC, "--zeta", "2"), "zeta must be above 0 and below 1: 2"),
+        ((*MOEPIC, "--predictions", "markov"), "unknown predictions 'markov'"),
         (
             ("--machine", "MACHINE", "--expert-bytes", "5%"),
             "--expert-bytes 5%: write bytes, as 12MiB",

@@ -89,7 +89,9 @@ def test_a_model_that_is_nowhere(cli: Run, fast: Path):
     assert "HF_HUB_OFFLINE is set" in cli("doctor", "nobody/nothing").mistake
 
 
-def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path):
+def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = []
+    monkeypatch.setattr(rehearse, "rehearsed", lambda m, folder: folders.append(folder) or m)
     model = fast / "model"
     model.mkdir()
     (model / "a.safetensors").write_bytes(os.urandom(9 << 20))
@@ -97,6 +99,8 @@ def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path):
     ran = cli("doctor", "--quick", "--path", model, "-o", fast / "m.json", "--json")
     assert ran.json["measured"]["disk"]["path"] == str(model)
     assert sorted(model.iterdir()) == before
+    assert model not in folders
+    assert len(folders) == 1
 
 
 def test_mistakes(cli: Run, fast: Path):

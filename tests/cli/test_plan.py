@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from greenroom.cli.plan import seconds
+from greenroom.cli.plan import keep, seconds
 from greenroom.config import LoadConfig
 from greenroom.core.machine import Machine, name_of
 from greenroom.errors import UsageError
 from greenroom.hf.describe import describe
 from greenroom.plan import kept
 from greenroom.plan.costs import Observed
+from greenroom.plan.estimate import Estimate
+from greenroom.plan.planner import Plan
+from greenroom.plan.settings import PLAIN, Setting
 from greenroom.runtime.measure import host
 from greenroom.trace import save
 from tests.cli.conftest import Run
@@ -77,6 +81,19 @@ def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home
     ran = cli("plan", folder, "--memory", "2GiB", "--json")
     assert "and 1 runs of this model on it" in ran.json["machine"]
     assert ran.json["best"]["tpot_s"] > 0.3
+
+
+def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
+    def estimate(setting: Setting, tpot: float) -> Estimate:
+        return Estimate(setting, 20, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, np.full(4, tpot))
+
+    best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
+    found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
+    keep(models.MODEL, models.MACHINE, found)
+    left = kept.load("abc", name_of(models.HOST)).near(21)
+    assert left is not None
+    assert left.options == {"policy": "lcp", "scope": "per-layer", "prefetch": "off"}
+    assert (left.by, left.tpot, left.plain) == ("plan", 0.08, 0.1)
 
 
 def test_mistakes(cli: Run, folder: Path, home: Path):

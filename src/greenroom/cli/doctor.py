@@ -76,15 +76,16 @@ def measure(
 
     from greenroom.cli.progress import bars
     from greenroom.hf.rehearse import rehearsed
-    from greenroom.runtime.doctor import QUICK, THOROUGH, examine, models_folder
+    from greenroom.runtime.doctor import QUICK, THOROUGH, examine, model_files, models_folder
 
     terminal = shown and sys.stderr.isatty()
     say = _say if terminal else _silent
     machine = examine(path, QUICK if quick else THOROUGH, say)
     say("a small model")
     bars(loading=False)
-    folder = path if path is not None and path.is_dir() and os.access(path, os.W_OK) else None
-    machine = rehearsed(machine, folder or models_folder())
+    # Beside the disk that was measured, but never into a model's folder.
+    own = path is not None and path.is_dir() and not model_files(path)
+    machine = rehearsed(machine, path if own and path is not None else models_folder())
     say("")
     write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
     return machine

@@ -79,7 +79,9 @@ def main(args: argparse.Namespace) -> None:
     else:
         print(shown(found, facts, args.model))
     if args.output is not None:
-        write_whole(args.output, page(args.model, facts, found, shlex.join(sys.argv)))
+        write_whole(
+            args.output, page(args.model, facts, found, shlex.join(["greenroom", *sys.argv[1:]]))
+        )
         print(f"report: {args.output}", file=sys.stderr)
 
 

@@ -36,9 +36,14 @@ class Observed:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Observed:
         """TypeError or ValueError where it is none."""
-        names = (name for name in cls.__dataclass_fields__ if name != "predicted")
-        numbers = {name: float(entry[name]) for name in names}
-        return cls(**numbers, predicted=bool(entry.get("predicted", False)))
+        return cls(
+            float(entry["seconds"]),
+            float(entry["stall"]),
+            float(entry["fetched"]),
+            float(entry["carried"]),
+            float(entry["busy"]),
+            bool(entry.get("predicted", False)),
+        )
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)

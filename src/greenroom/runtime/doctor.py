@@ -94,7 +94,7 @@ def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[
     """Files to read, and the folder or file that the user would name for them."""
     if path is not None and not path.exists():
         raise UsageError(f"--path {path}: no such file or folder")
-    files = _model_files(path) if path is not None else []
+    files = model_files(path) if path is not None else []
     if files and path is not None:
         total = sum(file.stat().st_size for file in files)
         if total < LEAST_BYTES:
@@ -116,7 +116,8 @@ def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[
         yield [file], folder
 
 
-def _model_files(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
+    """The file, or the weights in a folder."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
