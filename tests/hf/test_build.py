@@ -93,8 +93,11 @@ def test_layers_for_prediction_of_several_tokens_are_ignored(tmp_path: Path) -> 
     assert_dense_equal(draft.load(), reference(cached_tiny("deepseek_v3", shards=1)))
 
 
-def test_no_expert_is_read_and_nothing_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, names = cached_tiny("qwen3_moe"), []
+def test_no_expert_is_read_and_nothing_stays_mapped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(cached_tiny("qwen3_moe"), tmp_path / "model")  # nobody else's
+    names: list[str] = []
     read = Checkpoint.read
 
     def spy(checkpoint: Checkpoint, name: str, *dtype: torch.dtype) -> torch.Tensor:

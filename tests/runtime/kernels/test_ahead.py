@@ -31,7 +31,7 @@ def test_all_is_compiled_and_kept_without_torch(kept):
         return {path.name for path in kept.rglob("*.nbc")}
 
     first = run()
-    assert len(first) == 9
+    assert len(first) == 10
     assert ahead._marker("float16").exists()
     assert run() == first  # found, not made again
 

@@ -51,7 +51,7 @@ def test_whole_numbers_are_the_default_for_weights_of_the_model_s_type_alone() -
         for weight in (coded.layer.up_weight, coded.layer.down_weight):
             assert exact(weight, torch.bfloat16) == (style.name in ("mxfp4", "gguf_mxfp4"))
             assert not exact(weight, torch.float16)
-            parts = [coded.layer.slots.tensor(0, part) for part in weight.parts]
+            parts = [coded.layer.slots.tensor(coded.places[0], part) for part in weight.parts]
             decode = ENCODINGS[style.name].decode
             wide, narrow = (
                 decode(parts, weight.shape, dtype).float()

@@ -46,7 +46,6 @@ from greenroom.runtime.kernels.stored import (
 )
 
 FEW = 16  # tokens
-FEW_STORED = 4  # and where a row of weights is expanded for each of them
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
 _DTYPES = {torch.bfloat16, torch.float16}
 _ROUTERS = {"gate", "router"}  # their choice of experts stays torch's, bit for bit
@@ -214,7 +213,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
     )
     record, enter = Record(stored, rounded), body(layers.gemv, stored.dtype, True)
     (N, K), dtype, grad = stored.shape, stored.dtype, torch.is_grad_enabled
-    stride, wide = 4 * FEW_STORED * K + room(K), N * K > _SERIAL
+    stride, wide = 4 * FEW * K + room(K), N * K > _SERIAL
 
     def forward(input: Tensor) -> Tensor:
         if parameters["weight"] is not None:  # it was given one
@@ -223,7 +222,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
             return input.new_empty(*input.shape[:-1], N)
         size = input.numel()
         if (
-            size > FEW_STORED * K
+            size > FEW * K
             or size == 0
             or input.dtype is not dtype
             or not input.is_contiguous()
