@@ -132,7 +132,7 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
     model = pair(matrix(BY_NAME["q8_0"]))
     assert expanded_bytes(model) == ROWS * COLUMNS * 2
     accelerate(model)
-    x = torch.randn(3, 5, COLUMNS).bfloat16()
+    x = torch.randn(3, FEW, COLUMNS).bfloat16()
     wanted = model[1](x)
     monkeypatch.setattr(accelerated, "EXPANDED", 100 * COLUMNS * 2)
     asked: list[tuple[int, int]] = []
