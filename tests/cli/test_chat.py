@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,12 @@ from tests.server.conftest import Running, launch, saying, thinking
 from tests.server.test_operations import STATS
 
 WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {START}"
+# A session leader takes the terminal that it is given; tests in a shell's background ignore Ctrl-C.
+ON_A_TERMINAL = f"""
+import fcntl, signal, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{WITHOUT_TORCH}"""
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
@@ -222,11 +227,13 @@ class Screen:
 
     def __init__(self, *argv: str, env: dict[str, str]) -> None:
         self.shown = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:  # the child; tests in the background of a shell ignore Ctrl-C
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.environ.update(env)
-            os.execv(sys.executable, [sys.executable, "-c", WITHOUT_TORCH, *argv])
+        self.fd, other = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_A_TERMINAL, *argv],
+            stdin=other, stdout=other, stderr=other, env={**os.environ, **env},
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(other)
 
     def until(self, text: str, seconds: float = 60) -> None:
         """Read until this is shown, after what was waited for before."""
@@ -247,7 +254,8 @@ class Screen:
                     break
             except OSError:  # the terminal has gone with its process
                 break
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.fd)
+        return self.process.wait()
 
 
 @pytest.mark.timeout(120)
@@ -273,6 +281,7 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
         screen.type("\x04")
         assert screen.wait() == 0
     finally:
+        screen.process.kill()
         slow.stop()
     kept = (tmp_path / "greenroom" / "chat_history").read_text()
     assert "Hello" in kept
