@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field, model_validator
-from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.dialogue import Dialogue, ToolCall
-from greenroom.server.answers import Answers, Job, begin
+from greenroom.server.answering import route
+from greenroom.server.answers import Answers, Job
 from greenroom.server.conversation import arguments_of, call, check_tools, thinking
 from greenroom.server.errors import ApiError
 from greenroom.server.formats import json_grammar
@@ -27,9 +27,9 @@ from greenroom.server.params import (
     ToolList,
 )
 from greenroom.server.reading import Delta, End
-from greenroom.server.routes import body_of, described, new_id, served_of
+from greenroom.server.routes import new_id
 from greenroom.server.service import Service
-from greenroom.server.streams import DONE, EventStream, event, told, whole
+from greenroom.server.streams import DONE, event
 from greenroom.server.tallies import FINISH, logprobs, usage
 
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -190,20 +190,7 @@ BODIES = (ChatRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
-    async def chat(request: Request) -> Response:
-        body = await body_of(request, service, ChatRequest)
-        served = served_of(request)
-        answers = await begin(service, served, body.job)
-        shown = Shown(service, body, answers)
-        if not body.stream:
-            return JSONResponse(await whole(request, answers, shown.whole()))
-        events = told(shown.events(), service, served, lambda error: event(error.body("", "")))
-        return EventStream(events, answers, served)
-
-    return routes
+    return route(service, "/v1/chat/completions", ChatRequest, Shown)
 
 
 class Shown:

@@ -6,19 +6,19 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
-from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.dialogue import Dialogue
-from greenroom.server.answers import Answers, Job, begin
+from greenroom.server.answering import route
+from greenroom.server.answers import Answers, Job
 from greenroom.server.errors import ApiError
 from greenroom.server.params import OpenAI, Sampled, Stop, StreamOptions, Tokens
 from greenroom.server.reading import End
 from greenroom.server.requests import Token
-from greenroom.server.routes import body_of, described, new_id, served_of
+from greenroom.server.routes import new_id
 from greenroom.server.service import Service
-from greenroom.server.streams import DONE, EventStream, event, told, whole
+from greenroom.server.streams import DONE, event
 from greenroom.server.tallies import FINISH, finite, usage
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -112,20 +112,7 @@ BODIES = (CompletionRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
-    async def complete(request: Request) -> Response:
-        body = await body_of(request, service, CompletionRequest)
-        served = served_of(request)
-        answers = await begin(service, served, body.job)
-        shown = Shown(service, body, answers)
-        if not body.stream:
-            return JSONResponse(await whole(request, answers, shown.whole()))
-        events = told(shown.events(), service, served, lambda error: event(error.body("", "")))
-        return EventStream(events, answers, served)
-
-    return routes
+    return route(service, "/v1/completions", CompletionRequest, Shown)
 
 
 class Shown:
