@@ -1,7 +1,7 @@
 """Decode from stored formats, Greenroom beside llama.cpp on the same file.
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
-    ... --options '{"kernels": "unrounded"}'
+    ... --kernels numba unrounded
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
 (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
@@ -16,9 +16,11 @@ RAM's bandwidth. With less memory there is none here: what is read depends on th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from common import (
@@ -37,7 +39,7 @@ from floor import ram_bandwidth
 from resident import decode_rate as resident_rate
 
 Runs = dict[str, list[Result]]  # by engine, one a repetition
-PROMPT = 128  # tokens
+COLUMNS = ("GB", "kernels", "Greenroom", "llama.cpp", "ratio")
 
 
 def file_of(root: Path, model: str, kind: str) -> Path:
@@ -61,19 +63,24 @@ def token_bytes(path: Path) -> int:
 
 
 def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callable[[], Result]]:
-    """How to run each engine once; a `limit` of 0 is none."""
+    """How to run each engine once; a `limit` of 0 is none. Greenroom's are named by kernels."""
     inner = 1 if limit else 3
     ours = {"memory": limit} if limit else {"cache": "100%"}
-    return {
-        "greenroom": lambda: run_worker(
-            "greenroom", path, limit, threads=args.threads, prompt=PROMPT,
-            tokens=args.tokens, repeats=inner, options=args.options, **ours,
-        ),
-        "llama.cpp": lambda: run_llama_bench(
-            args.llama_bench, path, limit, threads=args.threads, prompt=PROMPT,
-            tokens=args.peer_tokens if limit else args.tokens, repeats=inner,
-        ),
-    }  # fmt: skip
+
+    def greenroom(kernels: str) -> Result:
+        return run_worker(
+            "greenroom", path, limit, threads=args.threads, prompt=args.prompt,
+            tokens=args.tokens, repeats=inner, options=json.dumps({"kernels": kernels}), **ours,
+        )  # fmt: skip
+
+    found: dict[str, Callable[[], Result]] = {
+        kernels: partial(greenroom, kernels) for kernels in args.kernels
+    }
+    found["llama.cpp"] = lambda: run_llama_bench(
+        args.llama_bench, path, limit, threads=args.threads, prompt=args.prompt,
+        tokens=args.peer_tokens if limit else args.tokens, repeats=inner,
+    )  # fmt: skip
+    return found
 
 
 def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path, Runs]]:
@@ -82,7 +89,8 @@ def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path
         limit = int(path.stat().st_size * args.share) if limited else 0
         for repeat in range(args.repeats):
             engines = list(turns(args, limit, path).items())
-            for engine, run in engines[repeat % 2 :] + engines[: repeat % 2]:
+            turn = repeat % len(engines)
+            for engine, run in engines[turn:] + engines[:turn]:
                 result = run()
                 runs[engine].append(result)
                 said = result.get("error") or f"{decode_rate(result):.2f} tokens/s"
@@ -90,16 +98,19 @@ def measure(args: argparse.Namespace, limited: bool) -> Iterator[tuple[str, Path
         yield kind, path, runs
 
 
-def row(kind: str, path: Path, runs: Runs, rate: Callable[[Result], float]) -> list[str]:
+def row(
+    kind: str, path: Path, runs: Runs, kernels: str, rate: Callable[[Result], float]
+) -> list[str]:
     pairs = [
         (rate(a), rate(b))
-        for a, b in zip(runs["greenroom"], runs["llama.cpp"], strict=True)
+        for a, b in zip(runs[kernels], runs["llama.cpp"], strict=True)
         if "error" not in a | b
     ]
-    ours, theirs = (median_of(runs[engine], rate) for engine in ("greenroom", "llama.cpp"))
-    said = [f"{each:.3g}" if each else runs[engine][0]["error"]
-            for each, engine in ((ours, "greenroom"), (theirs, "llama.cpp"))]  # fmt: skip
-    return [kind, f"{path.stat().st_size / 1e9:.2f}", *said, show_ratio(pairs)]
+    said = []
+    for engine in (kernels, "llama.cpp"):
+        each = median_of(runs[engine], rate)
+        said.append(f"{each:.3g}" if each else runs[engine][0]["error"])
+    return [kind, f"{path.stat().st_size / 1e9:.2f}", kernels, *said, show_ratio(pairs)]
 
 
 def resident(args: argparse.Namespace, ram: float) -> str:
@@ -109,24 +120,21 @@ def resident(args: argparse.Namespace, ram: float) -> str:
     rows = []
     for kind, path, runs in measure(args, limited=False):
         floor = ram / token_bytes(path)
-        ours = median_of(runs["greenroom"], rate)
-        share = f"{ours / floor:.0%}" if ours else "-"
-        rows.append([*row(kind, path, runs, rate), f"{floor:.1f}", share])
-    return table(
-        ("everything resident", "GB", "Greenroom", "llama.cpp", "ratio", "floor", "% of floor"),
-        rows,
-    )
+        for kernels in args.kernels:
+            ours = median_of(runs[kernels], rate)
+            share = f"{ours / floor:.0%}" if ours else "-"
+            rows.append([*row(kind, path, runs, kernels, rate), f"{floor:.1f}", share])
+    return table(("everything resident", *COLUMNS, "floor", "% of floor"), rows)
 
 
 def limited(args: argparse.Namespace) -> str:
     rows = []
     for kind, path, runs in measure(args, limited=True):
-        peak = median_of(runs["greenroom"], lambda r: (r["peak_bytes"] or 0) / 1e9)
-        line = row(kind, path, runs, decode_rate)
-        rows.append([*line, f"{peak:.2f}" if peak is not None else "-"])
-    return table(
-        (f"{args.share:.0%} of the file", "GB", "Greenroom", "llama.cpp", "ratio", "peak GB"), rows
-    )
+        for kernels in args.kernels:
+            peak = median_of(runs[kernels], lambda r: (r["peak_bytes"] or 0) / 1e9)
+            line = row(kind, path, runs, kernels, decode_rate)
+            rows.append([*line, f"{peak:.2f}" if peak is not None else "-"])
+    return table((f"{args.share:.0%} of the file", *COLUMNS, "peak GB"), rows)
 
 
 def main() -> None:
@@ -140,7 +148,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--peer-tokens", type=int, default=8, help="of llama.cpp, limited")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--options", default="{}", help="options of greenroom.load, as JSON")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--kernels", nargs="+", default=["numba"], help="of Greenroom")
     parser.add_argument("--only", choices=("resident", "limited"))
     args = parser.parse_args()
     ram = ram_bandwidth(args.threads)

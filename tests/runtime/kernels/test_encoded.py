@@ -118,7 +118,8 @@ def test_two_encodings_in_one_expert(up: str | None, down: str | None) -> None:
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     style = BY_NAME[data.draw(st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0"]))]
-    hidden, inner = (32 * data.draw(st.integers(1, 9)) for _ in range(2))
+    blocks = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector has 16 scales
+    hidden, inner = (32 * data.draw(blocks) for _ in range(2))
     module = experts("qwen3_moe", torch.bfloat16, hidden, inner)
     check(Coded(module, style, style, data.draw(st.integers(0, 99))), data.draw(st.integers(1, 12)))
 

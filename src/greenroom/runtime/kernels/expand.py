@@ -174,7 +174,8 @@ def in_vectors(
 ) -> None:
     """Prepare scales value(at, left), at .. at + LANES of `count`, of which `left` exist or all.
 
-    The last store is whole too, since a load soon after a masked one waits for it.
+    The last LANES overlap with those before; only where there are fewer do some not exist. Stores
+    are whole there too, since a load soon after a masked one waits for it.
     """
 
     def put(at: Value, left: Value | None) -> None:
@@ -182,10 +183,14 @@ def in_vectors(
         store(b, scales, at_byte(b, row.ready, b.shl(at, I64(2))))
 
     left = b.and_(count, I64(LANES - 1))
-    with each(b, b.sub(count, left), LANES) as (at, _):
-        put(at, None)
-    with b.if_then(b.icmp_signed(">", left, I64(0))):
-        put(b.sub(count, left), left)
+    with b.if_else(b.icmp_signed(">=", count, I64(LANES))) as (many, few):
+        with many:
+            with each(b, b.sub(count, left), LANES) as (at, _):
+                put(at, None)
+            with b.if_then(b.icmp_signed(">", left, I64(0))):
+                put(b.sub(count, I64(LANES)), None)
+        with few:
+            put(I64(0), count)
 
 
 def contiguous(shift: int, widened: Callable[[Builder, Value, Value, Value | None], Value]) -> Any:
@@ -246,15 +251,38 @@ def shared(kind: Any, factor: float = 1.0) -> Any:
 
 def inside(width: int, element: Any, read: Callable[[Builder, Value], Value]) -> Any:
     """Scales that begin blocks of 32 inputs and `width` bytes: LANES elements -> float32."""
+    picked = _picked if LANES == 16 and element == I16 else apart
 
     def prepare(b: Builder, row: Row) -> None:
         def value(at: Value, left: Value | None) -> Value:
             first = at_byte(b, row.codes, b.mul(at, I64(width)))
+            if left is None:
+                return read(b, picked(b, first, width, element, None))
             return read(b, apart(b, first, width, element, left))
 
         in_vectors(b, row, b.lshr(row.inputs, I64(5)), value)
 
     return prepare
+
+
+def _picked(b: Builder, address: Value, width: int, element: Any, left: None) -> Value:
+    """As `apart`, of words that all exist: picked out of pairs of whole vectors."""
+    words, kind = width // 2, vector_of(element, 32)
+    count = 63 // words + 1  # of a pair of vectors
+    count = 1 << (count.bit_length() - 1)
+    found = ir.Constant(kind, ir.Undefined)
+    for start in range(0, LANES, count):
+        mine = range(start, start + count)
+        first = at_byte(b, address, start * width)
+        pair = [
+            b.load(b.inttoptr(at_byte(b, first, 64 * i), kind.as_pointer()), align=1)
+            for i in range(2)
+        ]
+        picks = [words * (i - start) if i in mine else i for i in range(32)]
+        some = b.shuffle_vector(*pair, constant(picks, I32))
+        kept = [32 + i if i in mine else i for i in range(32)]
+        found = b.shuffle_vector(found, some, constant(kept, I32)) if start else some
+    return b.shuffle_vector(found, found, constant(NATURAL, I32))
 
 
 def apart(b: Builder, address: Value, width: int, element: Any, left: Value | None) -> Value:
