@@ -79,9 +79,15 @@ class Dialogue:
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
     def chat(
-        self, messages: Messages, tools: Tools | None = None, resume: bool = False, **told: Any
+        self,
+        messages: Messages,
+        tools: Tools | None = None,
+        resume: bool = False,
+        ends: bool = False,
+        **told: Any,
     ) -> list[int]:
-        """Ids of a conversation, up to where the model speaks, or goes on where `resume`.
+        """Ids of a conversation, up to where the model speaks, or goes on where `resume`, or to
+        its end where it `ends`.
 
         `told` are further variables of the template. UsageError where it cannot take the messages.
         """
@@ -91,7 +97,7 @@ class Dialogue:
             made = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
-                add_generation_prompt=not resume,
+                add_generation_prompt=not (resume or ends),
                 continue_final_message=resume,
                 return_dict=True,
                 **told,

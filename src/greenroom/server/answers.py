@@ -43,7 +43,7 @@ class Job:
 
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
         """For the answer of this index."""
-        if self.plain or self.grammar is not None:
+        if self.plain or (self.grammar is not None and self.tools is None):
             speaker: Any = Plain(dialogue)
         else:
             speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)

@@ -7,15 +7,23 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from greenroom.hf.dialogue import Dialogue, ToolCall
 from greenroom.server.answering import route
 from greenroom.server.answers import Answers, Job
-from greenroom.server.conversation import arguments_of, call, check_tools, thinking
+from greenroom.server.calls import call_grammar
+from greenroom.server.conversation import (
+    arguments_of,
+    call,
+    check_tools,
+    thinking,
+    without_thinking,
+)
 from greenroom.server.errors import ApiError
 from greenroom.server.formats import json_grammar
 from greenroom.server.params import (
+    Choice,
     Name,
     OpenAI,
     Sampled,
@@ -25,6 +33,8 @@ from greenroom.server.params import (
     Text,
     Tokens,
     ToolList,
+    choice_of,
+    choice_schema,
 )
 from greenroom.server.reading import Delta, End
 from greenroom.server.routes import new_id
@@ -32,6 +42,10 @@ from greenroom.server.service import Service
 from greenroom.server.streams import DONE, event
 from greenroom.server.tallies import FINISH, logprobs, usage
 
+NAMED = ("function", "name")
+ToolChoice = Annotated[
+    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
+]
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -128,7 +142,7 @@ class ChatRequest(OpenAI, Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: ToolList | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: EFFORTS | None = None
@@ -154,14 +168,15 @@ class ChatRequest(OpenAI, Sampled):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
             raise ValueError("tool_choice needs tools")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:
         """What the engine is asked. ApiError where this model cannot do it."""
         grammar = self.response_format.grammar() if self.response_format else None
-        tools = [tool.told() for tool in self.tools or []] if self.tool_choice != "none" else []
+        choice = self.tool_choice or Choice()
+        tools = [tool.told() for tool in self.tools or []] if choice.kind != "none" else []
         if tools:
             check_tools(dialogue)
             if grammar is not None:
@@ -171,10 +186,14 @@ class ChatRequest(OpenAI, Sampled):
             check_tools(dialogue, "messages of the role tool")
         messages = [one.told(f"messages.{i}") for i, one in enumerate(self.messages)]
         options = thinking(dialogue, self.reasoning_effort, "reasoning_effort")
-        if grammar is not None and not options and dialogue.reads("enable_thinking"):
-            options = {"enable_thinking": False}  # JSON is all that it can say
+        if grammar is not None or choice.forced:  # it can say nothing else
+            options = options or without_thinking(dialogue)
+        ids = dialogue.chat(messages, tools, **options)
+        if tools:
+            strict = {tool.function.name for tool in self.tools or () if tool.function.strict}
+            grammar = call_grammar(dialogue, ids, tools, choice, strict)
         return Job(
-            prompts=(tuple(dialogue.chat(messages, tools, **options)),),
+            prompts=(tuple(ids),),
             sampling=self.sampling(),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,

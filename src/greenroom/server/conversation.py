@@ -46,3 +46,8 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
         return {"reasoning_effort": effort}
     raise ApiError(400, f"{param} {effort!r} is not supported by this model's chat template",
                    param=param, code="unsupported_value")  # fmt: skip
+
+
+def without_thinking(dialogue: Dialogue) -> dict[str, Any]:
+    """What the template is told where an answer has no room for reasoning."""
+    return {"enable_thinking": False} if dialogue.reads("enable_thinking") else {}

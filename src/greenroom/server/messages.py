@@ -12,10 +12,22 @@ from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.dialogue import Dialogue
 from greenroom.server.answers import Answers, Job, begin
-from greenroom.server.conversation import call, check_tools, thinking
+from greenroom.server.calls import call_grammar
+from greenroom.server.conversation import call, check_tools, thinking, without_thinking
 from greenroom.server.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.formats import json_grammar
-from greenroom.server.params import CallId, Name, Share, Strict, Text, Tokens, by_type, tag
+from greenroom.server.params import (
+    CallId,
+    Choice,
+    Name,
+    Share,
+    Strict,
+    Text,
+    Tokens,
+    by_type,
+    tag,
+    tool_told,
+)
 from greenroom.server.reading import Delta, End
 from greenroom.server.requests import Sampling
 from greenroom.server.routes import body_of, described, new_id, served_of
@@ -117,16 +129,28 @@ class AnthropicTool(Strict):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
     def told(self) -> dict[str, Any]:
-        described = {"name": self.name, "description": self.description or ""}
-        return {"type": "function", "function": {**described, "parameters": self.input_schema}}
+        return tool_told(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(Strict):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("tool_choice.name belongs to the type tool")
+        return self
+
+    @property
+    def choice(self) -> Choice:
+        if self.type == "tool":
+            return Choice("named", self.name)
+        return Choice("required" if self.type == "any" else self.type)
 
 
 class Thinking(Strict):
@@ -165,6 +189,8 @@ class CountRequest(Strict):
 
     def ids(self, dialogue: Dialogue) -> tuple[int, ...]:
         """The prompt's tokens. ApiError where this model cannot be told."""
+        if self._choice.forced and not self.tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         messages = [told for turn in self.messages for told in turn.told()]
         if any(told["role"] == "tool" or "tool_calls" in told for told in messages):
             check_tools(dialogue, "tool_use and tool_result blocks")
@@ -184,9 +210,16 @@ class CountRequest(Strict):
                            " output_config.format")  # fmt: skip
         return [tool.told() for tool in self.tools]
 
+    @property
+    def _choice(self) -> Choice:
+        return self.tool_choice.choice if self.tool_choice else Choice()
+
     def _how(self, dialogue: Dialogue) -> dict[str, Any]:
         effort = self.output_config.effort if self.output_config else None
         how = thinking(dialogue, effort, "output_config.effort")
+        form = self.output_config.format if self.output_config else None
+        if form is not None or self._choice.forced:  # it can say nothing else
+            how = how or without_thinking(dialogue)
         if self.thinking and self.thinking.type == "disabled":
             how |= thinking(dialogue, "none", "thinking")
         return how
@@ -209,18 +242,25 @@ class MessagesRequest(CountRequest):
     inference_geo: None = None
 
     def job(self, dialogue: Dialogue) -> Job:
-        form = self.output_config.format if self.output_config else None
-        where = "output_config.format.schema"
         one = self.tool_choice is not None and bool(self.tool_choice.disable_parallel_tool_use)
+        ids, tools = self.ids(dialogue), self.tools_told(dialogue)
         return Job(
-            prompts=(self.ids(dialogue),),
+            prompts=(ids,),
             sampling=Sampling(self.temperature, self.top_p, self.top_k),
             max_tokens=self.max_tokens,
             stops=tuple(self.stop_sequences or ()),
-            grammar=json_grammar(form.schema_, where) if form else None,
-            tools=self.tools_told(dialogue) or None,
+            grammar=self._grammar(dialogue, ids, tools),
+            tools=tools or None,
             one_call=one,
         )
+
+    def _grammar(
+        self, dialogue: Dialogue, ids: tuple[int, ...], tools: list[dict[str, Any]]
+    ) -> str | None:
+        if self.output_config and self.output_config.format:
+            return json_grammar(self.output_config.format.schema_, "output_config.format.schema")
+        strict = {tool.name for tool in self.tools or () if tool.strict}
+        return call_grammar(dialogue, ids, tools, self._choice, strict) if tools else None
 
 
 BODIES = (MessagesRequest, CountRequest)

@@ -6,6 +6,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -145,6 +146,52 @@ def by_type(default: str | None = None) -> Discriminator:
     return Discriminator(tag_of)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who chooses whether a tool is called: the model (auto), or this request."""
+
+    kind: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Must the answer be a call?"""
+        return self.kind in ("required", "named")
+
+
+def choice_of(inner: tuple[str, ...]) -> Any:
+    """A validator of OpenAI's tool_choice; a tool's name lies at these keys."""
+
+    def chosen(value: Any) -> Choice:
+        if value in ("auto", "none", "required"):
+            return Choice(value)
+        if isinstance(value, dict) and value.get("type") == "function":
+            rest: Any = {key: part for key, part in value.items() if key != "type"}
+            for key in inner:
+                rest = rest[key] if isinstance(rest, dict) and set(rest) == {key} else None
+            if isinstance(rest, str):
+                return Choice("named", rest)
+        raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
+                         " form of this API")  # fmt: skip
+
+    return chosen
+
+
+def choice_schema(inner: tuple[str, ...]) -> dict[str, Any]:
+    """What `choice_of` takes, as JSON schema."""
+    named: dict[str, Any] = {"type": "string"}
+    for key in reversed(inner):
+        named = {
+            "type": "object",
+            "properties": {key: named},
+            "required": [key],
+            "additionalProperties": False,
+        }
+    named["properties"]["type"] = {"const": "function"}
+    named["required"] = ["type", *named["required"]]
+    return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -188,11 +235,23 @@ class OpenAI(Strict):
     service_tier: Literal["auto", "default"] | None = None
 
 
+def tool_told(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
 class Function(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -201,9 +260,8 @@ class Tool(Strict):
 
     def told(self) -> dict[str, Any]:
         """As chat templates take it."""
-        parameters = self.function.parameters or {"type": "object", "properties": {}}
-        described = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": {**described, "parameters": parameters}}
+        function = self.function
+        return tool_told(function.name, function.description, function.parameters)
 
 
 ToolList = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]

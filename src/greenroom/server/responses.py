@@ -7,33 +7,48 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from starlette.responses import JSONResponse, Response
 
 from greenroom.hf.dialogue import Dialogue
 from greenroom.server.answers import Answers, Job, begin
+from greenroom.server.calls import call_grammar
 from greenroom.server.chat import EFFORTS
-from greenroom.server.conversation import arguments_of, call, check_tools, thinking
+from greenroom.server.conversation import (
+    arguments_of,
+    call,
+    check_tools,
+    thinking,
+    without_thinking,
+)
 from greenroom.server.errors import ApiError
 from greenroom.server.formats import json_grammar
 from greenroom.server.output import Output
 from greenroom.server.params import (
     CallId,
+    Choice,
     Name,
     OpenAI,
     Sampled,
     Strict,
     Tokens,
     by_type,
+    choice_of,
+    choice_schema,
     tag,
     text_of,
     text_schema,
+    tool_told,
 )
 from greenroom.server.reading import End
 from greenroom.server.routes import body_of, described, new_id, served_of
 from greenroom.server.service import Service
 from greenroom.server.streams import EventStream, event, told, whole
 
+NAMED = ("name",)
+ToolChoice = Annotated[
+    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
+]
 LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 _TEXT = ("input_text", "output_text", "text")
@@ -114,12 +129,10 @@ class ResponsesTool(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
     def told(self) -> dict[str, Any]:
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        described = {"name": self.name, "description": self.description or ""}
-        return {"type": "function", "function": {**described, "parameters": parameters}}
+        return tool_told(self.name, self.description, self.parameters)
 
 
 class Format(Strict):
@@ -159,7 +172,7 @@ class ResponsesRequest(OpenAI, Sampled):
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -190,7 +203,7 @@ class ResponsesRequest(OpenAI, Sampled):
     def _fits(self) -> ResponsesRequest:
         if self.top_logprobs is not None and not self.include:
             raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
             raise ValueError("tool_choice needs tools")
         return self
 
@@ -198,7 +211,8 @@ class ResponsesRequest(OpenAI, Sampled):
         """What the engine is asked. ApiError where this model cannot do it."""
         form = self.text.format if self.text else None
         grammar = form.grammar() if form else None
-        tools = [tool.told() for tool in self.tools or []] if self.tool_choice != "none" else []
+        choice = self.tool_choice or Choice()
+        tools = [tool.told() for tool in self.tools or []] if choice.kind != "none" else []
         if tools:
             check_tools(dialogue)
             if grammar is not None:
@@ -206,9 +220,12 @@ class ResponsesRequest(OpenAI, Sampled):
                                " text.format", param="text.format")  # fmt: skip
         effort = self.reasoning.effort if self.reasoning else None
         options = thinking(dialogue, effort, "reasoning.effort")
-        if grammar is not None and not options and dialogue.reads("enable_thinking"):
-            options = {"enable_thinking": False}  # JSON is all that it can say
+        if grammar is not None or choice.forced:  # it can say nothing else
+            options = options or without_thinking(dialogue)
         ids = dialogue.chat(self._messages(dialogue), tools, **options)
+        if tools:
+            strict = {tool.name for tool in self.tools or () if tool.strict}
+            grammar = call_grammar(dialogue, ids, tools, choice, strict)
         return Job(
             prompts=(tuple(ids),),
             sampling=self.sampling(),
@@ -243,6 +260,10 @@ def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" in both:
         both["tool_calls"] = [*first.get("tool_calls", ()), *then.get("tool_calls", ())]
     return both
+
+
+def _choice(choice: Choice) -> Any:
+    return {"type": "function", "name": choice.name} if choice.name else choice.kind
 
 
 BODIES = (ResponsesRequest,)
@@ -290,7 +311,7 @@ class Shown:
             "store": False,
             "temperature": body.temperature,
             "text": {"format": _format(body)},
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": _choice(body.tool_choice or Choice()),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
