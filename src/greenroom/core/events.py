@@ -14,7 +14,8 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    `tails` say how much each matters (see `gates`), where misses may be served with less. A pass that reads (a block of) a prompt is `prefill`.
+    `tails` say how much each matters (see `gates`), where misses may be served with less. A pass
+    that reads (a block of) a prompt is `prefill`.
     """
 
     step: int

@@ -305,8 +305,8 @@ class Scheduler(Precision, Straight):
     def _finish(self, step: Step, actions: list[Action]) -> None:
         if step.served.pinned:
             freed = step.freed
-            pinned = step.experts[: step.asked]
-            pinned = [e for e in pinned.tolist() if e not in freed] if freed else pinned
+            asked = step.experts[: step.asked]
+            pinned = [e for e in asked.tolist() if e not in freed] if freed else asked
             self.cache.release(np.asarray(pinned, np.int64))
         for piece in step.passing:  # of a step that was given up
             self._give_back(piece)

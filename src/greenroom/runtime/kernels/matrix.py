@@ -22,7 +22,8 @@ from greenroom.runtime.kernels import encoded, integer, packing, whole
 from greenroom.runtime.kernels.expand import GROUP, NAMES
 from greenroom.runtime.kernels.openmp import Body, body
 
-_GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
+# Inputs that share a scale, where that is fixed; int4's are 64 where int8 contains it.
+_GROUPS = {"int8": PACKED["int8"], "mxfp4": GROUP}
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
 # of a float32 are 0 in such a scale.
 _SHORT = {"int4": (1 << 19) - 1}
