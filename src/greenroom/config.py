@@ -159,6 +159,14 @@ def thresholds_of(
     return low, skip_below, substitute_below
 
 
+def share_of(value: str, what: str) -> float:
+    """A share, written as 12.5%. UsageError for what is none."""
+    share = Amount.parse(value, what).share
+    if share is None:
+        raise UsageError(f"{what} is a share, as 12.5%: {value!r}")
+    return share
+
+
 BUDGETS = "greenroom-budgets"  # the format of such a file
 
 
@@ -300,8 +308,7 @@ class LoadConfig:
         split_of(self.split)
         _check_choices(self)
         thresholds_of(self.miss_precision, self.low_below, self.skip_below, self.substitute_below)
-        if Amount.parse(self.low_share, "--low-share").share is None:
-            raise UsageError(f"--low-share is a share of the cache, as 12.5%: {self.low_share!r}")
+        share_of(self.low_share, "--low-share")
         if self.miss_precision != "off" and self.split != "off":
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 

@@ -3,9 +3,9 @@
 A token's gate weights, normalised to a sum of 1, are taken in descending order. HOBBIT (section
 3.2, equation 2) gives expert i the score s_i = the sum of those before it: 0 is the most important
 one, and it grows as an expert matters less. Here it is told from the other end: an expert's *tail*
-is 1 - s_i, its own weight and all smaller ones. The first expert's tail is 1. HOBBIT's thresholds T1 = 0.6 and
-T2 = 0.9 on s are 0.4 and 0.1 on tails. The paper finds the weight to go with the size of what the
-expert gives (correlation 0.99), and it is known before anything is fetched.
+is 1 - s_i, its own weight and all smaller ones. The first expert's tail is 1. HOBBIT's thresholds
+T1 = 0.6 and T2 = 0.9 on s are 0.4 and 0.1 on tails. The paper finds the weight to go with the size
+of what the expert gives (correlation 0.99), and it is known before anything is fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots of experts that are stored as two planes of four bits, of which the first is a copy in int4.
+"""Slots of experts that are stored as two planes of four bits, the first of them an int4 copy.
 
 A nested int8 expert has codes 16 h + l, where h is what the int4 copy says, in steps of 16 scales,
 and l from -8 to 7 is what it lacks. Bytes arrive plane by plane, in any order: h goes to the first
