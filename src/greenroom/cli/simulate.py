@@ -220,8 +220,8 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes", *LESSER,
-                     "dense_bytes", "store", "processor"):  # fmt: skip
+        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
+                     "dense_bytes", "store", "processor", *LESSER):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
@@ -374,8 +374,8 @@ def table(rows: list[Row], trace: Trace) -> str:
 
 
 def _line(row: Row, experts: int, ahead: bool, inexact: bool) -> list[str]:
-    """A row of the table; `ahead`: with what became of the prefetches, as shares of them; `inexact`:
-    with the share of evaluations that were."""
+    """A row of the table; `ahead`: with what became of the prefetches, as shares of them;
+    `inexact`: with the share of evaluations that were."""
     from greenroom.sim.report import show_time
 
     def share(part: float | None, of: float = 1.0) -> str:

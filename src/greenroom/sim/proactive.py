@@ -92,8 +92,9 @@ def proactive(
 
     `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
     the memory of so many whole experts. `lesser` says what misses may be served with instead of the
-    exact expert; copies come out of the same memory. Up to `ahead` slots are on loan to prefetches (default: as
-    a run has it). With `reset` every request begins with an empty cache; what was learned stays.
+    exact expert; copies come out of the same memory. Up to `ahead` slots are on loan to prefetches
+    (default: as a run has it). With `reset` every request begins with an empty cache; what was
+    learned stays.
     UsageError where the predictor needs what a trace does not have, and where the policy must know
     what comes.
     """
@@ -103,7 +104,8 @@ def proactive(
     if lesser is not None:
         _check_lesser(trace, devices, host, split)
         found = lesser.pieces(trace, expert_bytes, capacity, chunk_bytes)
-        pieces = found or Pieces.whole(offsets, [expert_bytes] * trace.layers, [chunks] * offsets[-1])
+        nbytes = [expert_bytes] * trace.layers
+        pieces = found or Pieces.whole(offsets, nbytes, [chunks] * offsets[-1])
     elif split is None:
         nbytes = [expert_bytes] * trace.layers
         pieces = Pieces.whole(offsets, nbytes, [chunks] * offsets[-1], devices)
@@ -258,8 +260,8 @@ def _recording(trace: Trace, choice: Choice) -> str | None:
 def passes(
     trace: Trace, stream: Stream, tails: bool = False
 ) -> Iterator[tuple[PassBegins, list[TraceStep]]]:
-    """A trace in runtime order, pass by pass, as the event machine takes it; with `tails` it is told
-    how much each expert matters."""
+    """A trace in runtime order, pass by pass, as the event machine takes it; with `tails` it is
+    told how much each expert matters."""
     tokens = np.diff(trace.pass_starts)
     firsts = np.searchsorted(stream.token, np.arange(trace.passes + 1))
     requests = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1

@@ -98,8 +98,8 @@ class Study:
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching, splits, low-precision misses, a host tier and several devices need"
-                    " the experts of a step to be safe: pin step"
+                    "prefetching, splits, misses that get less, a host tier and several devices"
+                    " need the experts of a step to be safe: pin step"
                 )
             played = proactive(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,

@@ -112,5 +112,6 @@ def unread(weight: WeightSpec) -> str:
         group = columns // across
         odd = across > 1 and (group % GROUP or columns % across)
         if odd or rows % down or _GROUPS.get(name, group) != group:
-            return f"{weight.encoding} with scales for {rows / down:g} x {columns / across:g} weights"
+            of = f"{rows / down:g} x {columns / across:g} weights"
+            return f"{weight.encoding} with scales for {of}"
     return ""
