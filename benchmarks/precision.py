@@ -80,6 +80,7 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
     model, tokenizer = load_with(str(folder), config, remember=False)
     try:
         greenroom = model.greenroom
+        model.generation_config.min_new_tokens = args.tokens
         sampling = SamplingConfig(max_new_tokens=args.tokens, temperature=1.0, seed=seed)
         done = answer(model, tokenizer, prompt, sampling, raw=True, context=2048)
         stats = greenroom.stats()

@@ -137,8 +137,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("of", "at"), CASES, ids=str)
-@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(
+    ("of", "at", "fake"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)], ids=str
+)
 def test_a_run_computes_what_was_decided(of, at, fake):
     folder, prompt = with_copies(*of), ids(1, 5)
     model = attached(folder, at, kernels="eager", fake=fake)
@@ -177,10 +178,12 @@ def test_nothing_else_is_needed_to_leave_out_and_to_replace():
     assert len(found) > 0
 
 
-@pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
+@pytest.mark.parametrize(("of", "at"), [*CASES[:2], (None, Thresholds(skip=0.9))], ids=str)
 def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
-    """The same decisions: thresholds of one step from an empty cache."""
-    folder, prompt, logits = with_copies(*of), ids(1, 1), []
+    """The same decisions: thresholds of one step from an empty cache. The last has biases, which
+    weigh nothing either where an expert is left out."""
+    folder = source("gpt_oss") if of is None else with_copies(*of)
+    prompt, logits = ids(1, 1), []
     for kernels in ("eager", "numba", "unrounded"):
         model = attached(folder, at, kernels=kernels)
         try:
