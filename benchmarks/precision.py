@@ -5,9 +5,10 @@
 
 With MODEL: packs of it are made in a temporary folder (as stored with copies in int4 and in int8,
 and int8 that contains int4). The same prompts are answered in turns by every way of serving misses,
-throttled to --read-limit; median TPOT, its ratio to the exact run of the same pack with an interval
-over rounds, bytes read a token, and the shares that were not exact. KL divergence and perplexity
-are of the same text read token by token, against the exact run of the same pack.
+throttled to --read-limit; TPOT is the median of an answer's, and of answers; its ratio to the exact
+run of the same pack with an interval over rounds, bytes read a token, and the shares that were not
+exact. KL divergence and perplexity are of the same text read token by token, against the exact run
+of the same pack.
 
 With --traces: recordings that hold gate weights, simulated. An expert computes in 1 ms, a layer's
 other parts in 1 ms, and a transfer of an exact expert takes 1, 2 or 4 ms.
@@ -86,7 +87,7 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
         stats = greenroom.stats()
     finally:
         model.greenroom.detach()
-    way.tpots.append(float(np.mean(done.gaps[SETTLE:])))
+    way.tpots.append(float(np.median(done.gaps[SETTLE:])))
     way.nbytes.append(stats.bytes_read / (done.prompt_tokens + done.new_tokens))
     way.lesser = stats.lesser
 

@@ -274,7 +274,7 @@ class Stage(Theatre):
     named=st.sampled_from(["lru", "next-use", "arc"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_order_of_events_computes_every_request_once(
     steps, capacity, lanes, chunks, scope, nested, at, seats, ahead, failing, named, seed
 ):

@@ -3,8 +3,8 @@ is there, or nothing (HOBBIT, section 3.2). What it changes in the output is the
 
 A miss of decoding is judged by its expert's tail (see `gates`), and served by the first of these
 that is allowed and has a threshold above the tail: left out; computed with the weights of a buddy
-(see `buddies`); computed from its low-precision copy. Hits, what is being prefetched, and prompts
-are exact. The policy hears of exact experts alone.
+(see `buddies`); computed from its low-precision copy. Hits and prompts are exact, and so is what a
+prefetch has begun the last chunk of; others are given up. The policy hears of exact experts alone.
 
 Copies have slots of their own, the least recently used makes room. Where copy and expert are
 nested, an exact miss whose copy is there fetches only what the copy lacks, and joins the two.
@@ -84,7 +84,7 @@ class Precision(Halves):
         assert event.tails is not None
         for request in small:
             expert, tail = int(event.experts[request]), float(event.tails[request])
-            if expert in self.buffer.held:
+            if expert in self.buffer.held and self._comes(expert):
                 continue
             if tail < at.skip:
                 lesser.left_out.append(expert)
@@ -92,9 +92,17 @@ class Precision(Halves):
                 lesser.buddies[expert] = buddy
             elif tail < at.low:
                 lesser.low.append(expert)
+        for expert in (*lesser.low, *lesser.left_out, *lesser.buddies):
+            if expert in self.buffer.held:  # the prefetch of it is given up
+                self._drop(expert)
         for buddy in {*lesser.buddies.values()}:  # not a victim of this step
             self.cache.state.pinned[buddy] += 1
         return lesser
+
+    def _comes(self, expert: int) -> bool:
+        """Whether a prefetched expert is there, or all that is left of it under way."""
+        entry = self.queue.entries.get(expert)
+        return entry is None or (entry.started == entry.chunks and not entry.dropped)
 
     def _buddy(self, event: Routed, expert: int, so_far: Lesser) -> int:
         """Who may stand in for an expert: resident, and not chosen in this step; -1: nobody."""
