@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ UNITS = {
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 SCOPES = ("shared", "per-layer")
+PRECISIONS = ("off", "int8", "int4")  # that misses may be served in
 KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
 
 
@@ -126,6 +128,45 @@ def split_of(split: str) -> float | tuple[float, ...] | str | None:
     return found[0] if len(found) == 1 else found
 
 
+LOW_BELOW = 0.4  # of a token's gate weights: HOBBIT's T1 = 0.6, from the other end
+
+
+def thresholds_of(
+    miss_precision: str, low_below: float | None, skip_below: float, substitute_below: float
+) -> tuple[float, float, float]:
+    """(low, skip, substitute): tails below which misses get less; 0 where that is off. UsageError
+    for what is no share, and where one of them leaves another nothing to do."""
+    named = {
+        "low-below": low_below, "skip-below": skip_below, "substitute-below": substitute_below,
+    }  # fmt: skip
+    for name, value in named.items():
+        if value is not None and not 0 <= value <= 1:
+            raise UsageError(f"--{name} is a share of the gate weights, from 0 to 1: {value}")
+    if miss_precision == "off":
+        if low_below is not None:
+            raise UsageError("--low-below is for --miss-precision, which is off: give both")
+        low = 0.0
+    else:
+        low = LOW_BELOW if low_below is None else low_below
+        if low == 0:
+            raise UsageError("--low-below 0 serves no miss from its copy: leave out both")
+    order = [(name, v) for name, v in (
+        ("skip-below", skip_below), ("substitute-below", substitute_below), ("low-below", low),
+    ) if v]  # fmt: skip
+    for (name, value), (above, more) in pairwise(order):
+        if value >= more:
+            raise UsageError(f"--{name} {value:g} must be less than --{above} {more:g}")
+    return low, skip_below, substitute_below
+
+
+def share_of(value: str, what: str) -> float:
+    """A share, written as 12.5%. UsageError for what is none."""
+    share = Amount.parse(value, what).share
+    if share is None:
+        raise UsageError(f"{what} is a share, as 12.5%: {value!r}")
+    return share
+
+
 BUDGETS = "greenroom-budgets"  # the format of such a file
 
 
@@ -191,6 +232,27 @@ class LoadConfig:
         " budgets` say; auto sets budgets and shares by what earlier runs recorded (MoEpic's"
         " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
     )  # fmt: skip
+    miss_precision: str = _option(
+        "off", "serve misses of small gate weight from the low-precision copies of a pack that has"
+        " them (pack --miss-precision): faster, but THE OUTPUT CHANGES, and depends on what the"
+        " cache holds", None, PRECISIONS,
+    )  # fmt: skip
+    low_below: float | None = _option(
+        None, "with --miss-precision: misses of experts that, with all smaller ones of the token,"
+        " have less than this share of its gate weights (default: 0.4, which is HOBBIT's T1 = 0.6)",
+        "SHARE",
+    )  # fmt: skip
+    low_share: str = _option(
+        "12.5%", "with --miss-precision: share of the cache's memory that copies have", "SHARE"
+    )
+    skip_below: float = _option(
+        0.0, "leave out misses below this share of the gate weights, which changes the output:"
+        " HOBBIT's T2 = 0.9 is 0.1 (default: none)", "SHARE",
+    )  # fmt: skip
+    substitute_below: float = _option(
+        0.0, "replace misses below this share of the gate weights by the expert that is there and"
+        " was most often chosen with them, which changes the output (default: none)", "SHARE",
+    )  # fmt: skip
     prefetch: str = _option(
         "auto", "fetch experts before they are asked for, by a predictor: auto, off, next-gate,"
         " learned, markov, ...; a distance in layers may follow, as next-gate:2", "NAME[:D]"
@@ -245,6 +307,10 @@ class LoadConfig:
         scope_of(self.scope)
         split_of(self.split)
         _check_choices(self)
+        thresholds_of(self.miss_precision, self.low_below, self.skip_below, self.substitute_below)
+        share_of(self.low_share, "--low-share")
+        if self.miss_precision != "off" and self.split != "off":
+            raise UsageError("--miss-precision and --split exclude each other: give one of them")
 
 
 @dataclass(frozen=True, slots=True)

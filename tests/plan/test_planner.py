@@ -20,7 +20,7 @@ from greenroom.plan.settings import DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
 from greenroom.policies import policy
 from greenroom.sim.proactive import proactive
 from greenroom.sim.timed import times
-from greenroom.trace import stream
+from greenroom.trace import Trace, stream
 from tests.plan.models import COSTS, MIB, MODEL, trace
 
 
@@ -117,6 +117,30 @@ def test_splits_are_among_them_where_experts_are_packed_for_it():
     )  # fmt: skip
     assert still.gaps[: played.times.gaps.size].tolist() == played.times.gaps.tolist()
     assert {e.setting.split for e in made().compared} == {OFF}
+
+
+def test_low_precision_is_among_them_where_it_is_allowed():
+    own = with_weights()
+    model = replace(MODEL, low=0.25)
+    lower = Estimator(model, COSTS, recorded(own, model, "it"), measured=True, precision="int4",
+                      low_below=0.6)  # fmt: skip
+    found = [e for e in compare(lower, 24) if e.setting.miss_precision == "int4"]
+    assert len(found) == 2
+    assert all("--miss-precision int4 --low-below 0.6" in e.setting.flags() for e in found)
+    still = next(e for e in found if e.setting.prefetch == OFF)
+    exact = lower.of(replace(still.setting, miss_precision=OFF, low_below=None), 24)
+    assert still.tpot < exact.tpot
+    assert all(point.estimate.setting.miss_precision == OFF for point in planner.curve(
+        lower, still.setting, MODEL.memory(24)))  # fmt: skip
+    with pytest.raises(UsageError, match="misses are judged by gate weights"):
+        Estimator(model, COSTS, evidence(), precision="int4")
+
+
+def with_weights() -> Trace:
+    """The recording, with gate weights."""
+    own = trace()
+    rng = np.random.default_rng(0)
+    return replace(own, weights=rng.random(own.experts.shape).astype(np.float16))
 
 
 def fake(setting: Setting, gaps: np.ndarray) -> Estimate:

@@ -70,6 +70,18 @@ def test_metrics_count_what_was_answered(serve: Serve) -> None:
     assert found["greenroom_model_info", (("model", NAME),)] == 1
 
 
+def test_metrics_of_what_is_not_exact() -> None:
+    lesser = {"precision": "int4", "low_below": 0.4, "seats": 9, "low": 3, "left_out": 1,
+              "substituted": 0, "low_hits": 2, "joined": 4, "low_share": 0.3}  # fmt: skip
+    found = {
+        tuple(sample.labels.values()): sample.value
+        for family in engine_metrics({**STATS, "lesser": lesser})
+        for sample in family.samples
+        if sample.name == "greenroom_inexact_evaluations_total"
+    }
+    assert found == {("low",): 3, ("left_out",): 1, ("substituted",): 0}
+
+
 def test_metrics_of_the_engine() -> None:
     found = {
         (sample.name, tuple(sample.labels.values())): sample.value

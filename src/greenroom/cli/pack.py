@@ -33,6 +33,11 @@ def add_to(commands: Any) -> None:
         " may keep a part of it (8 are enough for most; default: 1, whole)",
     )  # fmt: skip
     parser.add_argument(
+        "--miss-precision", metavar="int8|int4", dest="precision",
+        help="put a copy of each expert in this precision beside it, for misses that matter little"
+        " (run --miss-precision); in an int8 pack an int4 copy is a part of the expert",
+    )  # fmt: skip
+    parser.add_argument(
         "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
@@ -56,7 +61,8 @@ def main(args: argparse.Namespace) -> int | None:
 
             made = pack(
                 args.model, args.out, args.experts,
-                segments=args.segments, repair=args.repair, progress=progress,
+                segments=args.segments, precision=args.precision, repair=args.repair,
+                progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         print("greenroom: interrupted: the same command goes on with the pack", file=sys.stderr)
@@ -65,9 +71,14 @@ def main(args: argparse.Namespace) -> int | None:
         print(json.dumps({**asdict(made), "folder": str(made.folder)}))
         return None
     kept = f", {made.kept} of them as they were" if made.kept else ""
+    copies = ""
+    if args.precision is not None:
+        grows = show_bytes(made.copy_bytes)
+        how = f", which add {grows}" if made.copy_bytes else " inside of them"
+        copies = f", {args.precision} copies{how}"
     print(
         f"{made.folder}: {show_bytes(made.nbytes)}, {made.experts} experts in"
         f" {show_bytes(made.expert_bytes)} ({args.experts}; before"
-        f" {show_bytes(made.source_expert_bytes)}){kept}, {made.seconds:.1f} s"
+        f" {show_bytes(made.source_expert_bytes)}){copies}{kept}, {made.seconds:.1f} s"
     )
     return None

@@ -49,13 +49,20 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="tokens that the KV cache must have room for (default: %(default)s)",
     )
+    add("--miss-precision", default="off", metavar="off|int8|int4", help="compare also misses from"
+        " the low-precision copies of a pack, which change the output (default: off)")  # fmt: skip
+    add("--low-below", type=float, metavar="SHARE", help="with --miss-precision: misses below this"
+        " share of the gate weights (default: 0.4)")  # fmt: skip
     add("--json", action="store_true", help="print one object")
     add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
-    config = LoadConfig(context=args.context, read_limit=args.read_limit)
+    config = LoadConfig(
+        context=args.context, read_limit=args.read_limit, miss_precision=args.miss_precision,
+        low_below=args.low_below,
+    )  # fmt: skip
     budget = Amount.parse(args.memory, "--memory")
     target = None if args.target_tpot is None else seconds(args.target_tpot)
 
@@ -72,7 +79,8 @@ def main(args: argparse.Namespace) -> None:
     memory = budget.of(int(machine.host.get("memory_bytes", 0)))
     found = plan(estimator, memory, target)
     facts = facts_of(model, machine, evidence, here, measured)
-    if here and found.sure and found.best.setting.split == "off":
+    setting = found.best.setting
+    if here and found.sure and setting.split == setting.miss_precision == "off":
         keep(model, machine, found)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))
@@ -136,7 +144,11 @@ def estimator_of(model: Model, machine: Machine, evidence: Evidence, config: Loa
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
     costs = limited(costs, limit, model.expert_bytes)
-    return Estimator(model, costs, evidence, measured=bool(runs)), len(runs)
+    made = Estimator(
+        model, costs, evidence, measured=bool(runs), precision=config.miss_precision,
+        low_below=config.low_below,
+    )  # fmt: skip
+    return made, len(runs)
 
 
 def facts_of(

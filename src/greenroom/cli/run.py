@@ -180,12 +180,14 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "stalls": stats.stalls,
         "links": stats.links,
         **({"split": stats.split} if stats.split is not None else {}),
+        **({"lesser": stats.lesser} if stats.lesser is not None else {}),
     }
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
     """One line: tokens, times, hits, prefetches, bytes, memory."""
     from greenroom.cli.live import prefetched
+    from greenroom.cli.summary import inexact_line
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
@@ -195,6 +197,8 @@ def closing_line(result: Answer, stats: Stats) -> str:
         parts.append(f"TPOT p50 {_time(result.tpot_s)}, p95 {_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
+    if stats.lesser is not None:
+        parts.append(f"inexact: {inexact_line(stats.lesser)}")
     if stats.capacity_least < stats.capacity_most:  # as keys and values came and went
         parts.append(
             f"{stats.capacity:,} slots, {stats.capacity_least:,} at least,"

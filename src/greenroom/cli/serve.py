@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.ahead import compile_ahead
 from greenroom.cli.options import add_options, take
-from greenroom.config import LoadConfig, ServeConfig
+from greenroom.config import LoadConfig, ServeConfig, thresholds_of
 from greenroom.errors import GreenroomError, UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
     need_extra("serve")
+    if config.batch_invariant and any(
+        thresholds_of(load.miss_precision, load.low_below, load.skip_below, load.substitute_below)
+    ):
+        raise UsageError(
+            "--batch-invariant promises the same answer beside any others, and misses that are"
+            " served with less depend on what those left in the cache: give one of them"
+        )
 
     from greenroom.server.keys import check_address, key_of
 

@@ -16,11 +16,13 @@ from greenroom.errors import UnknownName, UsageError
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.pins import Pins
+    from greenroom.sim.lesser import Lesser
     from greenroom.sim.sweep import Cell, Row, Study
     from greenroom.trace import Trace
 
 HELP = "replay a trace against policies and capacities"
 ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
+LESSER = ("miss_precision", "nested", "low_below", "low_share", "skip_below", "substitute_below")
 
 
 def add_to(commands: Any) -> None:
@@ -72,6 +74,19 @@ def add_to(commands: Any) -> None:
                        " the top, this share of them, for all layers or for each, or as the file"
                        " of `greenroom trace budgets` says; --capacity is then memory of whole"
                        " experts")  # fmt: skip
+    times.add_argument("--miss-precision", metavar="off|int8|int4",
+                       help="serve misses of small gate weight from copies in this precision, as"
+                       " a run does; experts are taken to be stored in 16 bits")  # fmt: skip
+    times.add_argument("--nested", action="store_true", default=None, help="with --miss-precision"
+                       " int4: experts are int8 and contain their copies")  # fmt: skip
+    times.add_argument("--low-below", type=float, metavar="SHARE", help="with --miss-precision:"
+                       " misses below this share of the gate weights (default: 0.4)")  # fmt: skip
+    times.add_argument("--low-share", metavar="SHARE", help="with --miss-precision: share of the"
+                       " cache's memory that copies have (default: 12.5%%)")  # fmt: skip
+    times.add_argument("--skip-below", type=float, metavar="SHARE",
+                       help="leave out misses below this share of the gate weights")  # fmt: skip
+    times.add_argument("--substitute-below", type=float, metavar="SHARE",
+                       help="replace misses below this share by an expert that is there")
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -124,8 +139,38 @@ def _study(args: argparse.Namespace, trace: Trace) -> Study:
     return Study.of(
         trace, args.order, scope=scope_of(args.scope or "shared"), seed=args.seed,
         reset=args.reset, ahead=args.ahead, pins=_pins(args, trace),
-        split=split_of(args.split or "off"), **timing(args, trace),
+        split=split_of(args.split or "off"), lesser=lesser_of(args, trace), **timing(args, trace),
     )  # fmt: skip
+
+
+def lesser_of(args: argparse.Namespace, trace: Trace) -> Lesser | None:
+    """What misses may be served with; None where all is exact."""
+    from greenroom.core.precision import Thresholds
+    from greenroom.sim.lesser import Lesser, check_weights
+
+    at, share = thresholds(args)
+    if not any(at):
+        return None
+    check_weights(trace)
+    precision = args.miss_precision or "off"
+    return Lesser.of(Thresholds(*at), precision, share, nested=bool(args.nested))
+
+
+def thresholds(args: argparse.Namespace) -> tuple[tuple[float, float, float], float]:
+    """(tails below which misses get less, the copies' share of the cache), checked."""
+    from greenroom.config import PRECISIONS, share_of, thresholds_of
+
+    precision = args.miss_precision or "off"
+    if precision not in PRECISIONS:
+        raise UnknownName("miss precision", precision, PRECISIONS)
+    if args.nested and precision != "int4":
+        raise UsageError("--nested is for --miss-precision int4: int8 experts contain such copies")
+    at = thresholds_of(
+        precision, args.low_below, args.skip_below or 0.0, args.substitute_below or 0.0
+    )
+    if precision == "off" and args.low_share is not None:
+        raise UsageError("--low-share is for --miss-precision, which is off: give both")
+    return at, share_of(args.low_share or "12.5%", "--low-share")
 
 
 def _pins(args: argparse.Namespace, trace: Trace) -> Pins | None:
@@ -165,6 +210,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(
             "--split auto is set by what runs record: give simulate a share, or a file"
         )
+    thresholds(args)
     if args.policy is None and args.system is None:
         raise UsageError("say who is evicted: --policy lru,auto, or --system llru,greenroom")
     if args.system is not None and args.policy is not None and "," in args.policy:
@@ -175,7 +221,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
         for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
-                     "dense_bytes", "store", "processor"):  # fmt: skip
+                     "dense_bytes", "store", "processor", *LESSER):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
@@ -286,10 +332,12 @@ def command(args: argparse.Namespace) -> str:
     for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
                  "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
-                 "prefetch", "split", "ahead", "ray",
+                 "prefetch", "split", "ahead", *LESSER, "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
-        if value is not None:
+        if value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        elif value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join([*words, *["--reset"] * args.reset, *["--json"] * args.json])
 
@@ -300,6 +348,7 @@ def table(rows: list[Row], trace: Trace) -> str:
 
     experts, first = int(trace.offsets[-1]), rows[0]
     ahead = any("prefetches" in row for row in rows)
+    inexact = any("inexact_share" in row for row in rows)
     named = "system" in first
     header = [
         *["system"] * named,
@@ -314,7 +363,8 @@ def table(rows: list[Row], trace: Trace) -> str:
         header += ["TTFT", "TPOT", "TPOT p95", "tokens/s", "stalled"]
     if ahead:
         header += ["accuracy", "prefetches", "useful", "late", "wasted"]
-    lines = [_line(row, experts, ahead) for row in rows]
+    header += ["inexact"] * inexact
+    lines = [_line(row, experts, ahead, inexact) for row in rows]
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
         f" requests, {experts:,} experts in {trace.layers} layers, top-{trace.top_k}\n"
@@ -323,8 +373,9 @@ def table(rows: list[Row], trace: Trace) -> str:
     )
 
 
-def _line(row: Row, experts: int, ahead: bool) -> list[str]:
-    """A row of the table; `ahead`: with what became of the prefetches, as shares of them."""
+def _line(row: Row, experts: int, ahead: bool, inexact: bool) -> list[str]:
+    """A row of the table; `ahead`: with what became of the prefetches, as shares of them;
+    `inexact`: with the share of evaluations that were."""
     from greenroom.sim.report import show_time
 
     def share(part: float | None, of: float = 1.0) -> str:
@@ -350,4 +401,6 @@ def _line(row: Row, experts: int, ahead: bool) -> list[str]:
         begun = row.get("prefetches", 0)
         ends = [share(row.get(name), begun) for name in ("useful", "late", "wasted")]
         line += [share(row.get("accuracy")), f"{begun:,}", *ends]
+    if inexact:
+        line.append(f"{row.get('inexact_share', 0.0):.1%}")
     return line

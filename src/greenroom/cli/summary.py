@@ -25,16 +25,27 @@ def summary(stats: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def inexact_line(lesser: dict[str, Any]) -> str:
+    """How much was not computed exactly, for people."""
+    named = (("low", f"in {lesser['precision']}"), ("left_out", "left out"),
+             ("substituted", "replaced"))  # fmt: skip
+    of = [f"{lesser[f'{name}_share'] or 0:.1%} {what}" for name, what in named if lesser[name]]
+    return f"{', '.join(of) or 'none'} of the evaluations"
+
+
 def _of_model(stats: dict[str, Any]) -> list[str]:
     memory, experts, kv = stats["memory"], stats["experts"], stats["kv"]
     budget = memory["budget_bytes"]
     of = f" of the budget's {show_bytes(budget)}" if budget else ""
     did = stats["prefetch"]
     links = ", ".join(f"{link['link']} {show_bytes(link['bytes'])}" for link in stats["links"])
+    lesser = stats.get("lesser")
+    inexact = [f"inexact   {inexact_line(lesser)}"] if lesser else []
     return [
         f"experts   {memory['slots']:,} of {memory['experts']:,} in slots"
         f" ({show_bytes(memory['resident_bytes'])}), hit ratio {experts['hit_ratio']:.1%},"
         f" policy {experts['policy']}",
+        *inexact,
         f"prefetch  {did['predictor']}: {did['useful']:,} useful, {did['late']:,} late,"
         f" {did['wasted']:,} wasted",
         f"links     {links or 'none'}; waited {stats['stall_s']:.2f} s",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.bench import play, prompts_of, table
 from greenroom.cli.options import add_options, take
-from greenroom.config import ContestConfig, LoadConfig
+from greenroom.config import ContestConfig, LoadConfig, thresholds_of
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ def main(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} is what tune chooses: leave it out; greenroom bench"
                 " measures a setting that you name"
             )
+    if any(thresholds_of(load.miss_precision, load.low_below, load.skip_below,
+                         load.substitute_below)):  # fmt: skip
+        raise UsageError(
+            "tune keeps what gives the same output: leave out --miss-precision, --skip-below and"
+            " --substitute-below; greenroom bench measures what they give"
+        )
 
     from greenroom.cli.plan import described, estimator_of, evidence_of, machine_of
     from greenroom.hf.contest import winner

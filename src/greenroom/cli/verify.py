@@ -20,7 +20,8 @@ from greenroom.errors import UsageError, VerifyError
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
-QUALITY = ("against", "tokens", "kv")  # and those that are for it alone
+LESSER = ("miss_precision", "low_below", "low_share", "skip_below", "substitute_below")
+QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
 
 
 def add_to(commands: Any) -> None:
@@ -61,8 +62,20 @@ def add_to(commands: Any) -> None:
         "--kv", metavar=choices_of(LoadConfig, "kv"),
         help="keep keys and values so; like --kernels, of the model alone and not of its original",
     )  # fmt: skip
+    for name in LESSER:
+        _add(quality, name)
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(main=main)
+
+
+def _add(group: Any, name: str) -> None:
+    """An option of a run, for the model and not for what it is compared with."""
+    option = LoadConfig.__dataclass_fields__[name]
+    group.add_argument(
+        f"--{name.replace('_', '-')}", help=option.metadata["help"],
+        type=str if "str" in str(option.type) else float,
+        metavar=choices_of(LoadConfig, name) or option.metadata["metavar"],
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> None:
@@ -81,6 +94,7 @@ def _quality(args: argparse.Namespace) -> None:
         raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
 
     from greenroom.cli.progress import bars
+    from greenroom.cli.summary import inexact_line
     from greenroom.hf.quality import quality, text_in
 
     bars(loading=False, wanted=not args.json)
@@ -93,6 +107,7 @@ def _quality(args: argparse.Namespace) -> None:
         tokens=args.tokens,
         kv=args.kv or "dynamic",
         kernels=args.kernels,
+        lesser={n: getattr(args, n) for n in LESSER if getattr(args, n) is not None},
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
     if args.json:
@@ -103,6 +118,8 @@ def _quality(args: argparse.Namespace) -> None:
         f" nats, over {found.tokens} tokens; the same token is likeliest in {found.same_top:.1%}"
         f"\nperplexity {found.perplexity:.6g}, the original's {found.original_perplexity:.6g}"
     )
+    if found.lesser is not None:
+        print(f"inexact: {inexact_line(found.lesser)}")
 
 
 def _proof(args: argparse.Namespace) -> None:

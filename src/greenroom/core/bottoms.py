@@ -3,6 +3,8 @@
 A bottom is fetched when its expert is asked for, or ahead of that, and has a slot until it is
 computed. What it leaves there stays of use until somebody needs the slot, the least recently used
 first. Prefetches have at most half of the slots, so that a step always finds some.
+
+Low-precision copies have such slots too (`precision`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from greenroom.core.policy import (
     State,
     Weights,
 )
-from greenroom.core.scope import Scope, split_capacity, top_slots
+from greenroom.core.scope import Scope, exact_slots, split_capacity, top_slots
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
@@ -41,10 +41,12 @@ def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
     """Slots of each group: a device has groups of its own, and theirs follow one another.
 
     Where experts are split, `capacity` is in whole experts' slots, and what they take beside the
-    bottoms' own becomes slots of tops.
+    bottoms' own becomes slots of tops; so it is with low-precision copies.
     """
     if pieces.split is not None:
         return top_slots(pieces, pieces.split, capacity, scope)
+    if pieces.copies is not None:
+        capacity = exact_slots(pieces.copies, capacity)
     sizes: list[int] = []
     for device, share in enumerate(pieces.shares(capacity)):
         at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)

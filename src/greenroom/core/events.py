@@ -14,7 +14,8 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    A pass that reads (a block of) a prompt is `prefill`.
+    `tails` say how much each matters (see `gates`), where misses may be served with less. A pass
+    that reads (a block of) a prompt is `prefill`.
     """
 
     step: int
@@ -24,6 +25,7 @@ class Routed:
     rows: Rows | None = None
     weights: Weights | None = None
     prefill: bool = False
+    tails: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class StartChunk:
 
     In a chain of links it goes by staging seat `seat` (-1 with one link), or by slot `host` of the
     tier between two links, where the piece has one. `begins`: nothing of the piece, on this way to
-    its slot, has moved before.
+    its slot, has moved before. `joins` is the slot of the copy that it is joined with (-1: none),
+    which has to go to its slot at once.
     """
 
     lane: int
@@ -107,6 +110,7 @@ class StartChunk:
     demand: bool = True
     host: int = -1
     begins: bool = False
+    joins: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ class Compute:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
     They are all on one device. Of split experts it is one part of each: 0 the top, 1 the bottom,
-    which goes on where the top has ended.
+    which goes on where the top has ended. Where misses may be served with less it is 0 for exact
+    weights, 1 for low-precision copies, 2 for experts that are left out, which have no slots.
     """
 
     experts: Ints

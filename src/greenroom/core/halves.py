@@ -43,10 +43,15 @@ class Halves(Prefetching):
 
     def _goes_on(self, step: Step, request: int) -> bool:
         """A part of a request is computed: whether another one follows."""
-        if not self.bottoms:
+        if not step.stage:
+            return False
+        expert = int(step.experts[request])
+        if self.pieces.split is None:
+            if request in step.seats:
+                self.bottoms.done(expert)
+                del step.seats[request]
             return False
         step.stage[request] += 1
-        expert = int(step.experts[request])
         if step.stage[request] == 1 and self._bottom_of(expert) >= 0:
             if request in step.seats and self.bottoms.whole(expert):
                 step.ready.append(request)

@@ -72,6 +72,39 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Low-precision copies beside the exact experts of a model.
+
+    exact, low: bytes of an expert and of its copy, by layer
+    rest:       by layer what the copy lacks of the expert, where the two are nested; else empty
+    seats:      slots for copies, each as large as the largest
+    """
+
+    exact: tuple[int, ...]
+    low: tuple[int, ...]
+    rest: tuple[int, ...]
+    seats: int
+
+    def __post_init__(self) -> None:
+        if any(a >= b for a, b in zip(self.low, self.exact, strict=True)):
+            raise UsageError("a low-precision copy must be smaller than its expert")
+        if self.seats < 1:
+            raise UsageError(f"low-precision copies need at least one slot, got {self.seats}")
+
+    @classmethod
+    def of(cls, nbytes: int, share: float, layers: int, seats: int, *, nested: bool) -> Copies:
+        """Experts of so many bytes, whose copies take this share of them."""
+        low = max(1, round(nbytes * share))
+        rest = (nbytes - low,) * layers if nested else ()
+        return cls((nbytes,) * layers, (low,) * layers, rest, seats)
+
+    @property
+    def reserved(self) -> int:
+        """Slots of whole experts whose memory the copies have."""
+        return -(-self.seats * max(self.low) // max(self.exact))
+
+
+@dataclass(frozen=True)
 class Pieces:
     """All pieces of a model under dense ids: `table[id]`, and their layer, bytes and chunks by id.
 
@@ -88,6 +121,7 @@ class Pieces:
     home: Ints
     devices: int = 1
     split: Split | None = None
+    copies: Copies | None = None
 
     @classmethod
     def whole(
@@ -143,6 +177,35 @@ class Pieces:
             split=split,
         )
 
+    @classmethod
+    def with_copies(
+        cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
+    ) -> Pieces:
+        """The exact experts, so that these have the experts' ids, then a low-precision copy of
+        each, then, where the two are nested, what each copy lacks.
+
+        `chunks[piece]` says in how many transfers a piece comes. On one device.
+        """
+        kinds = ("exact", "low", "rest")[: 3 if copies.rest else 2]
+        counts, experts = [b - a for a, b in pairwise(offsets)], offsets[-1]
+        layer = np.tile(np.repeat(np.arange(len(counts), dtype=np.int64), counts), len(kinds))
+        nbytes = np.asarray((copies.exact, copies.low, copies.rest)[: len(kinds)], np.int64)
+        ones = np.ones(len(kinds) * experts, np.int64)
+        nested = bool(copies.rest)
+        return cls(
+            table=tuple(Piece(e, "whole", kind) for kind in kinds for e in range(experts)),
+            offsets=tuple(offsets),
+            layer=layer,
+            nbytes=nbytes[np.repeat(np.arange(len(kinds)), experts), layer],
+            chunks=ones if chunks is None else np.asarray(chunks, np.int64),
+            variants=tuple(
+                ((e,), *([(experts + e, 2 * experts + e)] * nested), (experts + e,))
+                for e in range(experts)
+            ),
+            home=np.zeros(ones.size, np.int64),
+            copies=copies,
+        )
+
     @property
     def experts(self) -> int:
         """How many experts there are; their ids are those of their first pieces."""
@@ -150,8 +213,8 @@ class Pieces:
 
     @property
     def first(self) -> Pieces:
-        """The pieces that a policy decides about: whole experts, or their tops."""
-        if self.split is None:
+        """The pieces that a policy decides about: whole and exact experts, or their tops."""
+        if len(self) == self.experts:
             return self
         n = self.experts
         return replace(

@@ -51,7 +51,7 @@ class Prefetching(Residence):
         if not any(ways):
             return False
         may = None if all(ways) else lambda piece: ways[self._home[piece]]
-        if not self.bottoms:
+        if self.pieces.split is None:
             wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held, may)
         else:
             wish = self.lookahead.nearest(None, _There(self), may, self._chunks_of)
@@ -69,7 +69,7 @@ class Prefetching(Residence):
             self.lookahead.fulfil(wish)
         else:
             return False
-        if self._bottom_of(wish.piece) >= 0 and wish.piece not in self.bottoms.slot_of:
+        if not self._bottom_there(wish.piece):
             slot = self.bottoms.bring(wish.piece, wish.layer)
             if slot >= 0:
                 self._begin(self._bottom_of(wish.piece), self._seat(slot))
@@ -83,6 +83,8 @@ class Prefetching(Residence):
         return bool(self.cache.state.slot_of[piece] >= 0) or piece in self.buffer.held
 
     def _bottom_there(self, piece: int) -> bool:
+        if self.pieces.split is None:
+            return True
         return piece in self.bottoms.slot_of or self._bottom_of(piece) < 0
 
     def _chunks_of(self, piece: int) -> int:

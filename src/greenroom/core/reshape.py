@@ -17,9 +17,11 @@ from greenroom.core.pieces import Ints
 
 def kinds_of(cache: Cache) -> int:
     """Kinds of the tier's slots. Where experts are split each group's are of a size of its own, and
-    the last kind are those of bottoms."""
+    the last kind are those of bottoms; so are those of low-precision copies, beside one more."""
     pieces = cache.pieces
-    return pieces.devices if pieces.split is None else cache.groups + 1
+    if pieces.split is not None:
+        return cache.groups + 1
+    return pieces.devices if pieces.copies is None else 2
 
 
 def reshape(cache: Cache, place: Ints, capacity: int) -> tuple[Ints, list[Move]]:

@@ -15,7 +15,7 @@ from greenroom.core.events import Action, StartChunk
 from greenroom.core.lookahead import Lookahead
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
-from greenroom.core.queue import Entry, TransferQueue, Urgency
+from greenroom.core.queue import Entry, Transfer, TransferQueue, Urgency
 from greenroom.core.reshape import first_places, kinds_of
 from greenroom.core.scope import Scope
 from greenroom.core.step import Counts, Step
@@ -40,6 +40,10 @@ class Residence:
     ) -> None:
         if host is not None and pieces.split is not None:
             raise UsageError("split experts have no tier between two links: leave out one of them")
+        if host is not None and pieces.copies is not None:
+            raise UsageError(
+                "low-precision copies have no tier between two links: leave out one of them"
+            )
         self.pieces = pieces
         self._capacity, self._ahead = capacity, ahead
         self._sized = capacity  # the capacity that the slots are there for
@@ -47,7 +51,8 @@ class Residence:
         self.place = first_places(self.cache)  # the tier's slot of each of the cache's
         self._kinds = kinds_of(self.cache)
         self.buffer = Buffer(self._loans())
-        self.bottoms = Bottoms(pieces.split.seats if pieces.split is not None else 0)
+        beside = pieces.split or pieces.copies
+        self.bottoms = Bottoms(beside.seats if beside is not None else 0)
         chain = (lanes,) if isinstance(lanes, int) else lanes
         self.queue = TransferQueue(chain, seats, host, pieces.devices)
         self._home: list[int] = pieces.home.tolist()
@@ -82,9 +87,13 @@ class Residence:
                 StartChunk(
                     lane, entry.piece, entry.slot, chunk, link, seat,
                     entry.urgency is Urgency.DEMAND, entry.host, transfer.begins,
+                    self._joins(transfer),
                 )
             )  # fmt: skip
         self._note_link()
+
+    def _joins(self, transfer: Transfer) -> int:
+        raise NotImplementedError
 
     def _note_link(self, landed: bool = False) -> None:
         if self.buffer.size:
@@ -105,13 +114,15 @@ class Residence:
         elif piece in self.buffer.held:
             self._give_back(piece)
 
-    # ---- bottoms
+    # ---- bottoms, and low-precision copies, which have slots of the same kind
 
     def _is_bottom(self, piece: int) -> bool:
-        return piece >= self.pieces.experts
+        return self.pieces.experts <= piece < 2 * self.pieces.experts
 
     def _bottom_of(self, expert: int) -> int:
-        """The piece that is an expert's bottom; -1 where its layer is not split."""
+        """The piece that is an expert's bottom, or its copy; -1 where it has none."""
+        if self.pieces.copies is not None:
+            return self.pieces.experts + expert
         variants = self.pieces.variants[expert][0]
         return variants[1] if len(variants) > 1 else -1
 

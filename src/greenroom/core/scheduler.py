@@ -8,6 +8,8 @@ them: a piece is loaded only after the one that had its slot earlier in the step
 With slots on loan from the cache, predictions are fetched while a link is free (`prefetching`), and
 the steps of a prompt stream through.
 
+Misses may be served with less than the exact expert, where that was asked for (`precision`).
+
 Where experts are split, a request is over when its top and then its bottom are computed: the top of
 a hit while its bottom arrives. The policy decides about tops; bottoms have slots of their own
 (`bottoms`), which a request gets when it has one for its top.
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from greenroom.core.buddies import Buddies
 from greenroom.core.buffer import Held, Use
 from greenroom.core.events import (
     Action,
@@ -35,9 +38,9 @@ from greenroom.core.events import (
     Routed,
     Trim,
 )
-from greenroom.core.halves import Halves
 from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
+from greenroom.core.precision import Precision, Thresholds
 from greenroom.core.queue import Entry, Urgency
 from greenroom.core.reshape import reshape
 from greenroom.core.scope import Scope
@@ -48,7 +51,7 @@ from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
 
-class Scheduler(Halves, Straight):
+class Scheduler(Precision, Straight):
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
     Where `pieces` has several devices, each has slots, a last link and waves of its own.
@@ -69,12 +72,17 @@ class Scheduler(Halves, Straight):
         ahead: int = 0,
         seed: int = 0,
         host: HostTier | None = None,
+        thresholds: Thresholds | None = None,
     ) -> None:
-        """`host` keeps pieces between the two links of a chain. `capacity` is in whole experts."""
+        """`host` keeps pieces between the two links of a chain. `capacity` is in whole experts.
+        `thresholds` let misses of small tails be served with less than the exact expert."""
         if ahead and pin != "step":
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
         super().__init__(pieces, capacity, policy, scope, lanes, seats, ahead, seed, host)
         self.pin = pin
+        self.thresholds = thresholds or Thresholds()
+        self.buddies = Buddies(pieces.offsets) if self.thresholds.substitute else None
+        self.joining = {}
         self._handlers = {
             Routed: self._routed,
             Predicted: self._predicted,
@@ -104,6 +112,7 @@ class Scheduler(Halves, Straight):
         size, layer = event.experts.size, event.layer
         ahead = self.buffer.size > 0 or bool(self.buffer.held)
         expected = self._judge(event) if ahead else None
+        event, lesser = self._lessened(event)
         here = self._here(event.experts) if self.buffer.held else {}
         streamed = ahead and (event.prefill or not self._make_room(event.experts, here))
         if not streamed:
@@ -121,7 +130,7 @@ class Scheduler(Halves, Straight):
         misses = served.misses
         self.counts.steps += 1
         self.counts.requests += size
-        self.counts.hits += size - misses
+        self.counts.hits += event.experts.size - misses
         step = self.step = Step(
             event.step * self.pieces.layers + layer,
             layer,
@@ -131,10 +140,10 @@ class Scheduler(Halves, Straight):
             [],
             {},
             {},
-            uncomputed=size,
+            uncomputed=event.experts.size,
             prefill=event.prefill,
         )
-        if self.bottoms:
+        if self.pieces.split is not None:
             step.stage = [0] * size
             step.bottomless = [r for r in range(size) if self._bottom_of(int(step.experts[r])) >= 0]
             self.counts.bottoms += len(step.bottomless)
@@ -147,8 +156,10 @@ class Scheduler(Halves, Straight):
             else:
                 self._demand(step, absent)
         else:  # nothing to choose: the usual step of a large cache
-            step.ready = list(range(size))
-        if step.bottomless:
+            step.ready = list(range(event.experts.size))
+        if lesser is not None:
+            self._serve_lesser(step, lesser)
+        elif step.bottomless:
             self._claim_bottoms(step)
         if expected is not None:
             self._note_in_time(step, expected)
@@ -163,11 +174,11 @@ class Scheduler(Halves, Straight):
         for request, slot in enumerate(step.slots.tolist()):
             if request in wanted:
                 piece = int(step.experts[request])
-                step.missing[piece] = request
                 if slot in holder:
+                    step.missing[piece] = request
                     step.blocked[holder[slot]] = request
                 else:
-                    self._add(piece, slot)
+                    self._ask(step, request, slot)
             holder[slot] = request
 
     def _advance(self, actions: list[Action]) -> None:
@@ -187,18 +198,19 @@ class Scheduler(Halves, Straight):
         """A wave for every device that computes none now, of what is ready there: of tops, and of
         bottoms where no top is."""
         ready, step.ready = step.ready, []
-        if self.bottoms and not step.waves:
+        if step.stage and not step.waves:
             step.part = min(step.stage[request] for request in ready)
         waves: dict[int, list[int]] = {}
         for request in ready:
             device = self._home[int(step.experts[request])]
-            later = device in step.waves or (self.bottoms and step.stage[request] != step.part)
+            later = device in step.waves or (step.stage and step.stage[request] != step.part)
             (step.ready if later else waves.setdefault(device, [])).append(request)
         for device, wave in sorted(waves.items()):
             chosen = np.array(wave, np.int64)
             slots = step.slots[chosen]
             if step.part:
-                slots = np.array([self._seat(step.seats[request]) for request in wave], np.int64)
+                seats = [step.seats.get(request) for request in wave]  # none of what is left out
+                slots = np.array([-1 if n is None else self._seat(n) for n in seats], np.int64)
             actions.append(Compute(step.experts[chosen], slots, device, step.part))
         step.waves |= waves
 
@@ -267,12 +279,13 @@ class Scheduler(Halves, Straight):
         if piece in step.passing:
             step.passing.remove(piece)
             self._give_back(piece)
-        elif step.waiting and step.served.pinned:  # its slot is of use to the others
+        elif step.waiting and step.served.pinned and request < step.asked:
+            # Its slot is of use to the others.
             step.freed.add(piece)
             self.cache.release(step.experts[request : request + 1])
         successor = step.blocked.pop(request, None)
         if successor is not None and not step.ending:
-            self._add(int(step.experts[successor]), int(step.slots[successor]))
+            self._ask(step, successor, int(step.slots[successor]))
 
     def _cancelled(self, event: Cancelled, actions: list[Action]) -> None:
         if self.step is not None:
@@ -292,15 +305,19 @@ class Scheduler(Halves, Straight):
     def _finish(self, step: Step, actions: list[Action]) -> None:
         if step.served.pinned:
             freed = step.freed
-            pinned = [e for e in step.experts.tolist() if e not in freed] if freed else step.experts
+            asked = step.experts[: step.asked]
+            pinned = [e for e in asked.tolist() if e not in freed] if freed else asked
             self.cache.release(np.asarray(pinned, np.int64))
         for piece in step.passing:  # of a step that was given up
             self._give_back(piece)
         for piece in step.missing:
+            expert = piece % self.pieces.experts
+            self._forget_join(piece)
             if self._is_bottom(piece):
-                self.bottoms.lose(piece - self.pieces.experts)
-            elif self.cache.state.slot_of[piece] >= 0:
-                self.cache.remove(piece, step.now)
+                self.bottoms.lose(expert)
+            elif self.cache.state.slot_of[expert] >= 0:
+                self.cache.remove(expert, step.now)
+        self._unpin_buddies(step)
         for request in step.seats:  # of a step that was given up
             expert = int(step.experts[request])
             if expert in self.bottoms.slot_of:
@@ -322,8 +339,7 @@ class Scheduler(Halves, Straight):
                 if slot < 0:
                     step.waiting.append(request)
                     continue
-                step.missing[piece] = request
-                self._add(piece, int(self.place[slot]))
+                self._ask(step, request, int(self.place[slot]))
             else:
                 if held.use is Use.AHEAD:
                     self.counts.hits += 1

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.config import SCOPES
-from greenroom.core.pieces import Pieces, Split
+from greenroom.core.pieces import Copies, Pieces, Split
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
 Scope: TypeAlias = str | tuple[float, ...]
@@ -64,7 +64,8 @@ def least_capacity(pieces: Pieces, scope: Scope) -> int:
     """The smallest capacity that such a cache can have: a slot for each group."""
     check_scope(scope, pieces.layers)
     if pieces.split is None:
-        return pieces.devices * (1 if scope == "shared" else pieces.layers)
+        beside = pieces.copies.reserved if pieces.copies is not None else 0
+        return pieces.devices * (1 if scope == "shared" else pieces.layers) + beside
     tops = pieces.split.tops
     least = max(tops) if scope == "shared" else sum(tops)
     return -(-(least + pieces.split.reserved) // pieces.split.whole)
@@ -84,6 +85,17 @@ def top_slots(pieces: Pieces, split: Split, capacity: int, scope: Scope) -> list
         return [min(int(budget // tops.max()), int(counts.sum()))]
     shares = np.ones(tops.size) if scope == "per-layer" else np.asarray(scope, np.float64)
     return [int(n) for n in np.floor(filled(budget, shares, tops, counts * tops) / tops + 1e-6)]
+
+
+def exact_slots(copies: Copies, capacity: int) -> int:
+    """Slots of exact experts in the memory of `capacity` of them, beside those of copies.
+    BudgetError says how much would do."""
+    if capacity <= copies.reserved:
+        raise BudgetError(
+            f"the memory of {capacity} experts is too small: {copies.seats} low-precision copies"
+            f" take that of {copies.reserved}, and one must be left"
+        )
+    return capacity - copies.reserved
 
 
 def proportional(capacity: int, shares: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -20,6 +20,10 @@ class Counts:
 
     Where experts are split a hit has its top in its slot; of the `bottoms` that requests had
     `bottom_hits` were there too. Prefetches are counted by the piece, tops and bottoms alike.
+
+    Of the misses `low` were computed from a low-precision copy, which `low_hits` times was there,
+    `left_out` not computed at all, and `substituted` computed with another expert's weights;
+    `joined` ones came as what their copy lacked.
     """
 
     steps: int = 0
@@ -34,6 +38,11 @@ class Counts:
     failed: int = 0
     bottoms: int = 0
     bottom_hits: int = 0
+    low: int = 0
+    low_hits: int = 0
+    left_out: int = 0
+    substituted: int = 0
+    joined: int = 0
 
     @property
     def misses(self) -> int:
@@ -57,11 +66,17 @@ class Step:
     passing: set[int] = field(default_factory=set)  # pieces computed in the buffer
     freed: set[int] = field(default_factory=set)  # residents whose slot the step may reuse
     waves: dict[int, list[int]] = field(default_factory=dict)  # being computed, by device
-    part: int = 0  # that the wave under way computes; where experts are split there is one device
-    stage: list[int] = field(default_factory=list)  # parts of each request that are computed
+    part: int = 0  # that the wave under way computes; where there are parts there is one device
+    stage: list[int] = field(default_factory=list)  # the part of each request that is to come
     seats: dict[int, int] = field(default_factory=dict)  # request -> slot of its bottom
     bottomless: list[int] = field(default_factory=list)  # requests whose bottom has no slot yet
+    buddies: list[int] = field(default_factory=list)  # pinned to stand in for others
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
     failed: int = -1
     ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
     prefill: bool = False
+
+    @property
+    def asked(self) -> int:
+        """Requests that were asked of the cache; those after them get less."""
+        return self.served.slots.size

@@ -25,7 +25,8 @@ from greenroom.core.events import Resized
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Pieces, Split
+from greenroom.core.pieces import Copies, Pieces, Split
+from greenroom.core.precision import LOW
 from greenroom.core.predictor import Ids, PassBegins, Predictor
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
@@ -38,6 +39,7 @@ from greenroom.hf.kv import ROOM, adopt, reserve
 from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.hf.pack.checked import checked
+from greenroom.hf.pack.copies import CopiesCatalog
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
 from greenroom.hf.pinned import Pinned
@@ -53,7 +55,7 @@ from greenroom.runtime.cuda.engine import Cuda, Engine, Host
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.driver import Driver, Join
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
 from greenroom.runtime.kernels import LayerExperts, described, kernel
@@ -62,11 +64,13 @@ from greenroom.runtime.kernels.fused import Fused
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.stored import put_back
 from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.lesser import Lessened, WithCopies
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
+from greenroom.runtime.nested import NestedSlots
 from greenroom.runtime.segments import Segmented, SegmentedExperts
 from greenroom.runtime.slots import HostSlots, SlotKinds
-from greenroom.runtime.stats import Stats, link_stats, prefetch_stats, split_stats
+from greenroom.runtime.stats import Stats, lesser_stats, link_stats, prefetch_stats, split_stats
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
@@ -74,7 +78,7 @@ COMPILED = "numba", "unrounded"  # kernels that read dense matrices as they are 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
 LINKS = ("disk -> host", "host -> device")
-AnySlots = HostSlots | DeviceSlots | SpreadSlots | SlotKinds
+AnySlots = HostSlots | NestedSlots | DeviceSlots | SpreadSlots | SlotKinds
 
 log = logging.getLogger(__name__)
 
@@ -99,16 +103,34 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
 def pieces_of(parts: Parts, chunks: Sequence[int] | None = None) -> Pieces:
     """All experts of a model, each with its home."""
     catalog = parts.catalog
-    in_segments = any(layout.segments for layout in catalog.layouts)
-    if in_segments and (parts.cuda or len(parts.devices) > 1 or parts.host_capacity):
-        raise UsageError(
-            "experts in segments are computed from one host memory: pack the model without"
-            " --segments for GPUs, several devices or a host tier"
-        )
+    if parts.cuda or len(parts.devices) > 1 or parts.host_capacity:
+        _check_whole(parts)
+    if parts.copies is not None:
+        return Pieces.with_copies(catalog.offsets, parts.copies, chunks)
     if parts.split is not None:
         return Pieces.parts(catalog.offsets, parts.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
     return Pieces.whole(catalog.offsets, nbytes, chunks, len(parts.devices))
+
+
+def _check_whole(parts: Parts) -> None:
+    """UsageError for what is computed from one host memory alone."""
+    catalog = parts.catalog
+    if any(layout.segments for layout in catalog.layouts):
+        raise UsageError(
+            "experts in segments are computed from one host memory: pack the model without"
+            " --segments for GPUs, several devices or a host tier"
+        )
+    if isinstance(catalog, CopiesCatalog) and catalog.nestings:
+        raise UsageError(
+            "int8 experts that contain int4 copies are joined in one host memory: pack the model"
+            " without --miss-precision for GPUs, several devices or a host tier"
+        )
+    if parts.thresholds is not None:
+        raise UsageError(
+            "--miss-precision, --skip-below and --substitute-below are for one CPU's memory: leave"
+            " them out with GPUs, several devices or a host tier"
+        )
 
 
 def engine_for(parts: Parts, number: int = 0) -> Engine | None:
@@ -172,6 +194,8 @@ class Greenroom:
             there = set(catalog.pieces)
             bottoms = range(catalog.experts, 2 * catalog.experts)
             chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
+        if isinstance(catalog, CopiesCatalog) and parts.copies is not None:
+            chunks += [store.chunks(piece) for piece in catalog.pieces[catalog.experts :]]
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
         pieces = pieces_of(parts, [len(each) for each in chunks])
         slots = self._slots(pieces)
@@ -185,6 +209,7 @@ class Greenroom:
             ahead=self._ahead,
             seed=parts.seed,
             host=self._tier,
+            thresholds=parts.thresholds,
         )
         between = None
         if parts.cuda or self._tier is not None:
@@ -208,6 +233,7 @@ class Greenroom:
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
             links=self._links(),
             between=between,
+            join=self._join_of(slots),
         )
         self._recall = Recall(key, self.driver, name, self.predictor)
         self._recall.restore()
@@ -240,6 +266,8 @@ class Greenroom:
         parts, catalog = self.parts, self.parts.catalog
         if parts.split is not None:
             return self._kinds(pieces, parts.split)
+        if parts.copies is not None:
+            return self._with_copies(pieces, parts.copies)
         each: list[HostSlots | DeviceSlots] = []
         for number, share in enumerate(pieces.shares(parts.capacity)):
             if self.engines:
@@ -248,7 +276,42 @@ class Greenroom:
             else:
                 kind = FakeSlots if parts.fake else HostSlots
                 each.append(kind(share, catalog.slot_bytes, reserve=catalog.experts))
-        return each[0] if len(each) == 1 else SpreadSlots(each, pieces.shares)
+        if len(each) > 1:
+            return SpreadSlots(each, pieces.shares)
+        return self._joining(each[0]) if isinstance(each[0], HostSlots) else each[0]
+
+    def _joining(self, slots: HostSlots) -> HostSlots | NestedSlots:
+        """Slots of exact experts, which join planes where the pack has these."""
+        catalog = self.parts.catalog
+        nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+        return NestedSlots(slots, nestings) if nestings else slots
+
+    def _with_copies(self, pieces: Pieces, copies: Copies) -> SlotKinds:
+        """Slots of exact experts, and those of low-precision copies."""
+        parts, experts = self.parts, self.parts.catalog.experts
+
+        def sizes(capacity: int) -> list[int]:
+            return [sum(group_sizes(pieces, capacity, parts.scope)), copies.seats]
+
+        kind, (exact, low) = FakeSlots if parts.fake else HostSlots, sizes(parts.capacity)
+        exactly = kind(exact, parts.catalog.slot_bytes, experts)
+        return SlotKinds([self._joining(exactly), kind(low, max(copies.low))],
+                         parts.capacity, sizes)  # fmt: skip
+
+    @staticmethod
+    def _join_of(slots: AnySlots) -> Join | None:
+        """What brings a copy's planes to the slot of its expert, where they are nested."""
+        if not isinstance(slots, SlotKinds):
+            return None
+        exact, low = slots.kinds[0], slots.kinds[-1]
+        if not isinstance(exact, NestedSlots):
+            return None
+        assert isinstance(low, HostSlots)
+
+        def join(copy: int, slot: int, layer: int) -> None:
+            exact.fill(slot // 2, low.bytes(copy // 2), layer)
+
+        return join
 
     def _kinds(self, pieces: Pieces, split: Split) -> SlotKinds:
         """Slots of tops, of a size for each group, and those of bottoms."""
@@ -314,23 +377,29 @@ class Greenroom:
         spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
         kinds = len(slots.kinds) if isinstance(slots, SlotKinds) else 1
         segmented = Segmented(self.kernel, kinds) if parts.catalog.layouts[0].segments else None
+        lessened = Lessened(self.kernel, kinds) if parts.thresholds is not None else None
         places = [engine.device for engine in self.engines] or [model.device] * len(parts.devices)
-        computed = None if isinstance(slots, HostSlots | SlotKinds) else slots.computed
+        on_host = isinstance(slots, HostSlots | NestedSlots | SlotKinds)
+        computed = None if on_host else slots.computed  # type: ignore[union-attr]
         for layer, module in enumerate(self._modules):
             layout = parts.catalog.layouts[layer]
             experts: LayerExperts
             if segmented is not None:
                 experts = self._in_segments(module, layer, slots)
+            elif lessened is not None:
+                experts = self._lessened(module, layer, slots)
             else:
-                experts = LayerExperts(module, layout, first)  # type: ignore[arg-type]
+                memory = first.slots if isinstance(first, NestedSlots) else first
+                experts = LayerExperts(module, layout, memory)  # type: ignore[arg-type]
             if spread is not None:
                 spread.over(experts, places)
             binding = Binding(
                 self.driver,
-                spread or segmented or self.kernel,
+                spread or segmented or lessened or self.kernel,
                 layer,
                 experts,
                 policy.weighs,
+                lessened is not None,
                 inputs=partial(self._inputs.latest, layer) if self._inputs else None,
                 meanwhile=self._shared.meanwhile[layer],
                 computed=computed,
@@ -359,7 +428,26 @@ class Greenroom:
         tops = slots.kinds[0 if self.parts.scope == "shared" else layer]
         cut = catalog.cuts[layer]
         of = [tops, slots.kinds[-1]] if cut < len(layout.segments) else [tops]
-        return SegmentedExperts(module, layout, of, cut)
+        return SegmentedExperts(module, layout, of, cut)  # type: ignore[arg-type]
+
+    def _lessened(self, module: nn.Module, layer: int, slots: AnySlots) -> WithCopies:
+        """A layer whose misses may be served with less; by copies where there are any."""
+        layout, catalog = self.parts.catalog.layouts[layer], self.parts.catalog
+        exact, low = slots, None
+        if isinstance(slots, SlotKinds):
+            exact, copies = slots.kinds[0], slots.kinds[-1]  # type: ignore[assignment]
+            assert isinstance(catalog, CopiesCatalog)
+            of = catalog.low_layers[layer].low
+            assert of is not None
+            assert isinstance(copies, HostSlots)
+            low = of.layout, copies
+        memory = exact.slots if isinstance(exact, NestedSlots) else exact
+        if self.parts.thresholds.substitute and module.has_bias:  # type: ignore[union-attr]
+            raise UsageError(
+                "--substitute-below takes another expert's matrices, and this model's experts have"
+                " biases beside them: leave it out"
+            )
+        return WithCopies(module, layout, memory, low)  # type: ignore[arg-type]
 
     def _say_what_is_left(self, binding: Binding) -> None:
         """A GPU's kernel leaves some experts to the slower, eager one."""
@@ -492,6 +580,10 @@ class Greenroom:
             step = kernel.begin(binding.experts, x, routing, weights)
             kernel.wave(step, experts, slots)
             kernel.combine(step)
+            if self.parts.copies is not None:
+                step = kernel.begin(binding.experts, x, routing, weights)
+                kernel.wave(step, experts, [1], LOW)  # type: ignore[call-arg]
+                kernel.combine(step)
 
     def _foresight(self) -> Foresight | None:
         """What makes of guesses what the scheduler is told, where anybody guesses."""
@@ -554,6 +646,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
+            lesser=lesser_stats(driver, counts, self.parts.precision),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - self._tier_base[0],

@@ -18,7 +18,9 @@ from greenroom.hf.checkpoint import Checkpoint, local
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.hub import downloaded, remote
 from greenroom.hf.kv_bytes import kv_bytes
+from greenroom.hf.lesser import check_copies
 from greenroom.hf.load import context_of
+from greenroom.hf.pack.copies import CopiesCatalog
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
 from greenroom.plan.model import Model
@@ -41,6 +43,11 @@ def describe(source: str, config: LoadConfig) -> Model:
         readers=config.readers, kv=keys_values.kind,
     )  # fmt: skip
     need, catalog = needs(draft, parts), draft.catalog
+    check_copies(catalog, config.miss_precision)
+    low, nested = 0.0, False
+    if isinstance(catalog, CopiesCatalog):
+        exact, copies, rest = catalog.copy_bytes()
+        low, nested = sum(copies) / sum(exact), bool(rest)
     return Model(
         name=source,
         fingerprint=fingerprint(checkpoint),
@@ -53,6 +60,8 @@ def describe(source: str, config: LoadConfig) -> Model:
         beside_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=context,
+        low=low,
+        nested=nested,
         segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),
     )
 

@@ -45,6 +45,7 @@ from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
+from greenroom.hf.lesser import check_copies, copies_of, thresholds
 from greenroom.hf.settled import settled
 from greenroom.hf.split import split_experts
 from greenroom.hf.watch import START, auto_split
@@ -123,6 +124,7 @@ def _load(
     if shares is not None:  # auto: what is known sets it when the capacity is known
         first = START if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, top_k)
+    check_copies(catalog, config.miss_precision)
     digest = fingerprint(checkpoint)
     check(draft.model, catalog, config.prefetch, config.predictor, digest)
     keys_values = kv_bytes(draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=cuda, room=context)
@@ -139,6 +141,8 @@ def _load(
         policy=config.policy,
         scope=scope_of(config.scope),
         split=split,
+        thresholds=thresholds(config),
+        precision=config.miss_precision,
         watch=shares == "auto",
         pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
@@ -191,6 +195,7 @@ def _load(
     decoder_only = not draft.model.config.is_encoder_decoder
     if shares == "auto":
         parts = _configured(parts, draft.catalog, room, config, top_k)
+    parts = _lessened(parts, config, room, top_k)
     if room >= catalog.experts and parts.split is not None:  # every expert has a slot as a whole
         parts = replace(parts, catalog=draft.catalog, split=None)
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
@@ -223,6 +228,8 @@ def _load(
             else:
                 need = replace(need, process=rss_bytes(), dense=0)
             release = trim_heap if engine is None else engine.release
+            if parts.copies is not None:
+                least = max(least, least_capacity(pieces_of(parts), parts.scope))
             growth = Growth(
                 parts.budget_bytes, need, catalog, keys_values, Workspace.of(model, catalog),
                 context=context, least=least, of=of, devices=over, release=release,
@@ -247,6 +254,20 @@ def _configured(parts: Parts, catalog: Catalog, room: int, config: LoadConfig, t
     parts = replace(parts, capacity=max(parts.capacity, least))
     group_sizes(pieces_of(parts), max(room, parts.capacity), scope)  # or BudgetError
     return parts
+
+
+def _lessened(parts: Parts, config: LoadConfig, room: int, top_k: int) -> Parts:
+    """With the low-precision copies that are asked for; nothing is missed, and so all is exact,
+    where every expert has a slot."""
+    if room >= parts.catalog.experts:
+        return replace(parts, thresholds=None, precision="off")
+    parts = replace(parts, copies=copies_of(parts.catalog, config, room, top_k))
+    if parts.copies is None:
+        return parts
+    pieces = pieces_of(parts)
+    least = least_capacity(pieces, parts.scope)
+    group_sizes(pieces, max(room, least) if config.cache is None else room, parts.scope)
+    return replace(parts, capacity=max(parts.capacity, least))
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

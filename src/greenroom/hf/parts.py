@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Split
+from greenroom.core.pieces import Copies, Split
 from greenroom.core.pins import Pins
+from greenroom.core.precision import Thresholds
 from greenroom.core.scope import Scope
 from greenroom.hf.kv_kinds import Kind
 
@@ -25,6 +26,9 @@ class Parts:
     policy: str = "auto"
     scope: Scope = "shared"
     split: Split | None = None  # how experts are cut, as the catalog's pieces are
+    thresholds: Thresholds | None = None  # below which misses are served with less
+    copies: Copies | None = None  # in low precision, which the catalog must have
+    precision: str = "off"  # theirs
     watch: bool = False  # record what the next run's split and budgets are set by
     pins: Pins | None = None  # experts of tasks that stay
     prefetch: str = "off"

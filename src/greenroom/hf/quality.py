@@ -1,22 +1,22 @@
 """What a model loses against its original: KL divergence and perplexity on a text.
 
 The original may be another checkpoint, or the same one without an option that changes what is
-computed: quantised keys and values, or other kernels. Both are streamed, one after the other, so
-that neither need fit into memory. The original's logits wait in a temporary file, in the type that
-it computes them in; what is in memory are those of one window of the text, and log-probabilities of
-a few tokens of it.
+computed: quantised keys and values, other kernels, or misses that are served with less. Both are
+streamed, one after the other, so that neither need fit into memory. The original's logits wait in a
+temporary file, in the type that it computes them in; what is in memory are those of one window of
+the text, and log-probabilities of a few tokens of it.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
 from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.lesser import LESSER, check_copies
 from greenroom.hf.load import context_of, load_with, tokenizer_of
 from greenroom.hf.passes import Passes
 from greenroom.runtime.memory import give_back
@@ -45,6 +46,7 @@ class Quality:
     kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
     same_top:        how often both find the same token likeliest
+    lesser:          what misses of the model were served with (see runtime.stats.lesser_stats)
     """
 
     model: str
@@ -55,6 +57,7 @@ class Quality:
     perplexity: float
     original_perplexity: float
     same_top: float
+    lesser: dict[str, Any] | None = None
 
 
 def quality(
@@ -67,26 +70,34 @@ def quality(
     tokens: int | None = None,
     kv: str = "dynamic",
     kernels: str = "auto",
+    lesser: Mapping[str, Any] | None = None,
     say: Say = lambda line: None,
 ) -> Quality:
     """Compare a model with the one that it was made from; a pack knows which one that was.
 
-    `kv` and `kernels` are the model's alone, its original has the defaults; a model with one of
-    them may be compared with itself. Quantised keys and values are read in passes of 64 tokens, by
-    both. The first `tokens` of the text are taken, or all. UsageError where there is nothing to
-    compare, or the two do not go together; OutputError where there is no room for the temporary
+    `kv`, `kernels` and `lesser` are the model's alone, its original has the defaults; a model with
+    one of them may be compared with itself. Quantised keys and values are read in passes of 64
+    tokens, by both. `lesser` are the options of misses (hf/lesser.py): what is compared with is the
+    same checkpoint, exact, unless another is named; both read token by token, as decoding does,
+    without prefetching, so that the cache alone decides. The first `tokens` of the text are taken,
+    or all. UsageError where there is nothing to compare, or the two do not go together; OutputError
+    where there is no room for the temporary
     file.
     """
-    config = LoadConfig(cache=cache, dtype=dtype)
-    changed = replace(config, kv=kv, kernels=kernels)
-    original = _original(source, against, itself=changed != config)
+    config = LoadConfig(cache=cache, dtype=dtype, prefetch="off" if lesser else "auto")
+    changed = replace(config, kv=kv, kernels=kernels, **(lesser or {}))
+    if lesser and against is None:
+        original = source
+    else:
+        original = _original(source, against, itself=changed != config)
     drafts = tuple(Draft.of(Checkpoint.open(resolve(name)), dtype) for name in (source, original))
     _check(source, original, drafts)
     for draft in drafts:
         slots_for(cache, draft.catalog)  # a mistake shows before the work begins
+    check_copies(drafts[0].catalog, changed.miss_precision)
     whole = drafts[1]
     windows = _windows((source, original), drafts, text, tokens)
-    step = PASS if kv != "dynamic" else WINDOW
+    step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
     size = whole.model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
     found = _Sums()
@@ -99,7 +110,8 @@ def quality(
         with _streamed(source, changed) as model:
             for window, kind in zip(windows, kinds, strict=True):
                 _compare(spool, kind, _logits(model, window, step), window[1:], found)
-    return found.result(source, original)
+            served = model.greenroom.stats().lesser
+    return found.result(source, original, served)
 
 
 def _original(source: str, against: str | None, itself: bool) -> str:
@@ -139,8 +151,9 @@ def _check(source: str, original: str, drafts: Sequence[Draft]) -> None:
 
 def _named(config: LoadConfig, changed: LoadConfig) -> str:
     """The options that only the model has, as they are written."""
-    differ = (name for name in ("kv", "kernels") if getattr(config, name) != getattr(changed, name))
-    return "".join(f" --{name} {getattr(changed, name)}" for name in differ)
+    names = ("kv", "kernels", *LESSER)
+    differ = (name for name in names if getattr(config, name) != getattr(changed, name))
+    return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
 
 
 def _windows(
@@ -231,7 +244,7 @@ class _Sums:
         self.mine = self.original = 0.0
         self.same = 0
 
-    def result(self, model: str, original: str) -> Quality:
+    def result(self, model: str, original: str, lesser: dict[str, Any] | None) -> Quality:
         count, kl = len(self.kl), torch.tensor(self.kl, dtype=torch.float64)
         return Quality(
             model=model,
@@ -242,6 +255,7 @@ class _Sums:
             perplexity=exp(self.mine / count),
             original_perplexity=exp(self.original / count),
             same_top=self.same / count,
+            lesser=lesser,
         )
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.hf.attach import Greenroom
+from greenroom.hf.lesser import LESSER
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
 
@@ -46,12 +47,14 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         flags.append(f"--pin {config.pin}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
+    flags += _lesser_flags(config)
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
     warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
     fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
     quantised = f" in {parts.kv.name}, which changes the output," if parts.kv.quantised else ""
+    lesser = f" · {_lesser(greenroom)}" if parts.thresholds is not None else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     chosen = f" · settings {parts.chosen}" if parts.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
@@ -64,8 +67,39 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
-        f"{left}{chosen} · same again: {' '.join(flags)}"
+        f"{lesser}{left}{chosen} · same again: {' '.join(flags)}"
     )
+
+
+def _lesser(greenroom: Greenroom) -> str:
+    """What misses are served with, and what that means."""
+    parts, at = greenroom.parts, greenroom.parts.thresholds
+    assert at is not None
+    seats = parts.copies.seats if parts.copies is not None else 0
+    what = [
+        f"below {share:g} of the gate weights {how}"
+        for share, how in (
+            (at.skip, "left out"),
+            (at.substitute, "replaced by experts that are there"),
+            (at.low, f"in {parts.precision} ({seats} slots)"),
+        )
+        if share
+    ]
+    return (
+        f"misses {', '.join(what)}, which CHANGES THE OUTPUT, by what the cache holds when they are"
+        " asked for"
+    )
+
+
+def _lesser_flags(config: LoadConfig) -> list[str]:
+    """The options of misses, those that were given."""
+    fields = LoadConfig.__dataclass_fields__
+    given = [(name, getattr(config, name)) for name in LESSER]
+    return [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in given
+        if value != fields[name].default
+    ]
 
 
 def _where(greenroom: Greenroom) -> str:

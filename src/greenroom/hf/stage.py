@@ -21,6 +21,7 @@ from greenroom.core.pins import Pins
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.generate import answer
 from greenroom.hf.learned import Learned, hot_set
+from greenroom.hf.lesser import LESSER
 from greenroom.hf.load import load_with
 from greenroom.hf.recall import warm_up
 from greenroom.policies import choose
@@ -94,10 +95,11 @@ class Stage:
     def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
         """Exchange the cache for an empty one of this policy, scope and predictor, with so many
         slots (those of the budget without it), filled with what was asked for most so far. A model
-        whose experts are cut otherwise is loaded again."""
+        whose experts are cut otherwise, or whose misses are served otherwise, is loaded again."""
         self.model.greenroom.detach()
-        if config.split != self.config.split:
-            self._load(replace(self.config, split=config.split, scope=config.scope))
+        cut = {name: getattr(config, name) for name in ("split", *LESSER)}
+        if any(getattr(self.config, name) != value for name, value in cut.items()):
+            self._load(replace(self.config, scope=config.scope, **cut))
             self.model.greenroom.detach()
         slots = self.capacity if capacity is None else capacity
         chosen = choose(config.policy, slots, self.experts)

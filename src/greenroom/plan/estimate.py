@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.config import scope_of, split_of
+from greenroom.config import scope_of, split_of, thresholds_of
 from greenroom.core.cost import Costs
+from greenroom.core.precision import Thresholds
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.plan.evidence import Evidence
@@ -17,6 +18,7 @@ from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
 from greenroom.policies import choose, policy
 from greenroom.predictors import predictor
+from greenroom.sim.lesser import Lesser, check_weights
 from greenroom.sim.proactive import automatic, chosen, proactive
 from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
@@ -65,11 +67,27 @@ class Estimator:
     """Estimates over one model, machine and evidence; what was simulated is not simulated again."""
 
     def __init__(
-        self, model: Model, costs: Costs, evidence: Evidence, *, measured: bool = False
+        self,
+        model: Model,
+        costs: Costs,
+        evidence: Evidence,
+        *,
+        measured: bool = False,
+        precision: str = OFF,
+        low_below: float | None = None,
     ) -> None:
-        """`measured`: the costs are those of runs of this model on this machine."""
+        """`measured`: the costs are those of runs of this model on this machine. `precision` is
+        that of copies which misses may be served from, below `low_below` of the gate weights.
+        UsageError where the evidence does not say how much experts matter."""
         self.model, self.costs, self.evidence = model, costs, evidence
         self.band = BAND if measured else UNMEASURED
+        self.precision, self.low_below = precision, low_below
+        self._lesser = None
+        if precision != OFF:
+            for trace in evidence.traces:
+                check_weights(trace)
+            at = Thresholds(*thresholds_of(precision, low_below, 0.0, 0.0))
+            self._lesser = Lesser(at, model.low, nested=model.nested)
         self._streams = [stream(trace, "runtime") for trace in evidence.traces]
         self._known: dict[tuple[Setting, int, bool], Estimate] = {}
 
@@ -107,7 +125,7 @@ class Estimator:
             scope=scope_of(setting.scope),
         )  # fmt: skip
         found = _Run.of(reactive, trace)
-        if setting.split != OFF:
+        if setting.split != OFF or setting.miss_precision != OFF:
             found = self._played(replace(setting, prefetch=OFF), capacity, trace, found)
         if setting.prefetch == OFF:
             return found
@@ -125,6 +143,7 @@ class Estimator:
         played = proactive(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,
+            lesser=self._lesser if setting.miss_precision != OFF else None,
         ).times  # fmt: skip
         found = _Run.of(played, part)
         n = found.gaps.size

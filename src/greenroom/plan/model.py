@@ -35,6 +35,8 @@ class Model:
     beside_bytes: int
     kv_bytes: int
     context: int
+    low: float = 0.0  # bytes of a low-precision copy, as a share of the expert's; 0: there are none
+    nested: bool = False  # whether copies are a part of their experts
     segments: bool = False  # whether its experts are packed so that they can be split
 
     @property

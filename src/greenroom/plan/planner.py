@@ -79,6 +79,9 @@ def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
     more = [*best, DEFAULT, *_sized(estimator, best[0], capacity)]
     if estimator.model.segments:
         more += [replace(best[0], scope="shared", split=split) for split in SPLITS]
+    if estimator.precision != OFF:
+        lower = {"miss_precision": estimator.precision, "low_below": estimator.low_below}
+        more += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
     found += [estimator.of(setting, capacity) for setting in dict.fromkeys(more)]
     return tuple(sorted(found, key=lambda each: each.tpot))
 
@@ -114,11 +117,11 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
 
 
 def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Point, ...]:
-    """One setting over memory, without what prefetching may add."""
+    """One setting over memory, exact, and without what prefetching may add."""
     model, setting = estimator.model, _of_any_size(setting)
     sizes = {max(model.least, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
-    still = replace(setting, prefetch=OFF, split=OFF)
+    still = replace(setting, prefetch=OFF, split=OFF, miss_precision=OFF, low_below=None)
     fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
     return tuple(Point(model.memory(n), estimator.of(still, n)) for n in fits)
 

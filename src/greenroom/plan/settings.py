@@ -31,14 +31,22 @@ class Setting:
     scope: str = "shared"
     prefetch: str = AUTO
     split: str = OFF
+    miss_precision: str = OFF  # changes the output: only where the user allows it
+    low_below: float | None = None
 
     def options(self) -> dict[str, Any]:
         """As `LoadConfig` has them."""
         found = {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
-        return found if self.split == OFF else {**found, "split": self.split}
+        more = {
+            "split": self.split if self.split != OFF else None,
+            "miss_precision": self.miss_precision if self.miss_precision != OFF else None,
+            "low_below": self.low_below,
+        }
+        return found | {name: value for name, value in more.items() if value is not None}
 
     def flags(self) -> str:
-        return " ".join(f"--{name} {value}" for name, value in self.options().items())
+        given = self.options().items()
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given)
 
 
 DEFAULT = Setting()  # what a run takes that is told nothing

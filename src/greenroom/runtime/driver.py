@@ -39,7 +39,8 @@ from greenroom.runtime.meter import Meter
 from greenroom.runtime.timeline import COMPUTE, Timeline, lane
 from greenroom.runtime.turns import Turns
 
-ComputeWave = Callable[..., None]  # (experts, slots), and the part where experts are split
+ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
+Join = Callable[[int, int, int], None]  # (a copy's slot, an expert's, the layer)
 
 
 class Slots(Protocol):
@@ -84,8 +85,10 @@ class Driver:
         guard: Guard | None = None,
         links: tuple[str, ...] = ("disk -> host",),
         between: Between | None = None,
+        join: Join | None = None,
     ) -> None:
-        """`between` is the memory between two links; staging seats where none is given."""
+        """`between` is the memory between two links; staging seats where none is given. `join`
+        brings a copy to the slot of the expert that it becomes a part of."""
         self.scheduler, self.slots = scheduler, slots
         self.foresight, self.guard = foresight, guard
         self.meter = Meter.of(scheduler.queue.lanes)
@@ -93,7 +96,7 @@ class Driver:
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self.timeline: Timeline | None = None
         self.links = links
-        self._store, self._between = store, between
+        self._store, self._between, self._join = store, between, join
         self._changed = threading.Condition()
         self._one_step = Turns()
         self._orders: deque[Compute | Finish] = deque()
@@ -174,6 +177,7 @@ class Driver:
         rows: np.ndarray | None = None,
         weights: np.ndarray | None = None,
         *,
+        tails: np.ndarray | None = None,
         seen: Callable[[bool], Seen] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -181,7 +185,8 @@ class Driver:
         experts `compute(experts, slots, part)` on every part, the top before the bottom.
 
         `experts` are ids within the layer, ascending, int64; `rows` and `weights` the tokens that
-        chose each and the sums of their gate weights, for policies that look at them; `seen` gives
+        chose each and the sums of their gate weights, for policies that look at them; `tails` say
+        how much each matters, where misses may be served with less; `seen` gives
         what predictors are told, with the router's inputs or without. `meanwhile` is called when
         there is nothing to compute but a wait, once at most. StoreError where an expert cannot be
         read, DeviceError where the device does not take it; the cache stays usable, and so it does
@@ -216,6 +221,7 @@ class Driver:
                         rows,
                         weights,
                         self._prefill,
+                        tails,
                     )
                 )
                 self.missed[layer] += self.scheduler.counts.misses - misses
@@ -275,7 +281,9 @@ class Driver:
 
     def _part(self, order: Compute) -> tuple[int, ...]:
         """What a wave is told beside its experts and slots."""
-        return () if self.scheduler.pieces.split is None else (order.part,)
+        scheduler = self.scheduler
+        parts = scheduler.pieces.split is not None or scheduler.thresholds.most > 0
+        return (order.part,) if parts else ()
 
     def _enter(self) -> None:
         """A step or a resize begins; a step whose leaving was interrupted is left now."""
@@ -332,6 +340,10 @@ class Driver:
             case StartChunk():
                 if action.begins:
                     self.slots.clear(action.slot)
+                if action.joins >= 0:
+                    assert self._join is not None
+                    layer = int(self.scheduler.pieces.layer[action.piece])
+                    self._join(action.joins, action.slot, layer)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
                 self._copier.start(action)

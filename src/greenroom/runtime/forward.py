@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
@@ -36,6 +37,7 @@ class Binding:
     layer: int
     experts: Any  # kernels.LayerExperts
     weighs: bool = False  # does the policy look at gate weights?
+    lessens: bool = False  # may misses be served with less, by their gate weights?
     inputs: Callable[[], Inputs | None] | None = None  # of the router
     meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
     computed: Callable[[Sequence[int]], None] | None = None
@@ -101,7 +103,8 @@ def _step(
     top_k_weights: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    chosen, weights = to_host(top_k_index, top_k_weights if binding.weighs else None)
+    looks = binding.weighs or binding.lessens
+    chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
     routing, kernel = Routing.of(chosen, num_experts), binding.kernel
     if binding.chosen is not None:
         binding.chosen(binding.layer, chosen)
@@ -120,6 +123,7 @@ def _step(
         routing.experts,
         wave,
         *((None, None) if weights is None else routing.counted(weights)),
+        tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
         seen=lambda inputs: binding.seen(chosen, inputs),
         meanwhile=binding.meanwhile,
     )

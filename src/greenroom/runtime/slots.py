@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -94,6 +95,20 @@ class HostSlots:
         self.capacity = 0
 
 
+class Kind(Protocol):
+    """Slots of one size."""
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+    def trim(self, capacity: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SlotKinds:
     """Slots of several sizes as one tier: slot s is number s // kinds of kind s % kinds.
 
@@ -101,11 +116,11 @@ class SlotKinds:
     """
 
     def __init__(
-        self, kinds: Sequence[HostSlots], capacity: int, sizes: Callable[[int], list[int]]
+        self, kinds: Sequence[Kind], capacity: int, sizes: Callable[[int], list[int]]
     ) -> None:
         self.kinds, self.capacity, self._sizes = list(kinds), capacity, sizes
 
-    def _at(self, slot: int) -> tuple[HostSlots, int]:
+    def _at(self, slot: int) -> tuple[Kind, int]:
         return self.kinds[slot % len(self.kinds)], slot // len(self.kinds)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:

@@ -26,7 +26,8 @@ class Stats(Mapping[str, Any]):
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
-    is how experts are cut (see `split_stats`), None where they are whole.
+    is how experts are cut (see `split_stats`), None where they are whole; `lesser` what misses were
+    served with instead of the exact expert (see `lesser_stats`), None where all is exact.
     """
 
     policy: str
@@ -49,6 +50,7 @@ class Stats(Mapping[str, Any]):
     capacity_least: int = 0
     capacity_most: int = 0
     split: dict[str, Any] | None = None
+    lesser: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -75,6 +77,34 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
         "seats": split.seats,
         "bottoms": counts.bottoms,
         "bottom_hits": counts.bottom_hits,
+    }
+
+
+def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, Any] | None:
+    """What misses were served with, and the shares of all evaluations that were not exact.
+
+    `low` were computed from a copy in `precision`, which `low_hits` times was there; `left_out`
+    were not computed; `substituted` were computed with another expert's weights. `joined` misses
+    were exact, and fetched only what their copy lacked. Shares are None before the first request.
+    """
+    scheduler = driver.scheduler
+    at, copies = scheduler.thresholds, scheduler.pieces.copies
+    if not at.most:
+        return None
+    names = ("low", "left_out", "substituted")
+    given = {name: getattr(counts, name) for name in names}
+    of = counts.requests
+    return {
+        "precision": precision,
+        "low_below": at.low,
+        "skip_below": at.skip,
+        "substitute_below": at.substitute,
+        "seats": copies.seats if copies is not None else 0,
+        **given,
+        "low_hits": counts.low_hits,
+        "joined": counts.joined,
+        **{f"{name}_share": n / of if of else None for name, n in given.items()},
+        "inexact_share": sum(given.values()) / of if of else None,
     }
 
 

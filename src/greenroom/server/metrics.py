@@ -133,9 +133,12 @@ ROWS = (
 # (name, where, label, text)
 TABLES = (
     ("prefetches", "prefetch", "outcome", "prefetches by what became of them"),
+    ("inexact_evaluations", "lesser", "kind", "experts computed with less than their own weights"),
     ("stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
 )
-NO_COUNTS = frozenset({"distance", "accuracy", "goodpred"})
+OF_LESSER = ("low_below", "skip_below", "substitute_below", "seats", "low_hits", "joined")
+SHARES = ("low_share", "left_out_share", "substituted_share", "inexact_share")
+NO_COUNTS = frozenset({"distance", "accuracy", "goodpred", *OF_LESSER, *SHARES})
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

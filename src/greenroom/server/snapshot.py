@@ -104,6 +104,7 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
             "layers": _by_layer(greenroom),
         },
         "prefetch": stats.prefetch,
+        **({"lesser": stats.lesser} if stats.lesser is not None else {}),
         "stalls": stats.stalls,
         "stall_s": stats.stall_s,
         "links": stats.links,

@@ -25,12 +25,14 @@ from greenroom.core.stream import Stream
 from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, Choice, Setting, predictor
+from greenroom.sim.lesser import Lesser, check_weights, tails_of
 from greenroom.sim.simulate import Clock, TraceStep
 from greenroom.sim.timed import Times, by_request
 from greenroom.trace import Trace
 
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 OF_SPLITS = ("bottoms", "bottom_hits")
+OF_LESSER = ("low", "low_hits", "left_out", "substituted", "joined")
 NEVER = ("failed",)  # and those of what no simulated link does
 
 
@@ -45,17 +47,24 @@ class Proactive:
     accuracy: float | None
     goodpred: float | None
     split: bool = False
+    lesser: bool = False
 
     def as_json(self) -> dict[str, Any]:
         left_out = ELSEWHERE + NEVER + (() if self.split else OF_SPLITS)
+        left_out += () if self.lesser else OF_LESSER
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
             "ahead": self.ahead,
             **counts,
+            **({"inexact_share": self._inexact()} if self.lesser else {}),
             "accuracy": self.accuracy,
             "goodpred": self.goodpred,
         }
+
+    def _inexact(self) -> float:
+        c = self.counts
+        return (c.low + c.left_out + c.substituted) / max(1, c.requests)
 
 
 def proactive(
@@ -75,21 +84,29 @@ def proactive(
     host: int = 0,
     devices: int = 1,
     split: float | Sequence[float] | None = None,
+    lesser: Lesser | None = None,
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
     order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
     several `devices` experts are spread, and `capacity` is that of all together.
 
     `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
-    the memory of so many whole experts. Up to `ahead` slots are on loan to prefetches (default: as
-    a run has it). With `reset` every request begins with an empty cache; what was learned stays.
+    the memory of so many whole experts. `lesser` says what misses may be served with instead of the
+    exact expert; copies come out of the same memory. Up to `ahead` slots are on loan to prefetches
+    (default: as a run has it). With `reset` every request begins with an empty cache; what was
+    learned stays.
     UsageError where the predictor needs what a trace does not have, and where the policy must know
     what comes.
     """
     check_policy(policy)
     offsets = trace.offsets.tolist()
     chunks = max(1, -(-expert_bytes // chunk_bytes))
-    if split is None:
+    if lesser is not None:
+        _check_lesser(trace, devices, host, split)
+        found = lesser.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        nbytes = [expert_bytes] * trace.layers
+        pieces = found or Pieces.whole(offsets, nbytes, [chunks] * offsets[-1])
+    elif split is None:
         nbytes = [expert_bytes] * trace.layers
         pieces = Pieces.whole(offsets, nbytes, [chunks] * offsets[-1], devices)
     else:
@@ -107,13 +124,13 @@ def proactive(
         tier = HostTier(pieces, host, policy, seed=seed) if host else None
         return Scheduler(
             pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed,
-            host=tier,
+            host=tier, thresholds=None if lesser is None else lesser.thresholds,
         )  # fmt: skip
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, seed)
     clock = Clock(empty(), costs, foresight)
     spent, request = np.zeros(trace.passes), 0
-    for at, steps in passes(trace, stream):
+    for at, steps in passes(trace, stream, tails=lesser is not None):
         if reset and at.request != request:
             clock = _emptied(clock, empty())
         request, begin = at.request, clock.now
@@ -135,8 +152,18 @@ def proactive(
         clock.bytes_moved,
     )
     return Proactive(
-        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None
-    )
+        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(),
+        split is not None, lesser is not None,
+    )  # fmt: skip
+
+
+def _check_lesser(trace: Trace, devices: int, host: int, split: Any) -> None:
+    if devices > 1 or host or split is not None:
+        raise UsageError(
+            "misses that are served with less are for one processor's memory: leave out --split,"
+            " --devices and --host-capacity"
+        )
+    check_weights(trace)
 
 
 def parts_of(
@@ -230,8 +257,11 @@ def _recording(trace: Trace, choice: Choice) -> str | None:
     return None
 
 
-def passes(trace: Trace, stream: Stream) -> Iterator[tuple[PassBegins, list[TraceStep]]]:
-    """A trace in runtime order, pass by pass, as the event machine takes it."""
+def passes(
+    trace: Trace, stream: Stream, tails: bool = False
+) -> Iterator[tuple[PassBegins, list[TraceStep]]]:
+    """A trace in runtime order, pass by pass, as the event machine takes it; with `tails` it is
+    told how much each expert matters."""
     tokens = np.diff(trace.pass_starts)
     firsts = np.searchsorted(stream.token, np.arange(trace.passes + 1))
     requests = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
@@ -253,6 +283,7 @@ def passes(trace: Trace, stream: Stream) -> Iterator[tuple[PassBegins, list[Trac
                     stream.weights[part] if stream.weights.size else None,
                     prefill,
                     trace.experts[begin:end, layer].astype(np.int64),
+                    tails_of(trace, begin, end, int(layer)) if tails and not prefill else None,
                 )
             )
         yield PassBegins(request, begin, end - begin, prefill, ids), steps

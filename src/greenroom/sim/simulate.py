@@ -24,9 +24,11 @@ from greenroom.core.foresight import Foresight
 from greenroom.core.homes import spread
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
+from greenroom.core.precision import LEFT_OUT, LOW, Thresholds
 from greenroom.core.predictor import Ids, PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.scope import Scope
+from greenroom.core.step import Counts
 from greenroom.core.tiers import HostTier
 
 
@@ -36,6 +38,7 @@ class TraceStep(NamedTuple):
     `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
     experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
     `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
+    `tails` say how much each expert matters, where misses may be served with less.
     """
 
     step: int
@@ -47,6 +50,7 @@ class TraceStep(NamedTuple):
     weights: Weights | None = None
     prefill: bool = False
     chosen: Ids | None = None
+    tails: Weights | None = None
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Result:
     compute: float = 0.0
     miss_ids: list[int] = field(default_factory=list)
     pass_ends: list[float] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
 
     @property
     def miss_ratio(self) -> float:
@@ -83,15 +88,18 @@ def simulate(
     pin: str = "step",
     seed: int = 0,
     host: HostTier | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Result:
     """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
 
     `host` keeps pieces between the two links of `costs`. `pieces` says over how many devices they
-    are spread; `costs` are those of each, and `capacity` is of all together.
+    are spread; `costs` are those of each, and `capacity` is of all together. `thresholds` let
+    misses be served with less than the exact expert.
     """
     scheduler = Scheduler(
-        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host
-    )
+        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host,
+        thresholds=thresholds,
+    )  # fmt: skip
     clock = Clock(scheduler, costs)
     ends: list[float] = []
     under_way = None
@@ -114,6 +122,7 @@ def simulate(
         clock.compute,
         clock.fetched,
         ends,
+        counts,
     )
 
 
@@ -158,7 +167,7 @@ class Clock:
         finished = self._tell(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
-                step.prefill,
+                step.prefill, step.tails,
             )
         )  # fmt: skip
         if self.foresight is not None and step.chosen is not None:
@@ -207,7 +216,8 @@ class Clock:
             self.bytes_moved += nbytes
         if action.begins:
             self.fetched.append(action.piece)
-            self._fresh.add(action.piece)
+            joins = action.joins >= 0  # what a copy lacks of an expert: that is there then
+            self._fresh.add(action.piece % self.scheduler.pieces.experts if joins else action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""
@@ -231,10 +241,13 @@ class Clock:
         return len(fresh) * self.costs.handling * self._share(part)
 
     def _share(self, part: int) -> float:
-        """A part's share of an expert of the step's layer."""
-        if (split := self.scheduler.pieces.split) is None:
-            return 1.0
-        nbytes = split.tops[self._step.layer], split.bottoms[self._step.layer]
+        """A part's share of an expert of the step's layer; a copy's is that of its bytes."""
+        pieces, layer = self.scheduler.pieces, self._step.layer
+        if (split := pieces.split) is None:
+            if part == LOW and pieces.copies is not None:
+                return pieces.copies.low[layer] / pieces.copies.exact[layer]
+            return 0.0 if part == LEFT_OUT else 1.0
+        nbytes = split.tops[layer], split.bottoms[layer]
         return nbytes[part] / sum(nbytes)
 
     def _at(self, due: float, event: Event) -> None:

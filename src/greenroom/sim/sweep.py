@@ -30,6 +30,7 @@ from greenroom.core.scope import Scope, name_of
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim.lesser import Lesser
 from greenroom.sim.pinned import kept
 from greenroom.sim.proactive import proactive
 from greenroom.sim.replay import replay
@@ -67,6 +68,7 @@ class Study:
     host: int = 0  # slots that keep experts between the two links of the costs
     devices: int = 1  # that the experts are spread over
     split: float | tuple[float, ...] | None = None  # share of an expert that is its top
+    lesser: Lesser | None = None  # what misses may be served with
     pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
@@ -96,13 +98,14 @@ class Study:
         else:
             if cell.pin != "step":
                 raise UsageError(
-                    "prefetching, splits, a host tier and several devices need the experts of a"
-                    " step to be safe: pin step"
+                    "prefetching, splits, misses that get less, a host tier and several devices"
+                    " need the experts of a step to be safe: pin step"
                 )
             played = proactive(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
                 reset=self.reset, host=self.host, devices=self.devices, split=self.split,
+                lesser=self.lesser,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}
@@ -120,7 +123,8 @@ class Study:
 
     def _played(self, cell: Cell) -> bool:
         """Whether it is played event by event."""
-        return cell.prefetch != OFF or self.host > 0 or self.devices > 1 or self.split is not None
+        parts = self.split is not None or self.lesser is not None
+        return cell.prefetch != OFF or self.host > 0 or self.devices > 1 or parts
 
     def warm(self, cell: Cell) -> None:
         """Compile what a cell needs, on a few steps.

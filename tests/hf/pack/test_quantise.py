@@ -35,6 +35,30 @@ def int4(w: np.ndarray, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("group", [64, 16])
+def test_nested(group: int) -> None:
+    """Both planes are the nearest code under the scale; the upper one is the nearest sixteenth."""
+    w = weights()
+    high, low = (np.empty((ROWS, COLUMNS // 2), np.uint8) for _ in range(2))
+    scales = np.empty((ROWS, COLUMNS // group), np.float32)
+    assert quantise.nested(w, group, high, low, scales)
+    h, rest = (np.stack((p & 15, p >> 4), -1).reshape(w.shape).astype(int) - 8 for p in (high, low))
+    codes, scale = 16 * h + rest, scales.repeat(group, 1) / 16
+    assert np.abs(codes).max() == 119
+    assert np.abs(h).max() == 7
+    assert (rest.min(), rest.max()) == (-8, 7)
+    assert (np.abs(w - codes * scale) <= scale / 2 + 1e-9).all()
+    largest = np.abs(w).reshape(ROWS, -1, group).max(-1)
+    assert (scales / 16 * 119 >= largest).all()
+    normal = scales / 16 >= 2.0**-14
+    assert (scales[normal] / 16 * 119 <= largest[normal] * (1 + 1 / 16)).all()
+    bits = scales[normal].view(np.int32) & ((1 << 19) - 1)
+    assert not bits.any()  # five significant bits
+    assert (scales == scales.astype(np.float16)).all()
+    w[0, 0] = np.inf
+    assert not quantise.nested(w, group, high, low, scales)
+
+
+@pytest.mark.parametrize("group", [64, 16])
 def test_int8(group: int) -> None:
     w = weights()
     codes, scales = int8(w, group)

@@ -1,6 +1,7 @@
 """Packs: checkpoints whose experts lie in files of Greenroom's own (docs/pack-format.md).
 
 format     the header, greenroom.json, and the catalog that it is to a reader
+low        low-precision copies: where they lie, how they are made; copies: their catalog
 reading    a pack as a checkpoint; checked: experts against their checksums
 making     `pack`: expert by expert, in bounded memory, resumable
 benches    the threads that make experts; data: the file that they write

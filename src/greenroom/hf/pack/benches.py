@@ -16,9 +16,11 @@ from greenroom.hf.pack.checked import checked
 from greenroom.hf.pack.crc import checksums
 from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.format import Layer
-from greenroom.hf.pack.target import Maker
+from greenroom.hf.pack.target import Lookup
 from greenroom.runtime.slots import HostSlots
 from greenroom.runtime.store import DiskStore, Staging
+
+Make = Callable[[Lookup, Lookup, int], None]  # (source, target, number) of an expert
 
 BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
 
@@ -30,7 +32,7 @@ class Benches:
     """
 
     def __init__(
-        self, catalog: Catalog, layers: Sequence[Layer], makers: Sequence[Maker], data: Data
+        self, catalog: Catalog, layers: Sequence[Layer], makers: Sequence[Make], data: Data
     ) -> None:
         self.catalog, self.layers, self.makers, self.data = catalog, layers, makers, data
         stride = max(layer.stride for layer in layers)
@@ -70,7 +72,7 @@ class Benches:
             target.fill(0)
             self.makers[number](_tensors(self.sources, slot), _tensors(self.targets, slot), expert)
             self.data.write(target, layer.place(expert))
-            return expert_id, checksums(layer.layout, target.data)
+            return expert_id, checksums(layer.runs, target.data)
         finally:
             self.free.put((slot, staging))
 

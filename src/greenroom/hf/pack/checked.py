@@ -34,7 +34,8 @@ class CheckedStore:
 
     def __init__(self, store: Store, catalog: PackCatalog) -> None:
         self._store, self._catalog = store, catalog
-        self._piece = {catalog.extents(p)[0].offset: p for p in catalog.pieces}
+        ranges = ((catalog.extents(piece)[0], piece) for piece in catalog.pieces)
+        self._piece = {(extent.offset, extent.length): piece for extent, piece in ranges}
         self._right = np.zeros(max(catalog.pieces) + 1, bool)
         self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # id -> start -> (length, CRC-32)
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class CheckedStore:
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
         """A chunk's bytes, as the store gives them."""
         data = self._store.read(chunk, staging)
-        piece = self._piece[chunk.extent.offset]
+        piece = self._piece[chunk.extent.offset, chunk.extent.length]
         if not self._right[piece]:
             self._add(piece, chunk, zlib.crc32(data.data))
         return data

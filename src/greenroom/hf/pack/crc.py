@@ -6,28 +6,22 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from greenroom.core.layout import SlotLayout
-
 POLYNOMIAL = 0xEDB88320  # of CRC-32, the lowest bit is x^31
 ONE = 1 << 31  # x^0
 
 
-def checksums(layout: SlotLayout, data: memoryview) -> tuple[int, ...]:
-    """Of an expert's bytes: one, or one of each segment."""
-    return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in runs(layout))
+Runs = Sequence[tuple[int, int]]  # (first byte, bytes) of what has a checksum of its own
 
 
-def runs(layout: SlotLayout) -> list[tuple[int, int]]:
-    """(first byte, bytes) of what has a checksum of its own."""
-    if not layout.segments:
-        return [(0, layout.nbytes)]
-    return [(segment.offset, segment.layout.nbytes) for segment in layout.segments]
+def checksums(runs: Runs, data: memoryview) -> tuple[int, ...]:
+    """Of an expert's bytes: one of each run."""
+    return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in runs)
 
 
-def of_run(layout: SlotLayout, crc32: Sequence[int], begin: int, end: int) -> int:
-    """The checksum of bytes begin .. end, from those of the segments that they are."""
+def of_run(runs: Runs, crc32: Sequence[int], begin: int, end: int) -> int:
+    """The checksum of bytes begin .. end, from those of the runs that they are."""
     whole = 0
-    for (at, length), crc in zip(runs(layout), crc32, strict=True):
+    for (at, length), crc in zip(runs, crc32, strict=True):
         if begin <= at < end:
             whole = joined(whole, crc, length)
     return whole

@@ -30,13 +30,14 @@ from greenroom.core.layout import (
 )
 from greenroom.errors import CheckpointError, OutputError, UnsupportedModel, UsageError
 from greenroom.hf.pack.crc import of_run
+from greenroom.hf.pack.low import BLOCK, PRECISIONS, Low
 from greenroom.trace.container import beside
 
 HEADER = "greenroom.json"
 DATA = "experts.greenroom"
 KIND = "greenroom-pack"
-VERSION, SEGMENTED = 1, 2  # of packs; of those whose experts lie in segments
-BLOCK = 4096  # bytes; every expert begins at a multiple of it
+# Of packs; of those whose experts lie in segments; of those with low-precision copies.
+VERSION, SEGMENTED, COPIES = VERSIONS = 1, 2, 3
 KINDS = ("int8", "int4", "fp8", "same")  # what experts can be packed to
 
 
@@ -53,8 +54,9 @@ class File:
 class Layer:
     """The experts of one layer: expert e lies at `offset + e * stride` of the data.
 
-    stride: `layout.nbytes`, rounded up to whole blocks
-    crc32:  of the `layout.nbytes` of each expert; of each of its segments, where it has such
+    stride: the `nbytes` of an expert, rounded up to whole blocks
+    crc32:  of each expert; of each of its `runs`, where it has several
+    low:    the copy that an expert begins with, if there is one
     """
 
     name: str
@@ -62,10 +64,26 @@ class Layer:
     offset: int
     layout: SlotLayout
     crc32: tuple[int, ...] = ()
+    low: Low | None = None
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(first byte, bytes) of each run of an expert that has a checksum of its own."""
+        if self.low is not None:
+            at = self.low.stride
+            return (0, at), (at, self.low.beside(self.layout))
+        segments = self.layout.segments
+        return tuple((s.offset, s.layout.nbytes) for s in segments) or ((0, self.layout.nbytes),)
+
+    @property
+    def nbytes(self) -> int:
+        """Of an expert and its copy."""
+        begin, length = self.runs[-1]
+        return begin + length
 
     @property
     def stride(self) -> int:
-        return -(-self.layout.nbytes // BLOCK) * BLOCK
+        return -(-self.nbytes // BLOCK) * BLOCK
 
     def place(self, expert: int) -> int:
         """The byte at which an expert begins."""
@@ -73,7 +91,7 @@ class Layer:
 
     def checksums(self, expert: int) -> tuple[int, ...]:
         """An expert's."""
-        each = max(1, len(self.layout.segments))
+        each = len(self.runs)
         return self.crc32[expert * each : (expert + 1) * each]
 
 
@@ -103,7 +121,21 @@ class Header:
     @property
     def version(self) -> int:
         """Of the format that is needed to read it."""
+        if self.precision:
+            return COPIES
         return SEGMENTED if any(layer.layout.segments for layer in self.layers) else VERSION
+
+    @property
+    def precision(self) -> str:
+        """That of the copies, "" where there are none."""
+        low = self.layers[0].low
+        return low.precision if low is not None else ""
+
+    @property
+    def nested(self) -> bool:
+        """Whether copies are a part of their experts."""
+        low = self.layers[0].low
+        return low is not None and low.nested
 
     @property
     def segments(self) -> int:
@@ -157,6 +189,8 @@ class Header:
         words = ["greenroom", "pack", self.source.model, "-o", str(folder), "--experts", self.kind]
         if self.segments > 1:
             words += ["--segments", str(self.segments)]
+        if self.precision:
+            words += ["--miss-precision", self.precision]
         return shlex.join([*words, *more])
 
     def save(self, folder: Path) -> None:
@@ -186,10 +220,26 @@ def as_json(header: Header) -> dict[str, Any]:
                 "tensors": [asdict(spec) for spec in layer.layout.tensors],
                 "encodings": dict(layer.layout.encodings),
                 **_segments(layer.layout),
+                **_copy(layer.low),
                 "crc32": list(layer.crc32),
             }
             for layer in header.layers
         ],
+    }
+
+
+def _copy(low: Low | None) -> dict[str, Any]:
+    """What is said of copies, where there are any."""
+    if low is None:
+        return {}
+    return {
+        "low": {
+            "precision": low.precision,
+            "nested": low.nested,
+            "bytes": low.layout.nbytes,
+            "tensors": [asdict(spec) for spec in low.layout.tensors],
+            "encodings": dict(low.layout.encodings),
+        }
     }
 
 
@@ -216,10 +266,10 @@ def read(folder: Path) -> Header:
     path = folder / HEADER
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] == KIND and raw["version"] not in (VERSION, SEGMENTED):
+        if raw["format"] == KIND and raw["version"] not in VERSIONS:
             raise UnsupportedModel(
-                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION} and"
-                f" {SEGMENTED}"
+                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION} to"
+                f" {COPIES}"
             )
         header = _parsed(raw)
         if raw["identity"] == header.identity and raw["format"] == KIND:
@@ -240,9 +290,7 @@ def _parsed(raw: Any) -> Header:
         layers,
         tuple(File(**each) for each in raw["dense"]),
     )
-    if not layers or any(
-        len(layer.crc32) != layer.experts * max(1, len(layer.layout.segments)) for layer in layers
-    ):
+    if not layers or any(len(layer.crc32) != layer.experts * len(layer.runs) for layer in layers):
         raise ValueError
     if any(Path(file.name).name != file.name for file in header.files) or not header.files:
         raise ValueError
@@ -250,12 +298,7 @@ def _parsed(raw: Any) -> Header:
 
 
 def _layer(raw: Any, dtype: str) -> Layer:
-    specs = _specs(raw["tensors"])
-    encodings = dict(raw["encodings"])
-    if not {spec.dtype for spec in specs} <= ITEMSIZE.keys() or not {*encodings.values()} <= {
-        *BLOCKS
-    }:
-        raise ValueError
+    specs, encodings = _known(raw)
     segments = tuple(
         Segment(
             each["first"],
@@ -267,7 +310,24 @@ def _layer(raw: Any, dtype: str) -> Layer:
     if segments and sum(each.layout.nbytes for each in segments) != raw["bytes"]:
         raise ValueError
     layout = SlotLayout(specs, raw["bytes"], encodings, dtype, segments)
-    return Layer(raw["name"], raw["experts"], raw["offset"], layout, tuple(raw["crc32"]))
+    low = _low(raw["low"], dtype) if "low" in raw else None
+    return Layer(raw["name"], raw["experts"], raw["offset"], layout, tuple(raw["crc32"]), low)
+
+
+def _low(raw: Any, dtype: str) -> Low:
+    if raw["precision"] not in PRECISIONS:
+        raise ValueError
+    specs, encodings = _known(raw)
+    return Low(raw["precision"], raw["nested"], SlotLayout(specs, raw["bytes"], encodings, dtype))
+
+
+def _known(raw: Any) -> tuple[tuple[TensorSpec, ...], dict[str, str]]:
+    """Tensors and encodings, of which all are ours."""
+    specs, encodings = _specs(raw["tensors"]), dict(raw["encodings"])
+    dtypes = {spec.dtype for spec in specs}
+    if not dtypes <= ITEMSIZE.keys() or not {*encodings.values()} <= {*BLOCKS}:
+        raise ValueError
+    return specs, encodings
 
 
 def _specs(raw: Any) -> tuple[TensorSpec, ...]:
@@ -277,12 +337,12 @@ def _specs(raw: Any) -> tuple[TensorSpec, ...]:
     )
 
 
-def lay_out(layouts: Sequence[tuple[str, int, SlotLayout]]) -> tuple[Layer, ...]:
-    """Where the experts of (name, number of experts, layout) go: layer after layer."""
+def lay_out(layouts: Sequence[tuple[str, int, SlotLayout, Low | None]]) -> tuple[Layer, ...]:
+    """Where the experts of (name, number of experts, layout, copy) go: layer after layer."""
     layers: list[Layer] = []
     end = BLOCK
-    for name, experts, layout in layouts:
-        layers.append(Layer(name, experts, end, layout))
+    for name, experts, layout, low in layouts:
+        layers.append(Layer(name, experts, end, layout, low=low))
         end = layers[-1].place(experts)
     return tuple(layers)
 
@@ -340,7 +400,7 @@ class PackCatalog(Catalog):
         assert self.header is not None
         layer, expert = self.header.layer_of(piece % self.experts)
         begin, n = self._span(piece)
-        return of_run(layer.layout, layer.checksums(expert), begin, begin + n)
+        return of_run(layer.runs, layer.checksums(expert), begin, begin + n)
 
     @property
     def kind(self) -> str:

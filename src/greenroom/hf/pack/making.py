@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.config import show_bytes
+from greenroom.core.layout import SlotLayout
 from greenroom.errors import OutputError, UnknownName, UsageError
 from greenroom.hf import attach as _registers_the_experts_implementation  # noqa: F401
 from greenroom.hf.build import Draft
@@ -44,6 +45,7 @@ from greenroom.hf.pack.format import (
 )
 from greenroom.hf.pack.journal import NAME as JOURNAL
 from greenroom.hf.pack.journal import Journal
+from greenroom.hf.pack.low import PRECISIONS, Low, low_of, with_copy
 from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack
 from greenroom.hf.pack.target import Maker, target_layout
 from greenroom.runtime.cutting import Cutting
@@ -58,7 +60,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What was made. Bytes are of the pack, and of the experts as they were stored; `kept` experts
-    had been made by an earlier run, or were not damaged. `peak_rss_bytes` is the process's."""
+    had been made by an earlier run, or were not damaged. `peak_rss_bytes` is the process's;
+    `copy_bytes` are what low-precision copies add, 0 where they are a part of their experts."""
 
     folder: Path
     nbytes: int
@@ -68,6 +71,7 @@ class Packed:
     kept: int
     seconds: float
     peak_rss_bytes: int
+    copy_bytes: int = 0
 
 
 def pack(
@@ -76,12 +80,14 @@ def pack(
     kind: str,
     *,
     segments: int = 1,
+    precision: str | None = None,
     repair: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Packed:
     """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
 
     `segments` cuts every expert along its intermediate dimension, so that a run may split it.
+    `precision` (int8, int4) puts a copy of each expert before it, which a run may use for misses.
     What an earlier call left unfinished is gone on with. `repair` makes anew what is damaged in a
     pack that is there. `progress(done, total)` is told of bytes. Raises a GreenroomError; after
     OutputError and KeyboardInterrupt the same call goes on.
@@ -90,20 +96,26 @@ def pack(
         raise UnknownName("kind of experts", kind, KINDS)
     if segments < 1:
         raise UsageError(f"--segments must be at least 1, got {segments}")
+    if precision is not None and precision not in PRECISIONS:
+        raise UnknownName("miss precision", precision, PRECISIONS)
+    if precision is not None and segments > 1:
+        raise UsageError("--segments cuts experts that have no copies: leave out --miss-precision")
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
     checkpoint = Checkpoint.open(resolve(source))
     inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
-    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, progress)
+    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, progress, precision)
     made = job.repair(folder) if repair else job.make(folder)
     kept = job.experts - made
     size = sum(path.stat().st_size for path in folder.iterdir())
     seconds = time.perf_counter() - began
     target = sum(layer.experts * layer.layout.nbytes for layer in job.layers)
+    added = sum(x.experts * x.low.stride for x in job.layers if x.low and not x.low.nested)
     return Packed(
-        folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds, peak_rss_bytes()
-    )
+        folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds,
+        peak_rss_bytes(), added,
+    )  # fmt: skip
 
 
 def _named(source: str) -> str:
@@ -116,26 +128,46 @@ class _Job:
     """One source, packed to one kind."""
 
     def __init__(
-        self, draft: Draft, model: str, kind: str, segments: int, progress: Progress
+        self,
+        draft: Draft,
+        model: str,
+        kind: str,
+        segments: int,
+        progress: Progress,
+        precision: str | None,
     ) -> None:
         self.draft, self.model, self.kind, self.progress = draft, model, kind, progress
-        self.segments = segments
+        self.segments, self.precision = segments, precision
         self.checkpoint, self.catalog = draft.checkpoint, draft.catalog
         self.experts = self.catalog.experts
-        self.makers = [self._maker(layer) for layer in range(len(self.catalog.layers))]
+        exact = [self._maker(layer) for layer in range(len(self.catalog.layers))]
+        lows = [self._low(layer, maker.target) for layer, maker in enumerate(exact)]
+        self.makers = [
+            m if low is None else with_copy(m, low) for m, low in zip(exact, lows, strict=True)
+        ]
         counts = np.diff(self.catalog.offsets).tolist()
-        named = zip(self.catalog.layers, counts, self.makers, strict=True)
-        self.layers = lay_out([(name, n, maker.target) for name, n, maker in named])
+        targets = [maker.target for maker in exact]
+        self.layers = lay_out([*zip(self.catalog.layers, counts, targets, lows, strict=True)])
         self.names = dense.dense_names(self.checkpoint, draft.dense_tensors)
         self.done = 0  # bytes
+
+    def _low(self, layer: int, exact: SlotLayout) -> Low | None:
+        """The copies of a layer, where there shall be any."""
+        if self.precision is None:
+            return None
+        name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
+        module = self.draft.model.get_submodule(name)
+        return low_of(self.precision, self.kind, source, exact, module, name)
 
     def _maker(self, layer: int) -> Maker:
         name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
         module = self.draft.model.get_submodule(name)
         target = target_layout(self.kind, source, module, name)
         transposed = bool(module.is_transposed)
-        if source.segments:
-            raise UsageError(f"{self.model}: is a pack in segments: make another one of its source")
+        pack = self.checkpoint.pack
+        if source.segments or (pack is not None and pack.header.precision):
+            what = "in segments" if source.segments else "with copies"
+            raise UsageError(f"{self.model}: is a pack {what}: make another one of its source")
         if self.segments == 1:
             return Maker(self.kind, source, target, transposed, name)
         cutting = Cutting.of(module, target)
@@ -291,7 +323,7 @@ class _Job:
         layer, expert = header.layer_of(expert_id)
         with open(folder / DATA, "rb", buffering=0) as stream:
             stream.seek(layer.place(expert))
-            return checksums(layer.layout, memoryview(stream.read(layer.layout.nbytes)))
+            return checksums(layer.runs, memoryview(stream.read(layer.nbytes)))
 
     # ---- experts
 

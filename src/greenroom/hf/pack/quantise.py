@@ -8,6 +8,9 @@ int4  the largest weight of a group has the code -8, or one near it, under a sca
       sign. Of some scales of about that size the one with the smallest squared error is taken.
       Scales have 5 significant bits: times a code they are exact in bfloat16, which the compiled
       kernels use; the steps of the search are those of such scales
+nested  int8 codes 16 h + l from -119 to 119, h and l in planes of their own: those of h are an int4
+      expert under 16 times the scale. The scale is the least of 5 significant bits that is at
+      least largest / 119, so that kernels multiply the copy fast
 fp8   scale = largest / 448 of a block, in float32; codes are rounded to the nearest, ties to even
 """
 
@@ -34,6 +37,7 @@ STEP = np.float32(2.0**24)  # one over its smallest step
 LARGEST = np.float32(65504.0)
 HALF_OF_LARGEST = np.float32(32752.0)
 ONE, ZERO = np.float32(1), np.float32(0)
+NESTED, SIXTEEN = np.float32(119), np.float32(16)  # the largest nested code; what h counts in
 E4M3_LEAST = np.float32(2.0**-6)  # the smallest normal value; below it steps are 2^-9
 E4M3_SHIFT = np.float32(
     2.0**14
@@ -82,6 +86,52 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
             for i in range(group):
                 out[i] = min(max(_nearest(x[i] * over), np.int32(-127)), np.int32(127))
     return finite
+
+
+@njit(cache=True, nogil=True)
+def _scale_up(scale: np.float32) -> np.float32:
+    """The least number of 5 significant bits, and a float16, that is no smaller."""
+    if scale < TINY:
+        return np.float32(np.ceil(scale * STEP) / STEP)
+    drop = 24 - EXACT
+    word = np.int32(np.float32(scale).view(np.int32) + (1 << drop) - 1)
+    return np.float32(np.int32(word >> drop << drop).view(np.float32))
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def nested(
+    w: F32, group: int, high: NDArray[np.uint8], low: NDArray[np.uint8], scales: F32
+) -> bool:
+    """w [n, columns], planes high, low [n, columns / 2], scales of the copy [n, columns / group].
+
+    Two codes lie in a byte, the low half first, stored plus 8. False also where the copy's scale is
+    beyond float16.
+    """
+    finite = True
+    for row in range(w.shape[0]):
+        for g in range(w.shape[1] // group):
+            x = w[row, g * group : (g + 1) * group]
+            largest = np.int32(0)
+            for i in range(group):
+                largest = max(largest, _size(x[i]))
+            finite = finite and bool(largest < INFINITE)
+            scale = _scale_up(np.int32(largest).view(np.float32) / NESTED)
+            scales[row, g] = scale * SIXTEEN
+            finite = finite and bool(scales[row, g] <= LARGEST)
+            over = ONE / scale if scale > ZERO else ZERO
+            for i in range(0, group, 2):
+                a, b = _nested(x[i] * over), _nested(x[i + 1] * over)
+                ha, hb = (a + 8) >> 4, (b + 8) >> 4
+                at = (g * group + i) // 2
+                high[row, at] = np.uint8((ha + 8) | (hb + 8) << 4)
+                low[row, at] = np.uint8((a - 16 * ha + 8) | (b - 16 * hb + 8) << 4)
+    return finite
+
+
+@njit(cache=True, nogil=True)
+def _nested(x: np.float32) -> np.int32:
+    """A code that has an h from -7 to 7."""
+    return min(max(_nearest(x), np.int32(-119)), np.int32(119))
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)

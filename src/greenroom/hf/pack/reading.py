@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.core.layout import PLAIN, TensorSpec, WeightSpec
-from greenroom.errors import CheckpointError, NotAModel
+from greenroom.errors import CheckpointError, NotAModel, UsageError
 from greenroom.hf.checkpoint import Checkpoint, read_config
 from greenroom.hf.experts import Streamed
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.header import Stored, read_header
+from greenroom.hf.pack.copies import catalog_of
 from greenroom.hf.pack.format import (
     BLOCK,
     DATA,
@@ -27,10 +28,10 @@ from greenroom.hf.pack.format import (
     Header,
     Layer,
     PackCatalog,
-    catalog_of,
     read,
 )
 from greenroom.hf.pack.journal import unfinished
+from greenroom.hf.pack.low import joined
 from greenroom.hf.quantised import encoded
 from greenroom.runtime.cutting import Cutting
 from greenroom.runtime.encodings import ENCODINGS
@@ -58,6 +59,11 @@ class Pack:
         for layer, streamed in zip(self.header.layers, layers, strict=True):
             self._check(model, layer, streamed)
         dtypes = [{each.name: str(each.dtype)[6:] for each in layer} for layer in layers]
+        own = self.header.dtype
+        if self.header.precision and any({*layer.values()} != {own} for layer in dtypes):
+            raise UsageError(
+                f"{self.folder}: a pack with copies computes in {own}: leave out --dtype"
+            )
         return catalog_of(self.header, self.folder, dtypes)
 
     def _check(self, model: PreTrainedModel, layer: Layer, streamed: list[Streamed]) -> None:
@@ -85,11 +91,15 @@ class Pack:
                 yield f"{self.folder / file.name}: damaged (its checksum is wrong): `{mend}`"
         catalog = catalog_of(self.header, self.folder, own_dtypes(self.header))
         with open(self.folder / DATA, "rb", buffering=0) as stream:
-            for expert_id in range(catalog.experts):
-                (extent,) = catalog.extents(expert_id)
+            wrong: set[int] = set()
+            for piece in catalog.pieces:
+                (extent,) = catalog.extents(piece)
                 stream.seek(extent.offset)
-                if zlib.crc32(stream.read(extent.length)) != catalog.checksum(expert_id):
-                    yield catalog.damaged(expert_id)
+                crc = zlib.crc32(stream.read(extent.length))
+                expert = piece % catalog.experts
+                if crc != catalog.checksum(piece) and expert not in wrong:
+                    wrong.add(expert)
+                    yield catalog.damaged(expert)
                 os.posix_fadvise(
                     stream.fileno(), extent.offset, extent.length, os.POSIX_FADV_DONTNEED
                 )
@@ -207,13 +217,20 @@ def _matrix(
 ) -> Tensor:
     parts = []
     with open(pack.folder / DATA, "rb") as stream:
+        begin = layer.place(expert) + (layer.low.stride if layer.low is not None else 0)
+        if layer.low is not None and layer.low.nested:
+            rest = _tensor(stream, begin, layer.low.rest[weight.name])
+            low = layer.low.layout.weight(weight.name).parts
+            high, scale = (_tensor(stream, layer.place(expert), spec) for spec in low)
+            parts = [*joined(high, rest, scale)]
+            return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
         for spec in weight.parts:
             each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
-            found = [_tensor(stream, layer.place(expert) + at, own) for at, own in each]
+            found = [_tensor(stream, begin + at, own) for at, own in each]
             if found:
                 parts.append(cutting.joined(spec, found))
             else:
-                parts.append(_tensor(stream, layer.place(expert), spec))
+                parts.append(_tensor(stream, begin, spec))
     if weight.encoding == PLAIN:
         return parts[0]
     return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)

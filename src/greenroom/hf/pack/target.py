@@ -106,20 +106,29 @@ class Maker:
 
     def _matrix(self, name: str, source: Lookup, target: Lookup, expert: int) -> None:
         weight, made = self.source.weight(name), self.target.weight(name)
-        parts = [source(spec) for spec in weight.parts]
-        codes, scale = (target(spec) for spec in made.parts)
-        rows, columns = made.shape
-        unit = lcm(rows // len(scale), *(rows // len(part) for part in parts[1:]))
+        parts, fill = [source(spec) for spec in weight.parts], self._fill(name, target)
+        rows, columns = logical(weight, self.transposed)
+        per = rows // made.parts[1].shape[0]
+        unit = lcm(per, *(rows // len(part) for part in parts[1:]))
         step = max(1, ROOM // (4 * columns * unit)) * unit
         for row in range(0, rows, step):
             stop = min(row + step, rows)
-            w = self._rows(weight, parts, row, stop)
-            per = rows // len(scale)
-            if not QUANTISERS[self.kind](w, codes[row:stop], scale[row // per : stop // per]):
+            if not fill(self._rows(weight, parts, row, stop), row, stop, per):
                 raise CheckpointError(
                     f"expert {expert} of {self.where}: {name} has weights that are no finite"
                     " numbers"
                 )
+
+    def _fill(self, name: str, target: Lookup) -> Callable[[np.ndarray, int, int, int], bool]:
+        """What fills a matrix: (weights of rows row .. stop, row, stop, rows that share a scale) ->
+        whether all of them were finite numbers."""
+        codes, scale = (target(spec) for spec in self.target.weight(name).parts)
+        quantiser = QUANTISERS[self.kind]
+
+        def fill(w: np.ndarray, row: int, stop: int, per: int) -> bool:
+            return bool(quantiser(w, codes[row:stop], scale[row // per : stop // per]))
+
+        return fill
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
         """Outputs row .. stop, [n, inputs] float32: the values that the model computes with."""

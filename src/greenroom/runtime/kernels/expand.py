@@ -602,5 +602,6 @@ EXPANDERS: dict[str, Expander] = {
     "ct_int4.float32": _of_scales(F32_KIND),
     "ct_int4.bfloat16": _of_scales(BF16_KIND),
     "ct_int4.float16": _of_scales(F16_KIND),
+    "int4.wide": Expander(shared(F16_KIND), int4, PAIRED),  # groups of more than 32
 }
 NAMES = tuple(EXPANDERS)  # kernels know an expander by its number here

@@ -25,7 +25,7 @@ from greenroom.runtime.kernels.openmp import Body, body
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
 # of a float32 are 0 in such a scale.
-_SHORT = {"int4": (1 << 19) - 1}
+_SHORT = dict.fromkeys(("int4", "int4.wide"), (1 << 19) - 1)
 _NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4")}
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def _name(weight: WeightSpec) -> str:
     """The name of a matrix's expander, where there is one."""
     if weight.encoding == "ct_int4":
         return f"ct_int4.{weight.parts[1].dtype}"
+    if weight.encoding == "int4" and weight.shape[1] // weight.parts[1].shape[1] != GROUP:
+        return "int4.wide"  # those that int8 contains
     return weight.encoding
 
 
@@ -100,15 +102,16 @@ def unfused(layer: LayerExperts) -> str:
 
 def unread(weight: WeightSpec) -> str:
     """Why no product reads a matrix [outputs, inputs], or ""."""
-    name, (rows, columns) = weight.encoding, weight.shape
-    if _name(weight) not in NAMES:
-        return name
+    name, (rows, columns) = _name(weight), weight.shape
+    if name not in NAMES:
+        return weight.encoding
     if columns % GROUP:
-        return f"{name} with {columns} inputs"
+        return f"{weight.encoding} with {columns} inputs"
     if len(weight.parts) > 1:
         down, across = weight.parts[1].shape
         group = columns // across
         odd = across > 1 and (group % GROUP or columns % across)
         if odd or rows % down or _GROUPS.get(name, group) != group:
-            return f"{name} with scales for {rows / down:g} x {columns / across:g} weights"
+            of = f"{rows / down:g} x {columns / across:g} weights"
+            return f"{weight.encoding} with scales for {of}"
     return ""

@@ -1,0 +1,217 @@
+"""Misses served with less: what they gain in time, and what they cost in quality.
+
+    python benchmarks/precision.py MODEL --text FILE [--cache 25%] [--read-limit 100MB]
+    python benchmarks/precision.py --traces TRACE ... [--capacity 12.5%,25%,50%]
+
+With MODEL: packs of it are made in a temporary folder (as stored with copies in int4 and in int8,
+and int8 that contains int4). The same prompts are answered in turns by every way of serving misses,
+throttled to --read-limit; TPOT is the median of an answer's, and of answers; its ratio to the exact
+run of the same pack with an interval over rounds, bytes read a token, and the shares that were not
+exact. KL divergence and perplexity are of the same text read token by token, against the exact run
+of the same pack.
+
+With --traces: recordings that hold gate weights, simulated. An expert computes in 1 ms, a layer's
+other parts in 1 ms, and a transfer of an exact expert takes 1, 2 or 4 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import machine
+
+from greenroom.cli.output import columns
+from greenroom.config import LoadConfig, SamplingConfig, show_bytes
+
+PROMPTS = (
+    "Explain how a library decides which books to keep on the front shelves.",
+    "Once upon a time there was a stage manager who could not find the lead",
+    "def merge(a, b):\n    # merges two sorted lists into one sorted list\n",
+)
+PACKS = {"same+int4": ("same", "int4"), "same+int8": ("same", "int8"),
+         "int8+int4": ("int8", "int4")}  # fmt: skip
+SETTLE = 8  # tokens after a prompt that are not counted
+EXPERT = 1 << 20  # bytes of a simulated expert, in four chunks
+
+
+@dataclass
+class Way:
+    """A pack, options of a run, and what it did in each round."""
+
+    pack: str
+    options: dict[str, Any]
+    tpots: list[float] = field(default_factory=list)
+    nbytes: list[float] = field(default_factory=list)
+    lesser: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        words = [f"{key.replace('_', '-')} {value}" for key, value in self.options.items()]
+        return ", ".join(words) or "exact"
+
+
+def ways(packs: list[str]) -> Iterator[Way]:
+    """What is compared."""
+    for pack in packs:
+        precision = PACKS[pack][1]
+        yield Way(pack, {})
+        for low in (0.2, 0.4, 0.8):
+            yield Way(pack, {"miss_precision": precision, "low_below": low})
+    yield Way(packs[0], {"miss_precision": "int4", "low_below": 0.4, "skip_below": 0.1})
+    yield Way(packs[0], {"skip_below": 0.1})
+    yield Way(packs[0], {"substitute_below": 0.2})
+
+
+def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, seed: int) -> None:
+    """One answer of a fresh run."""
+    from greenroom.hf.generate import answer
+    from greenroom.hf.load import load_with
+
+    config = LoadConfig(
+        cache=args.cache, read_limit=args.read_limit, prefetch=args.prefetch, kernels=args.kernels,
+        **way.options,
+    )  # fmt: skip
+    model, tokenizer = load_with(str(folder), config, remember=False)
+    try:
+        greenroom = model.greenroom
+        model.generation_config.min_new_tokens = args.tokens
+        sampling = SamplingConfig(max_new_tokens=args.tokens, temperature=1.0, seed=seed)
+        done = answer(model, tokenizer, prompt, sampling, raw=True, context=2048)
+        stats = greenroom.stats()
+    finally:
+        model.greenroom.detach()
+    way.tpots.append(float(np.median(done.gaps[SETTLE:])))
+    way.nbytes.append(stats.bytes_read / (done.prompt_tokens + done.new_tokens))
+    way.lesser = stats.lesser
+
+
+def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
+    """All ways in turns, begun by another one each round."""
+    every = list(ways(list(folders)))
+    answer_once(every[0], folders[every[0].pack], args, PROMPTS[0], 0)  # compiles
+    every[0] = Way(every[0].pack, {})
+    for number in range(args.rounds):
+        for way in (*every[number % len(every) :], *every[: number % len(every)]):
+            answer_once(way, folders[way.pack], args, PROMPTS[number % len(PROMPTS)], number)
+    return every
+
+
+def judged(way: Way, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """KL divergence and perplexity of a way against the exact run."""
+    from dataclasses import asdict
+
+    from greenroom.hf.quality import quality
+
+    found = quality(
+        str(folder), args.text.read_text(), cache=args.cache, tokens=args.quality_tokens,
+        kernels=args.kernels, lesser=way.options,
+    )  # fmt: skip
+    return asdict(found)
+
+
+def of_model(args: argparse.Namespace) -> None:
+    from greenroom.hf.pack.making import pack
+    from greenroom.plan import intervals
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as root:
+        folders = {}
+        for name in args.packs.split(","):
+            kind, precision = PACKS[name]
+            folders[name] = Path(root) / name
+            made = pack(args.model, folders[name], kind, precision=precision)
+            print(f"{name}: {show_bytes(made.nbytes)}, copies add {show_bytes(made.copy_bytes)}")
+        every = measured(args, folders)
+        exact = {way.pack: way for way in every if not way.options}
+        rows = []
+        for way in every:
+            middle, low, high = (
+                intervals.ratio(way.tpots, exact[way.pack].tpots) if way.options else (1.0,) * 3
+            )
+            found = judged(way, folders[way.pack], args) if way.options else {}
+            lesser = way.lesser or {"inexact_share": 0.0}
+            rows.append(
+                (
+                    way.pack, way.name, f"{np.median(way.tpots) * 1e3:.2f}",
+                    f"{middle:.2f} ({low:.2f} to {high:.2f})" if way.options else "1",
+                    show_bytes(float(np.mean(way.nbytes))), f"{lesser['inexact_share'] or 0:.1%}",
+                    f"{found['kl_mean']:.2g}" if found else "0",
+                    f"{found['perplexity']:.5g} / {found['original_perplexity']:.5g}"
+                    if found else "-",
+                    f"{found['same_top']:.1%}" if found else "-",
+                )
+            )  # fmt: skip
+            print(json.dumps({"pack": way.pack, **way.options, "tpots": way.tpots, **found}))
+    header = ("pack", "misses", "TPOT ms", "ratio", "read a token", "inexact", "KL", "perplexity",
+              "same top")  # fmt: skip
+    print(f"\n{machine()}\n{columns(header, rows, left=2)}")
+
+
+def of_traces(args: argparse.Namespace) -> None:
+    from greenroom.core.cost import Costs, Link, Work
+    from greenroom.core.precision import Thresholds
+    from greenroom.policies import policy
+    from greenroom.sim.lesser import Lesser
+    from greenroom.sim.proactive import proactive
+    from greenroom.sim.sweep import capacities
+    from greenroom.trace import load, stream
+
+    served: dict[str, Lesser | None] = {
+        "exact": None,
+        "int8 0.4": Lesser.of(Thresholds(low=0.4), "int8", 0.125, nested=False),
+        "int4 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=False),
+        "nested 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=True),
+        "int4 0.4, skip 0.1": Lesser.of(Thresholds(0.4, 0.1), "int4", 0.125, nested=False),
+        "skip 0.1": Lesser.of(Thresholds(skip=0.1), "off", 0.0, nested=False),
+        "substitute 0.2": Lesser.of(Thresholds(substitute=0.2), "off", 0.0, nested=False),
+    }
+    for path in args.traces:
+        trace = load(path).head(args.tokens)
+        requests, rows = stream(trace, "runtime"), []
+        for capacity in capacities(args.capacity, int(trace.offsets[-1])):
+            for ratio in (1.0, 2.0, 4.0):
+                link = Link(EXPERT / (ratio * 1e-3), 0.0, 1)
+                costs = Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
+                row = [f"{capacity / trace.offsets[-1]:.1%}", f"{ratio:g}"]
+                for lesser in served.values():
+                    found = proactive(
+                        trace, requests, capacity, policy("lru"), costs, EXPERT, "off",
+                        chunk_bytes=EXPERT // 4, lesser=lesser,
+                    )  # fmt: skip
+                    share = found.as_json().get("inexact_share", 0.0)
+                    row.append(f"{np.median(found.times.gaps) * 1e3:.1f} ({share:.0%})")
+                rows.append(row)
+        print(f"{path.name}: median TPOT in ms (share of evaluations that were not exact)")
+        print(columns(["capacity", "transfer", *served], rows, left=0), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--packs", default=",".join(PACKS))
+    parser.add_argument("--folder", help="where packs are made (default: the temporary folder)")
+    parser.add_argument("--cache", default="25%")
+    parser.add_argument("--read-limit", default="100MB")
+    parser.add_argument("--prefetch", default="off")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--quality-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--traces", nargs="*", type=Path, default=[])
+    parser.add_argument("--capacity", default="12.5%,25%,50%")
+    args = parser.parse_args()
+    if args.traces:
+        of_traces(args)
+    if args.model:
+        of_model(args)
+
+
+if __name__ == "__main__":
+    main()

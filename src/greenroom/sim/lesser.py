@@ -1,0 +1,71 @@
+"""Misses that are served with less, over a trace: how large copies are, and how much each expert
+matters to the tokens that chose it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.gates import of_experts
+from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.precision import Thresholds
+from greenroom.errors import UsageError
+from greenroom.trace import Trace
+
+BITS = {"int4": 4.5, "int8": 8.25}  # of a weight, its share of scales included: a pack's encodings
+STORED = 16.0  # bits of a weight that nothing is said of
+NESTED = 4.25 / 8.25  # an int4 copy's share of an int8 expert that contains it
+
+
+@dataclass(frozen=True, slots=True)
+class Lesser:
+    """How misses are served. `low` is a copy's share of an expert's bytes, 0 where there are none;
+    `share` is that of the cache's memory which copies have; `nested` ones are a part of experts."""
+
+    thresholds: Thresholds
+    low: float = 0.0
+    share: float = 0.125
+    nested: bool = False
+
+    @classmethod
+    def of(cls, thresholds: Thresholds, precision: str, share: float, *, nested: bool) -> Lesser:
+        """With copies in a precision, or off, of experts that are stored in 16 bits, or in int8
+        where they contain their copies."""
+        low = NESTED if nested else BITS[precision] / STORED if precision != "off" else 0.0
+        return cls(thresholds, low, share, nested)
+
+    def pieces(
+        self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int
+    ) -> Pieces | None:
+        """The trace's experts and their copies; None where there are no copies."""
+        if not self.low:
+            return None
+        seats = int(self.share * capacity / self.low)
+        seats = min(int(trace.offsets[-1]), max(trace.top_k, seats))
+        nested = self.nested
+        copies = Copies.of(expert_bytes, self.low, trace.layers, seats, nested=nested)
+        kinds = (copies.exact, copies.low, copies.rest)[: 3 if nested else 2]
+        chunks = [
+            -(-n // chunk_bytes)
+            for kind in kinds
+            for n in np.repeat(kind, trace.experts_per_layer).tolist()
+        ]
+        return Pieces.with_copies(trace.offsets.tolist(), copies, chunks)
+
+
+def check_weights(trace: Trace) -> None:
+    """UsageError where a trace does not say how much experts matter."""
+    if trace.weights is None:
+        raise UsageError(
+            "misses are judged by gate weights, which this trace does not have: record them with"
+            " --weights"
+        )
+
+
+def tails_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
+    """Of each expert of a step, in ascending order, how much it matters; tokens begin .. end."""
+    assert trace.weights is not None
+    chosen = trace.experts[begin:end, layer].astype(np.int64)
+    return of_experts(chosen, trace.weights[begin:end, layer], np.unique(chosen))

@@ -1,0 +1,118 @@
+"""Misses that are served with less, over traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.gates import tails
+from greenroom.core.precision import Thresholds
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+from greenroom.sim.lesser import Lesser, tails_of
+from greenroom.sim.proactive import passes, proactive
+from greenroom.sim.simulate import simulate
+from greenroom.sim.sweep import Cell, Study
+from greenroom.trace import Trace, stream
+from tests.plan.models import trace
+
+COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
+BYTES = 4000
+
+
+def weighed() -> Trace:
+    own = trace()
+    weights = np.random.default_rng(1).random(own.experts.shape)
+    return replace(own, weights=weights.astype(np.float16))
+
+
+def run(of: Trace, lesser: Lesser | None, capacity: int = 16, **options):
+    return proactive(
+        of, stream(of, "runtime"), capacity, policy("lru"), COSTS, BYTES, "off", lesser=lesser,
+        **options,
+    )  # fmt: skip
+
+
+def test_a_step_s_tails_are_those_of_its_tokens():
+    of = weighed()
+    found = tails_of(of, 3, 4, 1)
+    chosen = of.experts[3, 1]
+    assert found.tolist() == tails(of.weights[3, 1])[np.argsort(chosen)].tolist()
+    for at, steps in passes(of, stream(of, "runtime"), tails=True):
+        for step in steps:
+            assert (step.tails is None) == at.prefill
+            assert at.prefill or step.tails.size == step.experts.size
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bytes_and_counts_add_up(nested):
+    of = weighed()
+    lesser = Lesser.of(Thresholds(low=0.7), "int4", 0.25, nested=nested)
+    found = run(of, lesser)
+    c, copies = found.counts, lesser.pieces(of, BYTES, 16, 1 << 20).copies
+    assert c.low > 0
+    exact = c.misses - c.low - c.joined
+    moved = exact * BYTES + (c.low - c.low_hits) * copies.low[0]
+    moved += c.joined * (BYTES - copies.low[0])
+    assert found.times.bytes_moved == moved
+    assert (c.joined > 0) == nested
+    row = found.as_json()
+    assert row["inexact_share"] == c.low / c.requests
+    assert row["low_hits"] == c.low_hits
+    assert "low" not in run(of, None).as_json()
+
+
+def test_less_takes_less_time():
+    of = weighed()
+    times = [
+        run(of, lesser).times.gaps.mean()
+        for lesser in (
+            None,
+            Lesser(Thresholds(low=0.5), 0.25),
+            Lesser(Thresholds(low=0.5, skip=0.3), 0.25),
+        )
+    ]
+    assert times[0] > times[1] > times[2]
+
+
+def test_the_event_machine_alone_counts_the_same():
+    of = weighed()
+    lesser = Lesser.of(Thresholds(skip=0.2, substitute=0.5), "off", 0.125, nested=False)
+    steps = [s for _, each in passes(of, stream(of, "runtime"), tails=True) for s in each]
+    from greenroom.core.pieces import Pieces
+
+    pieces = Pieces.whole(of.offsets.tolist(), [BYTES] * of.layers)
+    alone = simulate(
+        steps, pieces, 16, policy("lru"), costs=COSTS, thresholds=lesser.thresholds
+    ).counts
+    assert run(of, lesser).counts == alone
+    assert alone.left_out > 0
+    assert alone.substituted > 0
+
+
+def test_a_sweep_takes_it():
+    of = weighed()
+    study = Study.of(
+        of, "runtime", costs=COSTS, expert_bytes=BYTES, lesser=Lesser(Thresholds(low=0.5), 0.25)
+    )
+    row = study.run(Cell("lru", 16))
+    assert 0 < row["inexact_share"] < 1
+    with pytest.raises(UsageError, match="pin step"):
+        study.run(Cell("lru", 16, "none"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices": 2}, "for one processor's memory"),
+        ({"split": 0.5}, "for one processor's memory"),
+    ],
+)
+def test_what_cannot_be(options, said):
+    with pytest.raises(UsageError, match=said):
+        run(weighed(), Lesser(Thresholds(low=0.5), 0.25), **options)
+    with pytest.raises(UsageError, match="which this trace does not have: record them with"):
+        run(trace(), Lesser(Thresholds(low=0.5), 0.25))
