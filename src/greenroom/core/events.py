@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Rows, Weights
 
+HOST = -1  # the processor beside host memory, where devices are numbered from 0
+
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -58,7 +60,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The wave that was ordered has been computed."""
+    """The wave that was ordered of a device, or of `HOST`, has been computed."""
 
     device: int = 0
 
@@ -113,8 +115,9 @@ class StartChunk:
 class Compute:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
-    They are all on one device. Of split experts it is one part of each: 0 the top, 1 the bottom,
-    which goes on where the top has ended.
+    They are all on one device; with `HOST` in its place they are computed where they wait, from
+    slots of the tier between two links. Of split experts it is one part of each: 0 the top, 1 the
+    bottom, which goes on where the top has ended.
     """
 
     experts: Ints

@@ -108,7 +108,7 @@ class Prefetching(Residence):
     def _note_in_time(self, step: Step, expected: Expected) -> None:
         """Of the right predictions, those that were there when they were asked for."""
         experts, n = step.experts.tolist(), self.pieces.experts
-        lacking = step.waiting + step.bottomless
+        lacking = step.waiting + step.bottomless + list(step.on_host)
         here = (
             {*experts} - {p % n for p in step.missing} - {experts[request] for request in lacking}
         )

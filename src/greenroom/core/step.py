@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from greenroom.core.cache import Served
 from greenroom.core.pieces import Ints
+from greenroom.core.policy import Rows
 
 
 @dataclass(slots=True)
@@ -20,6 +21,9 @@ class Counts:
 
     Where experts are split a hit has its top in its slot; of the `bottoms` that requests had
     `bottom_hits` were there too. Prefetches are counted by the piece, tops and bottoms alike.
+
+    Of the misses `on_host` were computed by the host's processor. What follows such a one to the
+    device is counted as a prefetch; `adopted` ones are there, and residents from then on.
     """
 
     steps: int = 0
@@ -34,6 +38,8 @@ class Counts:
     failed: int = 0
     bottoms: int = 0
     bottom_hits: int = 0
+    on_host: int = 0
+    adopted: int = 0
 
     @property
     def misses(self) -> int:
@@ -62,6 +68,10 @@ class Step:
     seats: dict[int, int] = field(default_factory=dict)  # request -> slot of its bottom
     bottomless: list[int] = field(default_factory=list)  # requests whose bottom has no slot yet
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
+    on_host: dict[int, int] = field(default_factory=dict)  # request -> slot between two links
+    lent: set[int] = field(default_factory=set)  # pieces whose slots there the step keeps
+    rows: Rows | None = None  # tokens of each request
+    began: dict[int, float] = field(default_factory=dict)  # when each wave was ordered
     failed: int = -1
     ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
     prefill: bool = False
