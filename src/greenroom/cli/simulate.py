@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.systems import HELP as SYSTEM
 from greenroom.cli.systems import simulated
+from greenroom.config import CO_COMPUTE
 from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ def add_to(commands: Any) -> None:
                        " the top, this share of them, for all layers or for each, or as the file"
                        " of `greenroom trace budgets` says; --capacity is then memory of whole"
                        " experts")  # fmt: skip
+    times.add_argument("--co-compute", default="off", metavar="|".join(CO_COMPUTE),
+                       help="have misses computed by the processor beside host memory too, where"
+                       " that is sooner than to move them (default: %(default)s)")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -154,6 +158,8 @@ def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
+    if args.co_compute not in CO_COMPUTE:
+        raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.order not in ORDERS:
         raise UnknownName("order", args.order, ORDERS)
     if args.pin not in PINS and not (Path(args.pin).suffix == ".json" or Path(args.pin).is_file()):
@@ -178,6 +184,8 @@ def check(args: argparse.Namespace) -> None:
                      "dense_bytes", "store", "processor"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
+        if args.co_compute != "off":
+            raise UsageError("--co-compute is of use with --machine only")
     elif args.order != "runtime":
         raise UsageError("--machine times real passes: leave out --order, or give --order runtime")
     if args.devices is not None and args.devices < 1:
@@ -223,8 +231,23 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
         "costs": costs,
         "expert_bytes": expert,
         "host": host_slots(args, trace, costs),
+        "co_compute": co_computed(args, costs),
         "devices": args.devices or 1,
     }
+
+
+def co_computed(args: argparse.Namespace, costs: Costs) -> bool:
+    """Whether misses may be computed where they wait; UsageError where nobody could."""
+    if args.co_compute == "off":
+        return False
+    if args.host_capacity is None:
+        raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")
+    if costs.host is None:
+        raise UsageError(
+            "--co-compute auto needs two processors, one beside host memory and --processor behind"
+            " it: this machine's profile has none there"
+        )
+    return True
 
 
 def host_slots(args: argparse.Namespace, trace: Trace, costs: Costs) -> int:
@@ -286,7 +309,7 @@ def command(args: argparse.Namespace) -> str:
     for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
                  "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
-                 "prefetch", "split", "ahead", "ray",
+                 "co_compute", "prefetch", "split", "ahead", "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is not None:

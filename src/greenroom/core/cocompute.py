@@ -47,7 +47,7 @@ class CoCompute(Halves):
 
     def _share_out(self, event: Routed, here: dict[int, Held]) -> dict[int, tuple[int, bool]]:
         """Requests that the host computes -> (slot between the links, whether it is there)."""
-        if self.rates is None:
+        if self.rates is None or event.moved:
             return {}
         rows = [1] * event.experts.size if event.rows is None else event.rows.tolist()
         resident = (self.cache.state.slot_of[event.experts] >= 0).tolist()

@@ -16,7 +16,8 @@ class Routed:
 
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
-    A pass that reads (a block of) a prompt is `prefill`.
+    A pass that reads (a block of) a prompt is `prefill`. Where all are to be `moved` the host
+    computes none.
     """
 
     step: int
@@ -26,6 +27,7 @@ class Routed:
     rows: Rows | None = None
     weights: Weights | None = None
     prefill: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,9 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
     Where ends are equal, as few as may be: what is moved is there the next time.
     """
     everything = [miss.request for miss in misses]
-    plans = ([], _greedy(misses, queues.copy()), everything)
-    return sorted(min(plans, key=lambda plan: (end_of(misses, plan, queues), len(plan))))
+    plans: list[list[int]] = [[], _greedy(misses, queues.copy()), everything]
+    ends = [(end_of(misses, plan, queues), len(plan)) for plan in plans]
+    return sorted(plans[ends.index(min(ends))])
 
 
 def end_of(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
@@ -109,15 +110,29 @@ def _ordered(misses: Sequence[Miss]) -> list[Miss]:
 
 
 def _greedy(misses: Sequence[Miss], queues: Queues) -> list[int]:
-    """From both ends of the line: most tokens to the device, fewest to the host."""
+    """From both ends of each device's line: most tokens to the device, fewest to the host.
+
+    Of several devices the one whose next miss would be over first goes on, and the host takes from
+    the one whose last would be over latest.
+    """
     found = []
     for kept in (True, False):
-        line = [miss for miss in _ordered(misses) if miss.kept is kept]
-        while line:
-            most, fewest = line[0], line[-1]
+        lines: dict[int, list[Miss]] = {}
+        for miss in _ordered(misses):
+            if miss.kept is kept:
+                lines.setdefault(miss.device, []).append(miss)
+        while lines:
+            most = min((line[0] for line in lines.values()), key=lambda m: queues.moved(m)[-1])
+            fewest = max((line[-1] for line in lines.values()), key=lambda m: queues.moved(m)[-1])
             if queues.moved(most)[-1] <= queues.here(fewest)[-1]:
-                queues.move(line.pop(0))
+                queues.move(most)
+                line = lines[most.device]
+                del line[0]
             else:
-                queues.stay(line.pop())
+                queues.stay(fewest)
                 found.append(fewest.request)
+                line = lines[fewest.device]
+                del line[-1]
+            if not line:
+                lines = {device: line for device, line in lines.items() if line}
     return found

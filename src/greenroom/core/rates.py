@@ -47,17 +47,21 @@ class Rates:
     def __init__(
         self, costs: Costs, expert_bytes: int, devices: int = 1, learn: bool = True
     ) -> None:
+        self.known(costs)
+        self._bytes, self._learn = expert_bytes, learn
+        self._links = [Correction() for _ in range(1 + devices)]
+        self._processors = {device: Correction() for device in (HOST, *range(devices))}
+        self._began: dict[tuple[int, int], float] = {}  # chunks on (link, lane)
+        self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
+
+    def known(self, costs: Costs) -> None:
+        """Another cost model is known beforehand, from here on; corrections are of what is."""
         if costs.host is None or len(costs.links) != 2:
             raise UsageError(
                 "co-compute shares misses out between a device and the host's processor: it needs a"
                 " way from disk to host to device, and the speed of both"
             )
-        self._costs, self._host, self._bytes = costs, costs.host, expert_bytes
-        self._learn = learn
-        self._links = [Correction() for _ in range(1 + devices)]
-        self._processors = {device: Correction() for device in (HOST, *range(devices))}
-        self._began: dict[tuple[int, int], float] = {}  # chunks on (link, lane)
-        self._landed = [float("-inf")] * (1 + devices)  # when each link last delivered
+        self._costs, self._host = costs, costs.host
 
     # ---- what something takes
 

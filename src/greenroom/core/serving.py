@@ -72,7 +72,8 @@ def make_admit(stamp: int) -> Callable[..., int]:
     def admit(state: State, own: Any, piece: int, now: Now) -> int:
         """Take a piece in that is there already. Its slot, or BYPASS."""
         stamp  # noqa: B018
-        return miss(state, own, piece, now)[0]
+        slot: int = miss(state, own, piece, now)[0]
+        return slot
 
     return admit
 

@@ -27,10 +27,12 @@ from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.predictor import Ids, PassBegins, Predictor
+from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, ClosedError, UsageError
 from greenroom.hf import learned, watch
+from greenroom.hf.budget import experts_per_token
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
@@ -49,8 +51,11 @@ from greenroom.hf.watch import Heard, Watch
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
+from greenroom.runtime.cuda.both import Both
+from greenroom.runtime.cuda.calibrate import calibrate, nominal
 from greenroom.runtime.cuda.engine import Cuda, Engine, Host
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slab import Slab
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
 from greenroom.runtime.driver import Driver
@@ -66,7 +71,7 @@ from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
 from greenroom.runtime.segments import Segmented, SegmentedExperts
 from greenroom.runtime.slots import HostSlots, SlotKinds
-from greenroom.runtime.stats import Stats, link_stats, prefetch_stats, split_stats
+from greenroom.runtime.stats import Stats, host_stats, link_stats, prefetch_stats, split_stats
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
@@ -172,7 +177,10 @@ class Greenroom:
             there = set(catalog.pieces)
             bottoms = range(catalog.experts, 2 * catalog.experts)
             chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
+        both = self._both()
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
+        if both:
+            self._ahead = slots_ahead(experts_per_token(model))
         pieces = pieces_of(parts, [len(each) for each in chunks])
         slots = self._slots(pieces)
         self._tier = self._host_tier(pieces)
@@ -185,15 +193,21 @@ class Greenroom:
             ahead=self._ahead,
             seed=parts.seed,
             host=self._tier,
+            rates=Rates(nominal(catalog.slot_bytes), catalog.slot_bytes, pieces.devices)
+            if both
+            else None,
         )
-        between = None
+        between: HostMemory | None = None
         if parts.cuda or self._tier is not None:
             seats, kept = scheduler.queue.seats, parts.host_capacity
             nodes = []
             if self.engines and self._tier is not None:
                 each = zip(pieces.shares(kept), self.engines, strict=True)
                 nodes = [(share, engine.node) for share, engine in each]
-            between = HostMemory(self.engine or Host(), chunks, seats, kept, nodes)
+            at = self.engine or Host(), chunks, seats, kept
+            stride = catalog.slot_bytes
+            between = Slab(*at, stride, nodes) if both else HostMemory(*at, nodes)
+        self._slab = between.slots if isinstance(between, Slab) else None
         key = parts.fingerprint if parts.remember else ""
         known = learned.load(key) if key and parts.watch else None
         self._watch = Watch(catalog.offsets, known) if parts.watch else None
@@ -214,7 +228,7 @@ class Greenroom:
         self.warmed = 0  # experts that were read because of earlier runs
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
-        self._tier_base = 0, 0
+        self._tier_base, self._host_base = (0, 0), 0.0
         self.keys_values: KVBytes | None = None  # what those of a request take
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
@@ -235,6 +249,22 @@ class Greenroom:
         except BaseException:
             self.detach()
             raise
+
+    def _both(self) -> bool:
+        """Does the host's processor compute too? It is said where it was asked for and cannot."""
+        parts = self.parts
+        if not parts.co_compute:
+            return False
+        if not (parts.cuda or parts.fake):
+            log.warning("--co-compute auto: there is one processor here, and nothing to choose")
+        elif parts.host_capacity < len(parts.devices):
+            log.warning(
+                "--co-compute auto: host memory has no room for experts, so there is nothing to"
+                " compute there; --host-memory says how much it may take"
+            )
+        elif parts.capacity < parts.catalog.experts:
+            return True
+        return False
 
     def _slots(self, pieces: Pieces) -> AnySlots:
         parts, catalog = self.parts, self.parts.catalog
@@ -312,6 +342,9 @@ class Greenroom:
         self._shared = shared(model, self._modules)
         first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
         spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
+        both = None
+        if self._slab is not None:
+            both = Both(spread or self.kernel, self.engine or Host(), self._slab)
         kinds = len(slots.kinds) if isinstance(slots, SlotKinds) else 1
         segmented = Segmented(self.kernel, kinds) if parts.catalog.layouts[0].segments else None
         places = [engine.device for engine in self.engines] or [model.device] * len(parts.devices)
@@ -325,9 +358,13 @@ class Greenroom:
                 experts = LayerExperts(module, layout, first)  # type: ignore[arg-type]
             if spread is not None:
                 spread.over(experts, places)
+            if both is not None:
+                both.over(experts)
+                if layer == 0:
+                    self._calibrate(both, experts, slots)
             binding = Binding(
                 self.driver,
-                spread or segmented or self.kernel,
+                both or spread or segmented or self.kernel,
                 layer,
                 experts,
                 policy.weighs,
@@ -348,6 +385,13 @@ class Greenroom:
                 module.register_forward_pre_hook(self._begins, with_kwargs=True),
                 module.register_forward_hook(self._ends, always_call=True),
             ]
+
+    def _calibrate(self, both: Both, experts: LayerExperts, slots: AnySlots) -> None:
+        """Measure what the scheduler shares misses out by; from there on it sees for itself."""
+        rates = self.driver.scheduler.rates
+        assert rates is not None
+        assert self._slab is not None
+        rates.known(calibrate(both, experts, self.engine or Host(), slots, self._slab))
 
     def _in_segments(self, module: nn.Module, layer: int, slots: AnySlots) -> SegmentedExperts:
         """A layer whose experts lie in segments, all in one slot or in those of two parts."""
@@ -554,6 +598,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
+            co_compute=host_stats(driver, counts, driver.host_s - self._host_base),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - self._tier_base[0],
@@ -567,6 +612,7 @@ class Greenroom:
         if self._tier is not None:
             self._tier_base = self._tier.requests, self._tier.hits
         self._base = replace(driver.scheduler.counts), driver.meter.copy()
+        self._host_base = driver.host_s
         self._sizes = self.capacity, self.capacity
         driver.scheduler.lookahead.accuracy.reset()
 

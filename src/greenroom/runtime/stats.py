@@ -26,7 +26,9 @@ class Stats(Mapping[str, Any]):
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
-    is how experts are cut (see `split_stats`), None where they are whole.
+    is how experts are cut (see `split_stats`), None where they are whole. `co_compute` says how
+    many misses the host's processor computed, in how many seconds, and how many of these followed
+    to the device; None where all of them are moved.
     """
 
     policy: str
@@ -49,6 +51,7 @@ class Stats(Mapping[str, Any]):
     capacity_least: int = 0
     capacity_most: int = 0
     split: dict[str, Any] | None = None
+    co_compute: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -76,6 +79,13 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
         "bottoms": counts.bottoms,
         "bottom_hits": counts.bottom_hits,
     }
+
+
+def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
+    """What the host's processor computed, in so many seconds."""
+    if driver.scheduler.rates is None:
+        return None
+    return {"on_host": counts.on_host, "adopted": counts.adopted, "host_s": seconds}
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import SEATS, Pieces, Split
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
+from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.scope import Scope
 from greenroom.core.step import Counts
@@ -31,6 +32,7 @@ from greenroom.trace import Trace
 
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 OF_SPLITS = ("bottoms", "bottom_hits")
+OF_BOTH = ("on_host", "adopted")
 NEVER = ("failed",)  # and those of what no simulated link does
 
 
@@ -45,9 +47,11 @@ class Proactive:
     accuracy: float | None
     goodpred: float | None
     split: bool = False
+    co_compute: bool = False
 
     def as_json(self) -> dict[str, Any]:
         left_out = ELSEWHERE + NEVER + (() if self.split else OF_SPLITS)
+        left_out += () if self.co_compute else OF_BOTH
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
@@ -75,6 +79,7 @@ def proactive(
     host: int = 0,
     devices: int = 1,
     split: float | Sequence[float] | None = None,
+    co_compute: bool = False,
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
     order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
@@ -82,7 +87,8 @@ def proactive(
 
     `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
     the memory of so many whole experts. Up to `ahead` slots are on loan to prefetches (default: as
-    a run has it). With `reset` every request begins with an empty cache; what was learned stays.
+    a run has it). With `co_compute` misses are computed by the host's processor too, where that is
+    sooner. With `reset` every request begins with an empty cache; what was learned stays.
     UsageError where the predictor needs what a trace does not have, and where the policy must know
     what comes.
     """
@@ -98,17 +104,19 @@ def proactive(
         pieces = parts_of(trace, expert_bytes, split, chunk_bytes)
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
-    if prefetch == OFF:
+    if prefetch == OFF and not co_compute:
         ahead = 0
-    else:
+    elif prefetch != OFF:
         costs = replace(costs, dense=costs.dense.later(costs.ahead))
 
     def empty() -> Scheduler:
         tier = HostTier(pieces, host, policy, seed=seed) if host else None
         return Scheduler(
             pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed,
-            host=tier,
+            host=tier, rates=rates,
         )  # fmt: skip
+
+    rates = Rates(costs, expert_bytes, devices) if co_compute else None
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, seed)
     clock = Clock(empty(), costs, foresight)
@@ -135,8 +143,9 @@ def proactive(
         clock.bytes_moved,
     )
     return Proactive(
-        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None
-    )
+        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None,
+        co_compute,
+    )  # fmt: skip
 
 
 def parts_of(

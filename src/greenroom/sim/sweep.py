@@ -67,6 +67,7 @@ class Study:
     host: int = 0  # slots that keep experts between the two links of the costs
     devices: int = 1  # that the experts are spread over
     split: float | tuple[float, ...] | None = None  # share of an expert that is its top
+    co_compute: bool = False  # may misses be computed by the host's processor?
     pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
@@ -103,6 +104,7 @@ class Study:
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
                 reset=self.reset, host=self.host, devices=self.devices, split=self.split,
+                co_compute=self.co_compute,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}
