@@ -53,7 +53,8 @@ class TraceStep(NamedTuple):
 
 @dataclass
 class Result:
-    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait.
+    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait;
+    `on_host` misses were computed by the host's processor.
 
     `pass_ends[i]` is when the i-th pass was over; with it go `bytes_moved` and `miss_ids`.
     """
@@ -66,6 +67,7 @@ class Result:
     stall: float = 0.0
     bytes_moved: int = 0
     compute: float = 0.0
+    on_host: int = 0
     miss_ids: list[int] = field(default_factory=list)
     pass_ends: list[float] = field(default_factory=list)
 
@@ -117,6 +119,7 @@ def simulate(
         clock.stall,
         clock.bytes_moved,
         clock.compute,
+        counts.on_host,
         clock.fetched,
         ends,
     )
