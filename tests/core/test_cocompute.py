@@ -194,6 +194,13 @@ class Backstage(TwoTiers):
         finally:
             self.s.on = on
 
+    def land(self) -> None:
+        """A predictor speaks in the midst of a step, also of what the host computes."""
+        if self.s.step is not None and self.rng.random() < 0.3:
+            self.predict(self.s.step.layer, self.rng.randrange(1000))
+        if self.moving:
+            super().land()
+
     def _from_host(self, wave: Compute) -> None:
         assert HOST not in self.waves
         chunks = self.s.pieces.chunks

@@ -73,9 +73,10 @@ def add_to(commands: Any) -> None:
                        " the top, this share of them, for all layers or for each, or as the file"
                        " of `greenroom trace budgets` says; --capacity is then memory of whole"
                        " experts")  # fmt: skip
-    times.add_argument("--co-compute", default="off", metavar="|".join(CO_COMPUTE),
+    times.add_argument("--co-compute", metavar="|".join(CO_COMPUTE),
                        help="have misses computed by the processor beside host memory too, where"
-                       " that is sooner than to move them (default: %(default)s)")  # fmt: skip
+                       " that is sooner than to move them (default: off, and auto for systems"
+                       " that do)")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -158,7 +159,7 @@ def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
-    if args.co_compute not in CO_COMPUTE:
+    if args.co_compute not in (None, *CO_COMPUTE):
         raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.order not in ORDERS:
         raise UnknownName("order", args.order, ORDERS)
@@ -180,12 +181,10 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
-                     "dense_bytes", "store", "processor"):  # fmt: skip
+        for name in ("host_capacity", "devices", "co_compute", "prefetch", "ahead", "split",
+                     "expert_bytes", "dense_bytes", "store", "processor"):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
-        if args.co_compute != "off":
-            raise UsageError("--co-compute is of use with --machine only")
     elif args.order != "runtime":
         raise UsageError("--machine times real passes: leave out --order, or give --order runtime")
     if args.devices is not None and args.devices < 1:
@@ -238,7 +237,7 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
 
 def co_computed(args: argparse.Namespace, costs: Costs) -> bool:
     """Whether misses may be computed where they wait; UsageError where nobody could."""
-    if args.co_compute == "off":
+    if args.co_compute != "auto":
         return False
     if args.host_capacity is None:
         raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")

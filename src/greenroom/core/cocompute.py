@@ -99,6 +99,7 @@ class CoCompute(Halves):
         for request, (slot, kept) in on_host.items():
             piece = int(step.experts[request])
             step.on_host[request], step.slots[request] = slot, slot
+            self._followers.pop(piece, None)
             if kept:
                 step.lent.add(piece)
                 step.ready.append(request)
@@ -125,6 +126,11 @@ class CoCompute(Halves):
         """The step is over, computed or not: slots between the links that it still keeps."""
         for piece in step.lent:
             self._tier.leave(piece, True)
+
+    def _held_back(self) -> set[int]:
+        """What the host computes, or will: it has the slots that a transfer would come from."""
+        step = self.step
+        return set() if step is None else {int(step.experts[r]) for r in step.on_host}
 
     # ---- what follows to the device
 

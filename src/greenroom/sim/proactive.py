@@ -14,6 +14,7 @@ import numpy as np
 
 from greenroom.core.buffer import Use, slots_ahead
 from greenroom.core.cost import CHUNK_BYTES, Costs
+from greenroom.core.events import Keep
 from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import SEATS, Pieces, Split
 from greenroom.core.policy import Policy
@@ -80,6 +81,7 @@ def proactive(
     devices: int = 1,
     split: float | Sequence[float] | None = None,
     co_compute: bool = False,
+    stay: Sequence[int] = (),
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
     order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
@@ -88,9 +90,9 @@ def proactive(
     `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
     the memory of so many whole experts. Up to `ahead` slots are on loan to prefetches (default: as
     a run has it). With `co_compute` misses are computed by the host's processor too, where that is
-    sooner. With `reset` every request begins with an empty cache; what was learned stays.
-    UsageError where the predictor needs what a trace does not have, and where the policy must know
-    what comes.
+    sooner. Experts that `stay` do so once they are there. With `reset` every request begins with an
+    empty cache; what was learned stays. UsageError where the predictor needs what a trace does not
+    have, and where the policy must know what comes.
     """
     check_policy(policy)
     offsets = trace.offsets.tolist()
@@ -111,10 +113,13 @@ def proactive(
 
     def empty() -> Scheduler:
         tier = HostTier(pieces, host, policy, seed=seed) if host else None
-        return Scheduler(
+        made = Scheduler(
             pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed,
             host=tier, rates=rates,
         )  # fmt: skip
+        if stay:
+            made.on(Keep(np.asarray(stay, np.int64)))
+        return made
 
     rates = Rates(costs, expert_bytes, devices) if co_compute else None
 

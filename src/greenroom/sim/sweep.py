@@ -68,6 +68,7 @@ class Study:
     devices: int = 1  # that the experts are spread over
     split: float | tuple[float, ...] | None = None  # share of an expert that is its top
     co_compute: bool = False  # may misses be computed by the host's processor?
+    stay: tuple[int, ...] = ()  # experts that stay once they are there, where it is so
     pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
@@ -104,7 +105,7 @@ class Study:
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
                 reset=self.reset, host=self.host, devices=self.devices, split=self.split,
-                co_compute=self.co_compute,
+                co_compute=self.co_compute, stay=self.stay,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}
@@ -122,7 +123,8 @@ class Study:
 
     def _played(self, cell: Cell) -> bool:
         """Whether it is played event by event."""
-        return cell.prefetch != OFF or self.host > 0 or self.devices > 1 or self.split is not None
+        more = self.host > 0 or self.devices > 1 or self.split is not None or bool(self.stay)
+        return cell.prefetch != OFF or more
 
     def warm(self, cell: Cell) -> None:
         """Compile what a cell needs, on a few steps.
