@@ -66,7 +66,7 @@ def played(args: argparse.Namespace, study: Study, row: System) -> Played:
         and not (both and option == "co_compute")
     ]
     policy = args.policy or row.policy
-    if row.chosen and both and not args.policy:
+    if row.chosen and not args.policy and study.event_by_event:
         policy = "lru"  # of the scratch slots, as in a run: what was chosen stays by itself
     wanted = args.prefetch or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)
@@ -135,9 +135,9 @@ def simulated(args: argparse.Namespace, study: Study, capacities: list[int], go:
         for capacity in capacities:
             scope = study.scope if args.scope is not None else sized(how, study, capacity)
             cells = [Cell(how.policy, capacity, args.pin, each) for each in how.prefetches]
-            own = replace(study, scope=scope)
-            if how.both:
-                own = replace(own, co_compute=True, stay=chosen(study, row, capacity))
+            own = replace(study, scope=scope, co_compute=study.co_compute or how.both)
+            if study.event_by_event and how.policy == "lru":
+                own = replace(own, stay=chosen(study, row, capacity))
             found = go(own, cells)
             best = min(found, key=lambda each: each.get("tpot_mean_s") or each["misses"])
             rows.append({"system": row.name, **best, "without": list(how.notes)})

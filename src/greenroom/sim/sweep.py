@@ -121,10 +121,14 @@ class Study:
             **timed,
         }
 
+    @property
+    def event_by_event(self) -> bool:
+        """Whether every cell is played event by event, by policies that know no future."""
+        return self.host > 0 or self.devices > 1 or self.split is not None
+
     def _played(self, cell: Cell) -> bool:
-        """Whether it is played event by event."""
-        more = self.host > 0 or self.devices > 1 or self.split is not None or bool(self.stay)
-        return cell.prefetch != OFF or more
+        """Whether a cell is played event by event."""
+        return cell.prefetch != OFF or self.event_by_event
 
     def warm(self, cell: Cell) -> None:
         """Compile what a cell needs, on a few steps.
