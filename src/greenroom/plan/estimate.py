@@ -65,9 +65,18 @@ class Estimator:
     """Estimates over one model, machine and evidence; what was simulated is not simulated again."""
 
     def __init__(
-        self, model: Model, costs: Costs, evidence: Evidence, *, measured: bool = False
+        self,
+        model: Model,
+        costs: Costs,
+        evidence: Evidence,
+        *,
+        measured: bool = False,
+        host: int = 0,
+        both: bool = False,
     ) -> None:
-        """`measured`: the costs are those of runs of this model on this machine."""
+        """`measured`: the costs are those of runs of this model on this machine. `host` slots
+        between two links keep experts, and `both`: settings that compute there are compared."""
+        self.host, self.both = host, both
         self.model, self.costs, self.evidence = model, costs, evidence
         self.band = BAND if measured else UNMEASURED
         self._streams = [stream(trace, "runtime") for trace in evidence.traces]
@@ -107,7 +116,7 @@ class Estimator:
             scope=scope_of(setting.scope),
         )  # fmt: skip
         found = _Run.of(reactive, trace)
-        if setting.split != OFF:
+        if setting.split != OFF or self.host:
             found = self._played(replace(setting, prefetch=OFF), capacity, trace, found)
         if setting.prefetch == OFF:
             return found
@@ -125,6 +134,7 @@ class Estimator:
         played = proactive(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,
+            host=0 if setting.split != OFF else self.host, co_compute=setting.co_compute != OFF,
         ).times  # fmt: skip
         found = _Run.of(played, part)
         n = found.gaps.size

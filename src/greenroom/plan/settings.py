@@ -20,8 +20,8 @@ OFF, AUTO = "off", "auto"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Who is evicted, how slots are shared out, what is fetched ahead, and where experts are cut,
-    as options of a run have it.
+    """Who is evicted, how slots are shared out, what is fetched ahead, where experts are cut, and
+    whether the host's processor computes misses, as options of a run have it.
 
     `scope` may be numbers, one a layer. `prefetch` auto is guarded: it prefetches while that is
     faster than not to.
@@ -31,14 +31,17 @@ class Setting:
     scope: str = "shared"
     prefetch: str = AUTO
     split: str = OFF
+    co_compute: str = OFF
 
     def options(self) -> dict[str, Any]:
         """As `LoadConfig` has them."""
         found = {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
-        return found if self.split == OFF else {**found, "split": self.split}
+        more = {"split": self.split, "co_compute": self.co_compute}
+        return found | {name: value for name, value in more.items() if value != OFF}
 
     def flags(self) -> str:
-        return " ".join(f"--{name} {value}" for name, value in self.options().items())
+        named = self.options().items()
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named)
 
 
 DEFAULT = Setting()  # what a run takes that is told nothing
