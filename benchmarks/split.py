@@ -1,8 +1,9 @@
-"""Split experts beside whole ones, simulated on recordings at transfer / compute = 1, 2 and 4.
+"""Split experts beside whole ones, simulated on recordings at set ratios of transfer to compute.
 
     python benchmarks/split.py TRACE [TRACE ...] [--capacity 12.5%,25%,50%] [--tokens 400]
+    python benchmarks/split.py TRACE --ratios 0.5,1,2
 
-An expert computes in 1 ms, a layer's other parts in 1 ms, and an expert is carried in 1, 2 or 4
+An expert computes in 1 ms, a layer's other parts in 1 ms, and an expert is carried in --ratios
 ms by one lane, in four chunks. The first half of the tokens is what Algorithm 1 and the
 budgets are made of, the second half is timed, from an empty cache; all have the same memory. Median
 TPOT in ms, of LRU; a predictor of `--prefetch` (default: a noisy oracle that is right in 8 of 10)
@@ -56,27 +57,31 @@ def activity_of(trace: Trace, prefetch: str) -> Activity:
     return activity
 
 
+def halves(path: Path, tokens: int) -> tuple[Trace, Trace]:
+    """The requests of a recording's first tokens, and of as many after them."""
+    whole = load(path).head(2 * tokens)
+    half = np.searchsorted(whole.request_starts, tokens)
+    return whole.select(np.arange(half)), whole.select(np.arange(half, whole.requests))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--capacity", default="12.5%,25%,50%")
+    parser.add_argument("--ratios", default="1,2,4")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--prefetch", default="noisy-oracle:accuracy=0.8")
     args = parser.parse_args()
     for path in args.traces:
-        whole = load(path).head(2 * args.tokens)
-        half = np.searchsorted(whole.request_starts, args.tokens)
-        made, timed = (
-            whole.select(np.arange(a, b)) for a, b in ((0, half), (half, whole.requests))
-        )
+        made, timed = halves(path, args.tokens)
         requests = stream(timed, "runtime")
         tables = miss_tables(stream(made, "runtime"), made.offsets)
         layers = layers_of(activity_of(made, args.prefetch))
         rows = []
-        for capacity in capacities(args.capacity, int(whole.offsets[-1])):
-            for ratio in (1.0, 2.0, 4.0):
+        for capacity in capacities(args.capacity, int(timed.offsets[-1])):
+            for ratio in map(float, args.ratios.split(",")):
                 machine = costs(ratio)
-                latency = Latency.of(machine, EXPERT, whole.top_k)
+                latency = Latency.of(machine, EXPERT, timed.top_k)
                 chosen = configure(layers, float(capacity), latency)
                 ways: dict[str, dict[str, Any]] = {
                     "shared": {},

@@ -24,6 +24,7 @@ DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 SCOPES = ("shared", "per-layer")
 PRECISIONS = ("off", "int8", "int4")  # that misses may be served in
+CO_COMPUTE = ("auto", "off")
 KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
 
 
@@ -261,6 +262,11 @@ class LoadConfig:
         None, "the file of `greenroom train-predictor`, for the predictor learned", "FILE"
     )
     no_guard: bool = _option(False, "prefetch also where that is slower")
+    co_compute: str = _option(
+        "off", "with a GPU, have the host's processor compute experts that are missing there, where"
+        " that is sooner than to move them; answers may then differ in their last bits from run to"
+        " run, by what was in the cache", None, CO_COMPUTE,
+    )  # fmt: skip
     kernels: str = _option("auto", "what computes the experts", None, KERNELS)
     device: str = _option(
         "auto", "where the experts are computed; over several GPUs, as cuda:0,cuda:1, they are"

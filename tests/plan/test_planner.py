@@ -9,14 +9,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from greenroom.core.cost import Link
+from greenroom.core.cost import Link, Work
 from greenroom.errors import BudgetError, UsageError
 from greenroom.plan import estimate, planner
 from greenroom.plan.estimate import BAND, UNMEASURED, Estimate, Estimator
 from greenroom.plan.evidence import Evidence, recorded, stand_ins
 from greenroom.plan.page import page, said
 from greenroom.plan.planner import Plan, aim, choice, compare, outlook, plan, surely_faster
-from greenroom.plan.settings import DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
+from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
 from greenroom.policies import policy
 from greenroom.sim.proactive import proactive
 from greenroom.sim.timed import times
@@ -141,6 +141,22 @@ def with_weights() -> Trace:
     own = trace()
     rng = np.random.default_rng(0)
     return replace(own, weights=rng.random(own.experts.shape).astype(np.float16))
+
+
+def test_computing_on_the_host_is_among_them_where_it_was_asked_for():
+    """An expert comes in 4 ms from host memory too, and the host computes it in 2."""
+    costs = replace(COSTS, links=(Link(1e12), *COSTS.links), host=Work.constant(2e-3))
+    alone, both = (
+        Estimator(MODEL, costs, evidence(), measured=True, host=64, both=both)
+        for both in (False, True)
+    )
+    shared = [e for e in compare(both, 24) if e.setting.co_compute != OFF]
+    assert PLAIN.policy in {e.setting.policy for e in shared}
+    assert all("--co-compute auto" in e.setting.flags() for e in shared)
+    moved = alone.of(PLAIN, 24)
+    assert both.of(replace(PLAIN, co_compute=AUTO), 24).tpot < 0.9 * moved.tpot
+    assert {e.setting.co_compute for e in compare(alone, 24)} == {OFF}
+    assert moved.tpot < Estimator(MODEL, costs, evidence(), measured=True).of(PLAIN, 24).tpot
 
 
 def fake(setting: Setting, gaps: np.ndarray) -> Estimate:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.config import Amount, LoadConfig, show_bytes
-from greenroom.errors import UsageError
+from greenroom.config import CO_COMPUTE, Amount, LoadConfig, show_bytes
+from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
+    from greenroom.core.cost import Costs
     from greenroom.core.machine import Machine
     from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
@@ -53,6 +54,14 @@ def add_to(commands: Any) -> None:
         " the low-precision copies of a pack, which change the output (default: off)")  # fmt: skip
     add("--low-below", type=float, metavar="SHARE", help="with --miss-precision: misses below this"
         " share of the gate weights (default: 0.4)")  # fmt: skip
+    device = parser.add_argument_group("a machine with a GPU")
+    device.add_argument("--processor", metavar="NAME", help="what computes the experts, as the"
+        " profile calls it (default: its first); --memory is then of its memory")  # fmt: skip
+    device.add_argument("--host-memory", metavar="SIZE", help="what experts may take between the"
+        " disk and it: 16GiB, or 60%% of the machine's memory")  # fmt: skip
+    device.add_argument("--co-compute", default="off", metavar="|".join(CO_COMPUTE),
+        help="also compare having misses computed in host memory; on a GPU answers may then differ"
+        " in their last bits (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print one object")
     add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
     parser.set_defaults(main=main)
@@ -70,17 +79,22 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.plan.page import page
     from greenroom.plan.planner import plan
 
+    if args.co_compute not in CO_COMPUTE:
+        raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.output is not None:
         check_target(args.output)
     model = described(args.model, config)
     machine, here = machine_of(args.machine)
     evidence = evidence_of(args.trace, model)
-    estimator, measured = estimator_of(model, machine, evidence, config)
+    estimator, measured = estimator_of(
+        model, machine, evidence, config, args.processor, args.host_memory, args.co_compute
+    )
     memory = budget.of(int(machine.host.get("memory_bytes", 0)))
     found = plan(estimator, memory, target)
     facts = facts_of(model, machine, evidence, here, measured)
     setting = found.best.setting
-    if here and found.sure and setting.split == setting.miss_precision == "off":
+    off = setting.split == setting.miss_precision == setting.co_compute == "off"
+    if here and found.sure and off:
         keep(model, machine, found)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))
@@ -131,7 +145,15 @@ def evidence_of(trace: Path | None, model: Model) -> Evidence:
     return stand_ins(model) if trace is None else recorded(load(trace), model, str(trace))
 
 
-def estimator_of(model: Model, machine: Machine, evidence: Evidence, config: LoadConfig) -> Any:
+def estimator_of(
+    model: Model,
+    machine: Machine,
+    evidence: Evidence,
+    config: LoadConfig,
+    processor: str | None = None,
+    host_memory: str | None = None,
+    co_compute: str = "off",
+) -> Any:
     """(what estimates, runs of this model on the machine that its costs go by)."""
     from greenroom.core.machine import name_of
     from greenroom.plan import kept
@@ -139,16 +161,39 @@ def estimator_of(model: Model, machine: Machine, evidence: Evidence, config: Loa
     from greenroom.plan.estimate import Estimator
 
     runs = kept.load(model.fingerprint, name_of(machine.host)).runs
-    costs = calibrated(of_machine(machine, model, config.readers), model, runs)
+    costs = of_machine(machine, model, config.readers, processor)
+    if processor is None:  # runs were those of the first
+        costs = calibrated(costs, model, runs)
+    host = host_slots(model, machine, costs, host_memory)
+    both = co_compute != "off"
+    if both and not (host and costs.host is not None):
+        raise UsageError(
+            "--co-compute auto needs experts in host memory (--host-memory), and a machine with a"
+            " processor there and one behind it (--processor)"
+        )
     limit = None
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
     costs = limited(costs, limit, model.expert_bytes)
+    measured = bool(runs) and processor is None
     made = Estimator(
-        model, costs, evidence, measured=bool(runs), precision=config.miss_precision,
-        low_below=config.low_below,
+        model, costs, evidence, measured=measured, precision=config.miss_precision,
+        low_below=config.low_below, host=host, both=both,
     )  # fmt: skip
-    return made, len(runs)
+    return made, len(runs) if measured else 0
+
+
+def host_slots(model: Model, machine: Machine, costs: Costs, memory: str | None) -> int:
+    """Experts that are kept between two links; UsageError where there are not two."""
+    if memory is None:
+        return 0
+    if len(costs.links) != 2:
+        raise UsageError(
+            "--host-memory is of memory between two links, disk to host to device: give the"
+            " --processor behind it"
+        )
+    nbytes = Amount.parse(memory, "--host-memory").of(int(machine.host.get("memory_bytes", 0)))
+    return min(model.experts, nbytes // model.slot_bytes)
 
 
 def facts_of(

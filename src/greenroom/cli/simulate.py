@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.systems import HELP as SYSTEM
 from greenroom.cli.systems import simulated
+from greenroom.config import CO_COMPUTE
 from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -85,8 +86,16 @@ def add_to(commands: Any) -> None:
                        " cache's memory that copies have (default: 12.5%%)")  # fmt: skip
     times.add_argument("--skip-below", type=float, metavar="SHARE",
                        help="leave out misses below this share of the gate weights")  # fmt: skip
-    times.add_argument("--substitute-below", type=float, metavar="SHARE",
-                       help="replace misses below this share by an expert that is there")
+    times.add_argument(
+        "--substitute-below",
+        type=float,
+        metavar="SHARE",
+        help="replace misses below this share by an expert that is there",
+    )
+    times.add_argument("--co-compute", metavar="|".join(CO_COMPUTE),
+                       help="have misses computed by the processor beside host memory too, where"
+                       " that is sooner than to move them (default: off, and auto for systems"
+                       " that do)")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
@@ -199,6 +208,8 @@ def check(args: argparse.Namespace) -> None:
     """What can be said before anything heavy is imported; fills in the order's default."""
     if args.order is None:
         args.order = "runtime" if args.machine else "natural"
+    if args.co_compute not in (None, *CO_COMPUTE):
+        raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.order not in ORDERS:
         raise UnknownName("order", args.order, ORDERS)
     if args.pin not in PINS and not (Path(args.pin).suffix == ".json" or Path(args.pin).is_file()):
@@ -220,8 +231,8 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit must be at least 1 token, got {args.limit}")
     if args.machine is None:
-        for name in ("host_capacity", "devices", "prefetch", "ahead", "split", "expert_bytes",
-                     "dense_bytes", "store", "processor", *LESSER):  # fmt: skip
+        for name in ("host_capacity", "devices", "co_compute", "prefetch", "ahead", "split",
+                     "expert_bytes", "dense_bytes", "store", "processor", *LESSER):  # fmt: skip
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of use with --machine only")
     elif args.order != "runtime":
@@ -269,8 +280,23 @@ def timing(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
         "costs": costs,
         "expert_bytes": expert,
         "host": host_slots(args, trace, costs),
+        "co_compute": co_computed(args, costs),
         "devices": args.devices or 1,
     }
+
+
+def co_computed(args: argparse.Namespace, costs: Costs) -> bool:
+    """Whether misses may be computed where they wait; UsageError where nobody could."""
+    if args.co_compute != "auto":
+        return False
+    if args.host_capacity is None:
+        raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")
+    if costs.host is None:
+        raise UsageError(
+            "--co-compute auto needs two processors, one beside host memory and --processor behind"
+            " it: this machine's profile has none there"
+        )
+    return True
 
 
 def host_slots(args: argparse.Namespace, trace: Trace, costs: Costs) -> int:
@@ -332,7 +358,7 @@ def command(args: argparse.Namespace) -> str:
     for name in ("policy", "system", "capacity", "order", "scope", "pin", "seed", "limit",
                  "machine",
                  "expert_bytes", "dense_bytes", "store", "processor", "host_capacity", "devices",
-                 "prefetch", "split", "ahead", *LESSER, "ray",
+                 "co_compute", "prefetch", "split", "ahead", *LESSER, "ray",
                  "report"):  # fmt: skip
         value = getattr(args, name)
         if value is True:

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,26 +41,33 @@ def apply(args: argparse.Namespace) -> None:
 @dataclass(frozen=True)
 class Played:
     """How a system is simulated: several cells where its guard would choose among them; `notes`
-    say what of it is not simulated, or by what instead."""
+    say what of it is not simulated, or by what instead; `both` that misses are computed on the host
+    too."""
 
     system: System
     policy: str
     scope: Scope
     prefetches: tuple[str, ...]
+    both: bool = False
     notes: tuple[str, ...] = field(default=())
 
 
-def played(args: argparse.Namespace, trace: Trace, row: System) -> Played:
+def played(args: argparse.Namespace, study: Study, row: System) -> Played:
     """A row over a trace, with what the user gave beside it. UsageError for options that cannot
     be right."""
     from greenroom.sim.sweep import OFF
 
+    trace, both = study.trace, row.both and args.co_compute is None and can_share(study)
     notes = [
         what
         for option, what in row.parts().items()
-        if option not in ("scope", "pin") and getattr(args, option, None) is None
+        if option not in ("scope", "pin")
+        and getattr(args, option, None) is None
+        and not (both and option == "co_compute")
     ]
     policy = args.policy or row.policy
+    if row.chosen and not args.policy and study.event_by_event:
+        policy = "lru"  # of the scratch slots, as in a run: what was chosen stays by itself
     wanted = args.prefetch or row.prefetch
     prefetches: tuple[str, ...] = (OFF,)
     if args.machine is None:
@@ -69,7 +78,23 @@ def played(args: argparse.Namespace, trace: Trace, row: System) -> Played:
         if found != wanted:
             notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
         prefetches = (OFF, found) if row.guard else (found,)
-    return Played(row, policy, row.scope, prefetches, tuple(notes))
+    return Played(row, policy, row.scope, prefetches, both, tuple(notes))
+
+
+def can_share(study: Study) -> bool:
+    """Whether misses can be shared out between two processors: host memory keeps experts, and
+    somebody computes there."""
+    return study.host > 0 and study.costs is not None and study.costs.host is not None
+
+
+def chosen(study: Study, row: System, capacity: int) -> tuple[int, ...]:
+    """What a row that chooses beforehand keeps: the experts asked for most in the trace, but for
+    the slots that a step of one token needs. They are found on the trace that is simulated."""
+    if not row.chosen:
+        return ()
+    asked = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
+    most = np.argsort(-asked, kind="stable")[: max(0, capacity - study.trace.top_k)]
+    return tuple(np.sort(most).tolist())
 
 
 def recorded(trace: Trace, prefetch: str) -> str:
@@ -106,11 +131,14 @@ def simulated(args: argparse.Namespace, study: Study, capacities: list[int], go:
 
     rows: list[Row] = []
     for row in systems(args.system):
-        how = played(args, study.trace, row)
+        how = played(args, study, row)
         for capacity in capacities:
             scope = study.scope if args.scope is not None else sized(how, study, capacity)
             cells = [Cell(how.policy, capacity, args.pin, each) for each in how.prefetches]
-            found = go(replace(study, scope=scope), cells)
+            own = replace(study, scope=scope, co_compute=study.co_compute or how.both)
+            if study.event_by_event and how.policy == "lru":
+                own = replace(own, stay=chosen(study, row, capacity))
+            found = go(own, cells)
             best = min(found, key=lambda each: each.get("tpot_mean_s") or each["misses"])
             rows.append({"system": row.name, **best, "without": list(how.notes)})
     return rows

@@ -25,13 +25,15 @@ class Use(IntEnum):
 
 @dataclass(slots=True)
 class Held:
-    """A piece in a slot on loan; `layer` and `chance` of use are those of its prefetch."""
+    """A piece in a slot on loan; `layer` and `chance` of use are those of its prefetch. One that
+    `stays` was asked for before it began: it is a resident once it is there."""
 
     piece: int
     slot: int
     use: Use
     layer: int = -1
     chance: float = 0.0
+    stays: bool = False
 
 
 class Buffer:
@@ -49,9 +51,9 @@ class Buffer:
     def full(self) -> bool:
         return len(self.held) >= self.size
 
-    def bring(self, piece: int, slot: int, layer: int, chance: float) -> None:
+    def bring(self, piece: int, slot: int, layer: int, chance: float, stays: bool = False) -> None:
         """A prefetch of this piece for this layer begins."""
-        held = self.held[piece] = Held(piece, slot, Use.MOVING, layer, chance)
+        held = self.held[piece] = Held(piece, slot, Use.MOVING, layer, chance, stays)
         self._coming.setdefault(layer, {})[piece] = held
 
     def landed(self, piece: int) -> None:

@@ -29,6 +29,8 @@ from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UnknownName, UsageError
 
 PINS = ("step", "none")
+Flags = serving.Flags
+NOBODY = np.empty(0, np.bool_)
 
 
 def check_pin(pin: str) -> None:
@@ -112,6 +114,7 @@ class Bound(NamedTuple):
     evict: Any
     evict_victim: Any
     borrow: Any
+    admit: Any
 
 
 def bind(policy: Policy) -> Bound:
@@ -151,7 +154,8 @@ def _bind(
     serve = kept(serving.make_serve, own | {"miss": miss})
     evict_victim = kept(serving.make_evict_victim, own | {"evict": evict})
     borrow = kept(serving.make_borrow, own | {"evict": evict})
-    return Bound(miss, serve, evict, evict_victim, borrow)
+    admit = kept(serving.make_admit, own | {"miss": miss})
+    return Bound(miss, serve, evict, evict_victim, borrow, admit)
 
 
 def compile_for(policy: Policy) -> None:
@@ -244,12 +248,13 @@ class Cache:
         rows: Rows | None = None,
         weights: Weights | None = None,
         fill: int = -1,
+        aside: Flags = NOBODY,
     ) -> Served:
         """Request distinct pieces of one layer, in this order, at logical time `now`.
 
         `token` is the pass (now // layers where it is not given), `request` the prompt; `rows` and
         `weights` are as in `Stream`. With pin="step" the pieces stay pinned until `release`; a step
-        larger than its group is not.
+        larger than its group is not. Misses that are `aside` get no slot.
         """
         check_pin(pin)
         piece = int(pieces[0]) if pieces.size else 0
@@ -264,7 +269,7 @@ class Cache:
         rows = NO_ROWS if rows is None else rows
         weights = NO_WEIGHTS if weights is None else weights
         if self.pieces.devices == 1:
-            out = self._serve(0, pieces, rows, weights, at, pinned, fill)
+            out = self._serve(0, pieces, rows, weights, at, pinned, fill, aside)
         else:
             out = np.empty((3, pieces.size), np.int64)
             home, devices = self.pieces.home[pieces], self.pieces.devices
@@ -279,6 +284,7 @@ class Cache:
                     at,
                     pinned,
                     share,
+                    aside[mine] if aside.size else aside,
                 )
         self.now = at._replace(index=at.index + pieces.size)
         return Served(out[0], out[1], out[2], pinned)
@@ -292,6 +298,7 @@ class Cache:
         at: Now,
         pinned: bool,
         fill: int,
+        aside: Flags,
     ) -> Ints:
         """A step's pieces of one device: out [3, n], as `Served` has it."""
         request, index = self._told[device]
@@ -299,7 +306,9 @@ class Cache:
         out, begins = np.empty((3, pieces.size), np.int64), at.request != request
         self._told[device] = at.request, index + pieces.size
         part, own = self._parts[device], self.own[device]
-        if not self._bound.serve(part, own, pieces, rows, weights, at, begins, pinned, fill, out):
+        if not self._bound.serve(
+            part, own, pieces, rows, weights, at, begins, pinned, fill, aside, out
+        ):
             raise RuntimeError("no piece can be evicted: every resident is pinned")
         return out
 
@@ -374,6 +383,13 @@ class Cache:
         state, own, at = self._at(piece)
         slot, evicted = self._bound.borrow(state, own, piece, at)
         return int(slot), int(evicted)
+
+    def admit(self, piece: int, slot: int) -> None:
+        """A piece has come into a slot that was borrowed for it, and is a resident from now on: the
+        policy hears of an insertion."""
+        self.give_back(slot)
+        state, own, at = self._at(piece)
+        self._bound.admit(state, own, piece, at)
 
     def give_back(self, slot: int) -> None:
         """A slot that was borrowed is free again."""

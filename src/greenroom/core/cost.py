@@ -67,6 +67,8 @@ class Costs:
     handling: seconds of the processor for each expert that was fetched: its bytes are copied by
             the same cores and through the same memory, and a wave of its own computes it
     ahead:  seconds that a layer takes more while a predictor runs: it asks, and books
+    host:   one expert by the tokens that chose it, on the processor beside the place between two
+            links; None where nobody computes there
     """
 
     links: tuple[Link, ...]
@@ -74,6 +76,7 @@ class Costs:
     dense: Work
     handling: float = 0.0
     ahead: float = 0.0
+    host: Work | None = None
 
     @property
     def lanes(self) -> tuple[int, ...]:

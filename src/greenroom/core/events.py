@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Rows, Weights
 
+HOST = -1  # the processor beside host memory, where devices are numbered from 0
+
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -15,7 +17,8 @@ class Routed:
     `request` is the prompt-and-answer that the pass belongs to; `rows` are the tokens that chose
     each expert, `weights` the sums of their gate weights, where they are known: some policies look.
     `tails` say how much each matters (see `gates`), where misses may be served with less. A pass
-    that reads (a block of) a prompt is `prefill`.
+    that reads (a block of) a prompt is `prefill`. Where all are to be `moved` the host computes
+    none.
     """
 
     step: int
@@ -26,6 +29,7 @@ class Routed:
     weights: Weights | None = None
     prefill: bool = False
     tails: Weights | None = None
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The wave that was ordered has been computed."""
+    """The wave that was ordered of a device, or of `HOST`, has been computed."""
 
     device: int = 0
 
@@ -117,9 +121,10 @@ class StartChunk:
 class Compute:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
-    They are all on one device. Of split experts it is one part of each: 0 the top, 1 the bottom,
-    which goes on where the top has ended. Where misses may be served with less it is 0 for exact
-    weights, 1 for low-precision copies, 2 for experts that are left out, which have no slots.
+    They are all on one device; with `HOST` in its place they are computed where they wait, from
+    slots of the tier between two links. Of split experts it is one part of each: 0 the top, 1 the
+    bottom, which goes on where the top has ended. Where misses may be served with less it is 0 for
+    exact weights, 1 for low-precision copies, 2 for experts that are left out, which have no slots.
     """
 
     experts: Ints

@@ -105,13 +105,21 @@ class Machine:
         first link's source). UnknownName lists the names; UsageError where no links join the two.
         """
         chosen = self.processor(processor)
+        links = self.path(self.routes[0].source if store is None else store, chosen.memory)
+        beside = self._beside(chosen.memory)
         return Costs(
-            self.path(self.routes[0].source if store is None else store, chosen.memory),
+            links,
             chosen.expert.at(expert_bytes),
             chosen.dense.at(dense_bytes).later(chosen.layer),
             chosen.fetch + chosen.copy * expert_bytes,
             chosen.ahead,
+            beside.expert.at(expert_bytes) if beside is not None and len(links) > 1 else None,
         )
+
+    def _beside(self, memory: str) -> Processor | None:
+        """Who computes in the place from which a memory is filled."""
+        before = [route.source for route in self.routes if route.target == memory]
+        return next((p for p in self.processors if p.memory in before), None)
 
     def processor(self, name: str | None = None) -> Processor:
         """By name; the first without one."""

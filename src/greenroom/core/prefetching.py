@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from greenroom.core.buffer import Use
 from greenroom.core.events import Action, Predicted, Routed
 from greenroom.core.lookahead import Expected, Wish
@@ -50,7 +52,10 @@ class Prefetching(Residence):
         ways = [self.queue.open_for(Urgency.PREFETCH, d) for d in range(self.pieces.devices)]
         if not any(ways):
             return False
-        may = None if all(ways) else lambda piece: ways[self._home[piece]]
+        not_now = self._held_back()
+        may = None
+        if not all(ways) or not_now:
+            may = lambda piece: ways[self._home[piece]] and piece not in not_now  # noqa: E731
         if self.pieces.split is None:
             wish = self.lookahead.nearest(self.cache.state.slot_of, self.buffer.held, may)
         else:
@@ -74,6 +79,10 @@ class Prefetching(Residence):
             if slot >= 0:
                 self._begin(self._bottom_of(wish.piece), self._seat(slot))
         return True
+
+    def _held_back(self) -> Collection[int]:
+        """Pieces of which nothing is to be moved now."""
+        return ()
 
     def _begin(self, piece: int, place: int) -> None:
         self._add(piece, place, Urgency.PREFETCH)
@@ -110,7 +119,7 @@ class Prefetching(Residence):
     def _note_in_time(self, step: Step, expected: Expected) -> None:
         """Of the right predictions, those that were there when they were asked for."""
         experts, n = step.experts.tolist(), self.pieces.experts
-        lacking = step.waiting + step.bottomless
+        lacking = step.waiting + step.bottomless + list(step.on_host)
         here = (
             {*experts} - {p % n for p in step.missing} - {experts[request] for request in lacking}
         )

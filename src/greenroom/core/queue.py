@@ -16,7 +16,7 @@ Where there are several devices, each has a last link of its own, and what leads
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Entry:
     the h-th of them; `moving` chunks are on some lane now.
     `dropped`: no more of it starts. `upgraded`: it was a prefetch when it began.
     `host` is its slot in the middle tier (-1: it has none), `read` chunks have arrived there, and
-    `kept` says that all of it was there from the start.
+    `kept` says that all of it was there from the start. One that `stays` there goes no further.
     """
 
     piece: int
@@ -56,6 +56,7 @@ class Entry:
     host: int = -1
     read: int = 0
     kept: bool = False
+    stays: bool = False
 
     @property
     def arrived(self) -> bool:
@@ -160,6 +161,28 @@ class TransferQueue:
             self.demands += 1
         return entry
 
+    def bring(self, piece: int, host: int, chunks: int, device: int = 0) -> Entry:
+        """Ask for a piece in a slot of the middle tier, where it stays the caller's once it is
+        there; nothing of it may be on its way."""
+        path = self.paths[device][:1]
+        entry = self.entries[piece] = Entry(
+            piece, -1, chunks, Urgency.DEMAND, path, [deque()], host=host, stays=True
+        )
+        self._lines[path[0]][Urgency.DEMAND][piece] = entry
+        self.demands += 1
+        return entry
+
+    def load(self, wanted: Collection[int]) -> Iterator[tuple[int, int, int]]:
+        """(link, piece, chunks) that a new demand waits for: what is left of the `wanted`, and of
+        others what is on a lane."""
+        for piece in wanted:
+            if (entry := self.entries.get(piece)) is not None:
+                yield entry.path[0], piece, 0 if entry.kept else entry.chunks - entry.read
+                yield entry.path[-1], piece, entry.chunks - entry.landed
+        for (link, _), transfer in self._carried.items():
+            if transfer.entry.piece not in wanted:
+                yield link, transfer.entry.piece, 1
+
     def start(self) -> Iterator[Transfer]:
         """Give idle lanes chunks, the last links first, until none is idle or none may start."""
         for link in reversed(range(len(self.lanes))):
@@ -254,7 +277,7 @@ class TransferQueue:
         """Nothing of a piece moves any more: it has arrived, or was given up."""
         del self.entries[entry.piece]
         self.demands -= entry.urgency is Urgency.DEMAND
-        if entry.host >= 0:
+        if entry.host >= 0 and not (entry.stays and entry.arrived):
             assert self.host is not None
             self.host.leave(entry.piece, entry.read == entry.chunks)
 

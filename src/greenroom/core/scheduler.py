@@ -6,7 +6,8 @@ in later ones, as many at a time as have landed. A step that needs more slots th
 them: a piece is loaded only after the one that had its slot earlier in the step is computed.
 
 With slots on loan from the cache, predictions are fetched while a link is free (`prefetching`), and
-the steps of a prompt stream through.
+the steps of a prompt stream through. With a processor beside host memory some misses are computed
+there (`cocompute`).
 
 Misses may be served with less than the exact expert, where that was asked for (`precision`).
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from greenroom.core.buddies import Buddies
 from greenroom.core.buffer import Held, Use
+from greenroom.core.cocompute import CoCompute
 from greenroom.core.events import (
     Action,
     Cancelled,
@@ -42,6 +44,7 @@ from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
 from greenroom.core.precision import Precision, Thresholds
 from greenroom.core.queue import Entry, Urgency
+from greenroom.core.rates import Rates
 from greenroom.core.reshape import reshape
 from greenroom.core.scope import Scope
 from greenroom.core.step import Step
@@ -51,7 +54,7 @@ from greenroom.core.whole import Whole
 from greenroom.errors import UsageError
 
 
-class Scheduler(Precision, Straight):
+class Scheduler(CoCompute, Precision, Straight):
     """Decides over one tier of slots, filled over a link, or a chain of them, with so many lanes.
 
     Where `pieces` has several devices, each has slots, a last link and waves of its own.
@@ -73,12 +76,16 @@ class Scheduler(Precision, Straight):
         seed: int = 0,
         host: HostTier | None = None,
         thresholds: Thresholds | None = None,
+        rates: Rates | None = None,
     ) -> None:
-        """`host` keeps pieces between the two links of a chain. `capacity` is in whole experts.
-        `thresholds` let misses of small tails be served with less than the exact expert."""
+        """`host` keeps pieces between the two links of a chain; with `rates` misses may be computed
+        there. `capacity` is in whole experts. `thresholds` let misses of small tails be served with
+        less than the exact expert."""
         if ahead and pin != "step":
             raise UsageError("prefetching needs the experts of a step to be pinned: pin step")
-        super().__init__(pieces, capacity, policy, scope, lanes, seats, ahead, seed, host)
+        super().__init__(
+            pieces, capacity, policy, scope, lanes, seats, ahead, seed, host, rates=rates
+        )
         self.pin = pin
         self.thresholds = thresholds or Thresholds()
         self.buddies = Buddies(pieces.offsets) if self.thresholds.substitute else None
@@ -118,6 +125,7 @@ class Scheduler(Precision, Straight):
         if not streamed:
             for piece in here:  # the cache gives them a slot now, and theirs are free
                 self._give_back(piece)
+        on_host = self._share_out(event, here)
         served = self.cache.serve(
             event.experts,
             event.step * self.pieces.layers + layer,
@@ -126,6 +134,7 @@ class Scheduler(Precision, Straight):
             rows=event.rows,
             weights=event.weights,
             fill=self._share(layer) if streamed else -1,
+            aside=self._aside(size, on_host),
         )
         misses = served.misses
         self.counts.steps += 1
@@ -142,6 +151,7 @@ class Scheduler(Precision, Straight):
             {},
             uncomputed=event.experts.size,
             prefill=event.prefill,
+            rows=event.rows,
         )
         if self.pieces.split is not None:
             step.stage = [0] * size
@@ -150,7 +160,8 @@ class Scheduler(Precision, Straight):
             self.counts.bottom_hits += sum(self.bottoms.whole(e) for e in step.experts.tolist())
         if misses:
             step.ready = np.flatnonzero(served.hits).tolist()
-            absent = np.flatnonzero(served.hits == 0).tolist()
+            absent = [r for r in np.flatnonzero(served.hits == 0).tolist() if r not in on_host]
+            self._leave_there(step, on_host)
             if ahead:
                 self._fetch(step, absent, here)
             else:
@@ -172,6 +183,8 @@ class Scheduler(Precision, Straight):
         holder: dict[int, int] = {}
         wanted = set(misses)
         for request, slot in enumerate(step.slots.tolist()):
+            if request in step.on_host:
+                continue
             if request in wanted:
                 piece = int(step.experts[request])
                 if slot in holder:
@@ -195,14 +208,14 @@ class Scheduler(Precision, Straight):
             self._finish(step, actions)
 
     def _order(self, step: Step, actions: list[Action]) -> None:
-        """A wave for every device that computes none now, of what is ready there: of tops, and of
-        bottoms where no top is."""
+        """A wave for every device, and the host, that computes none now, of what is ready there: of
+        tops, and of bottoms where no top is."""
         ready, step.ready = step.ready, []
         if step.stage and not step.waves:
             step.part = min(step.stage[request] for request in ready)
         waves: dict[int, list[int]] = {}
         for request in ready:
-            device = self._home[int(step.experts[request])]
+            device = self._place_of(step, request)
             later = device in step.waves or (step.stage and step.stage[request] != step.part)
             (step.ready if later else waves.setdefault(device, [])).append(request)
         for device, wave in sorted(waves.items()):
@@ -212,10 +225,12 @@ class Scheduler(Precision, Straight):
                 seats = [step.seats.get(request) for request in wave]  # none of what is left out
                 slots = np.array([-1 if n is None else self._seat(n) for n in seats], np.int64)
             actions.append(Compute(step.experts[chosen], slots, device, step.part))
+            step.began[device] = self._now
         step.waves |= waves
 
     def _landed(self, event: Landed | Failed, actions: list[Action]) -> None:
         entry = self.queue.land(event.link, event.lane, ok=isinstance(event, Landed))
+        self._note_landed(event.link, event.lane, entry)
         if event.link in self.queue.paced:
             self._note_link(landed=True)
         if entry.gone:
@@ -242,10 +257,12 @@ class Scheduler(Precision, Straight):
                     self._bottom_landed(step, step.missing.pop(piece))
             elif step is not None and asked:
                 step.ready.append(step.missing.pop(piece))
+                if entry.stays:
+                    step.lent.add(piece)
             elif entry.dropped:
                 self._give_back(piece)
             else:
-                self.buffer.landed(piece)
+                self._ahead_landed(piece)
         elif step is not None and asked:
             if entry.upgraded and not step.ending:  # a failed prefetch: the demand tries itself
                 self._add(piece, entry.slot)
@@ -266,7 +283,9 @@ class Scheduler(Precision, Straight):
         step = self.step
         if step is None or event.device not in step.waves:
             raise RuntimeError("no wave was ordered")
-        for request in step.waves.pop(event.device):
+        wave = step.waves.pop(event.device)
+        self._note_computed(step, event.device, wave)
+        for request in wave:
             if not self._goes_on(step, request):
                 self._request_over(step, request)
         self._pump(actions)
@@ -276,7 +295,9 @@ class Scheduler(Precision, Straight):
         """A request is computed: who waits for its slot may have it."""
         step.uncomputed -= 1
         piece = int(step.experts[request])
-        if piece in step.passing:
+        if request in step.on_host:
+            self._left(step, piece)
+        elif piece in step.passing:
             step.passing.remove(piece)
             self._give_back(piece)
         elif step.waiting and step.served.pinned and request < step.asked:
@@ -308,6 +329,7 @@ class Scheduler(Precision, Straight):
             asked = step.experts[: step.asked]
             pinned = [e for e in asked.tolist() if e not in freed] if freed else asked
             self.cache.release(np.asarray(pinned, np.int64))
+        self._return(step)
         for piece in step.passing:  # of a step that was given up
             self._give_back(piece)
         for piece in step.missing:
@@ -387,7 +409,7 @@ class Scheduler(Precision, Straight):
         self._start(actions)
         waits = step is not None and (step.waiting or step.bottomless)
         if self.buffer.size and not waits and not self._resizing:
-            while self._prefetch():
+            while self._prefetch() or self._follow():
                 self._start(actions)
 
     # ---- other sizes, and what stays

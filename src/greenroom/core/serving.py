@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids, Now, Rows, State, Weights
 
+Flags = NDArray[np.bool_]
 BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
 
 # Stand-ins for the parts: a policy's functions, and those made of them.
@@ -64,6 +68,16 @@ def make_miss(stamp: int) -> Callable[..., tuple[int, int]]:
     return miss
 
 
+def make_admit(stamp: int) -> Callable[..., int]:
+    def admit(state: State, own: Any, piece: int, now: Now) -> int:
+        """Take a piece in that is there already. Its slot, or BYPASS."""
+        stamp  # noqa: B018
+        slot: int = miss(state, own, piece, now)[0]
+        return slot
+
+    return admit
+
+
 def make_borrow(stamp: int) -> Callable[..., tuple[int, int]]:
     def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
         """Take a slot out of the cache for a piece that the policy is not told of.
@@ -94,12 +108,13 @@ def make_serve(stamp: int) -> Callable[..., bool]:
         begins: bool,
         pin: bool,
         fill: int,
+        aside: Flags,
         out: Ints,
     ) -> bool:
         """Request the pieces one by one; out [3, n]: slots, hits, evicted. False: stuck.
 
         With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
-        the others pass by.
+        the others pass by. So do misses that are `aside` ([n], or empty).
         """
         stamp  # noqa: B018
         if begins:
@@ -116,6 +131,9 @@ def make_serve(stamp: int) -> Callable[..., bool]:
                 on_hit(state, own, piece, at)
             else:
                 out[1, i] = 0
+                if aside.size and aside[i]:
+                    out[0, i] = BYPASS
+                    continue
                 if fill >= 0:
                     if fill == 0 or state.free_count[state.group_of[piece]] == 0:
                         out[0, i] = BYPASS

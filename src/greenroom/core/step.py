@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from greenroom.core.cache import Served
 from greenroom.core.pieces import Ints
+from greenroom.core.policy import Rows
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class Counts:
     Of the misses `low` were computed from a low-precision copy, which `low_hits` times was there,
     `left_out` not computed at all, and `substituted` computed with another expert's weights;
     `joined` ones came as what their copy lacked.
+    Of the misses `on_host` were computed by the host's processor. What follows such a one to the
+    device is counted as a prefetch; `adopted` ones are there, and residents from then on.
     """
 
     steps: int = 0
@@ -43,6 +46,8 @@ class Counts:
     left_out: int = 0
     substituted: int = 0
     joined: int = 0
+    on_host: int = 0
+    adopted: int = 0
 
     @property
     def misses(self) -> int:
@@ -72,6 +77,10 @@ class Step:
     bottomless: list[int] = field(default_factory=list)  # requests whose bottom has no slot yet
     buddies: list[int] = field(default_factory=list)  # pinned to stand in for others
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
+    on_host: dict[int, int] = field(default_factory=dict)  # request -> slot between two links
+    lent: set[int] = field(default_factory=set)  # pieces whose slots there the step keeps
+    rows: Rows | None = None  # tokens of each request
+    began: dict[int, float] = field(default_factory=dict)  # when each wave was ordered
     failed: int = -1
     ending: bool = False  # cancelled or failed: waits for what is moving, then finishes
     prefill: bool = False

@@ -71,6 +71,10 @@ class HostTier:
         self.hits += kept
         return slot, kept
 
+    def has(self, piece: int) -> bool:
+        """Whether a piece that is not under way is here."""
+        return bool(self.cache.state.slot_of[piece] >= 0)
+
     def leave(self, piece: int, whole: bool) -> None:
         """A piece that had a slot has arrived on the device, or was given up.
 

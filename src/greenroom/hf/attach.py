@@ -28,10 +28,12 @@ from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Pieces, Split
 from greenroom.core.precision import LOW
 from greenroom.core.predictor import Ids, PassBegins, Predictor
+from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, ClosedError, UsageError
 from greenroom.hf import learned, watch
+from greenroom.hf.budget import experts_per_token
 from greenroom.hf.build import IMPLEMENTATION
 from greenroom.hf.foresight import Beside, foresee
 from greenroom.hf.growth import Growth
@@ -51,8 +53,11 @@ from greenroom.hf.watch import Heard, Watch
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.copier import Store
+from greenroom.runtime.cuda.both import Both
+from greenroom.runtime.cuda.calibrate import calibrate, nominal
 from greenroom.runtime.cuda.engine import Cuda, Engine, Host
 from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slab import Slab
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
 from greenroom.runtime.driver import Driver, Join
@@ -70,7 +75,14 @@ from greenroom.runtime.meter import minus
 from greenroom.runtime.nested import NestedSlots
 from greenroom.runtime.segments import Segmented, SegmentedExperts
 from greenroom.runtime.slots import HostSlots, SlotKinds
-from greenroom.runtime.stats import Stats, lesser_stats, link_stats, prefetch_stats, split_stats
+from greenroom.runtime.stats import (
+    Stats,
+    host_stats,
+    lesser_stats,
+    link_stats,
+    prefetch_stats,
+    split_stats,
+)
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
@@ -196,7 +208,10 @@ class Greenroom:
             chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
         if isinstance(catalog, CopiesCatalog) and parts.copies is not None:
             chunks += [store.chunks(piece) for piece in catalog.pieces[catalog.experts :]]
+        both = self._both()
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
+        if both:
+            self._ahead = slots_ahead(experts_per_token(model))
         pieces = pieces_of(parts, [len(each) for each in chunks])
         slots = self._slots(pieces)
         self._tier = self._host_tier(pieces)
@@ -210,15 +225,21 @@ class Greenroom:
             seed=parts.seed,
             host=self._tier,
             thresholds=parts.thresholds,
+            rates=Rates(nominal(catalog.slot_bytes), catalog.slot_bytes, pieces.devices)
+            if both
+            else None,
         )
-        between = None
+        between: HostMemory | None = None
         if parts.cuda or self._tier is not None:
             seats, kept = scheduler.queue.seats, parts.host_capacity
             nodes = []
             if self.engines and self._tier is not None:
                 each = zip(pieces.shares(kept), self.engines, strict=True)
                 nodes = [(share, engine.node) for share, engine in each]
-            between = HostMemory(self.engine or Host(), chunks, seats, kept, nodes)
+            at = self.engine or Host(), chunks, seats, kept
+            stride = catalog.slot_bytes
+            between = Slab(*at, stride, nodes) if both else HostMemory(*at, nodes)
+        self._slab = between.slots if isinstance(between, Slab) else None
         key = parts.fingerprint if parts.remember else ""
         known = learned.load(key) if key and parts.watch else None
         self._watch = Watch(catalog.offsets, known) if parts.watch else None
@@ -240,7 +261,7 @@ class Greenroom:
         self.warmed = 0  # experts that were read because of earlier runs
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(scheduler.counts), self.driver.meter.copy()
-        self._tier_base = 0, 0
+        self._tier_base, self._host_base = (0, 0), 0.0
         self.keys_values: KVBytes | None = None  # what those of a request take
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._sizes = parts.capacity, parts.capacity  # the least and the most slots there were
@@ -261,6 +282,22 @@ class Greenroom:
         except BaseException:
             self.detach()
             raise
+
+    def _both(self) -> bool:
+        """Does the host's processor compute too? It is said where it was asked for and cannot."""
+        parts = self.parts
+        if not parts.co_compute:
+            return False
+        if not (parts.cuda or parts.fake):
+            log.warning("--co-compute auto: there is one processor here, and nothing to choose")
+        elif parts.host_capacity < len(parts.devices):
+            log.warning(
+                "--co-compute auto: host memory has no room for experts, so there is nothing to"
+                " compute there; --host-memory says how much it may take"
+            )
+        elif parts.capacity < parts.catalog.experts:
+            return True
+        return False
 
     def _slots(self, pieces: Pieces) -> AnySlots:
         parts, catalog = self.parts, self.parts.catalog
@@ -375,6 +412,9 @@ class Greenroom:
         self._shared = shared(model, self._modules)
         first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
         spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
+        both = None
+        if self._slab is not None:
+            both = Both(spread or self.kernel, self.engine or Host(), self._slab)
         kinds = len(slots.kinds) if isinstance(slots, SlotKinds) else 1
         segmented = Segmented(self.kernel, kinds) if parts.catalog.layouts[0].segments else None
         lessened = Lessened(self.kernel, kinds) if parts.thresholds is not None else None
@@ -393,9 +433,13 @@ class Greenroom:
                 experts = LayerExperts(module, layout, memory)  # type: ignore[arg-type]
             if spread is not None:
                 spread.over(experts, places)
+            if both is not None:
+                both.over(experts)
+                if layer == 0:
+                    self._calibrate(both, experts, slots)
             binding = Binding(
                 self.driver,
-                spread or segmented or lessened or self.kernel,
+                both or spread or segmented or lessened or self.kernel,
                 layer,
                 experts,
                 policy.weighs,
@@ -417,6 +461,13 @@ class Greenroom:
                 module.register_forward_pre_hook(self._begins, with_kwargs=True),
                 module.register_forward_hook(self._ends, always_call=True),
             ]
+
+    def _calibrate(self, both: Both, experts: LayerExperts, slots: AnySlots) -> None:
+        """Measure what the scheduler shares misses out by; from there on it sees for itself."""
+        rates = self.driver.scheduler.rates
+        assert rates is not None
+        assert self._slab is not None
+        rates.known(calibrate(both, experts, self.engine or Host(), slots, self._slab))
 
     def _in_segments(self, module: nn.Module, layer: int, slots: AnySlots) -> SegmentedExperts:
         """A layer whose experts lie in segments, all in one slot or in those of two parts."""
@@ -647,6 +698,7 @@ class Greenroom:
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
             lesser=lesser_stats(driver, counts, self.parts.precision),
+            co_compute=host_stats(driver, counts, driver.host_s - self._host_base),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - self._tier_base[0],
@@ -660,6 +712,7 @@ class Greenroom:
         if self._tier is not None:
             self._tier_base = self._tier.requests, self._tier.hits
         self._base = replace(driver.scheduler.counts), driver.meter.copy()
+        self._host_base = driver.host_s
         self._sizes = self.capacity, self.capacity
         driver.scheduler.lookahead.accuracy.reset()
 

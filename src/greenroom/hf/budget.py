@@ -132,11 +132,16 @@ class DeviceBudget:
 
 
 def host_slots(
-    host_memory: str | int | None, catalog: Catalog, seats: int, kv: int = 0
+    host_memory: str | int | None,
+    catalog: Catalog,
+    seats: int,
+    kv: int = 0,
+    slot_bytes: int | None = None,
 ) -> tuple[int, int]:
     """(budget in bytes, experts that it has room for in host memory beside the process).
 
-    `kv` bytes are for keys and values that are kept there. Without an amount as much is taken as
+    `kv` bytes are for keys and values that are kept there; an expert takes `slot_bytes` where it is
+    not kept as the disk has it. Without an amount as much is taken as
     there is, within `AUTO_SHARE`; none is enough then.
     BudgetError where a budget does not even hold the process and its staging seats.
     """
@@ -147,6 +152,7 @@ def host_slots(
     else:
         budget = Amount.parse(host_memory, "--host-memory").of(available)  # type: ignore[arg-type]
     seat, slot = sizes(chunks_of(catalog))
+    slot = slot_bytes or slot
     least = process + SLACK + seats * seat + kv
     if budget < least and not auto:
         keys = f" and keys and values {show_bytes(kv)}" if kv else ""

@@ -154,6 +154,7 @@ def _load(
         fake=kind == "fake",
         cuda=cuda,
         devices=devices,
+        co_compute=config.co_compute == "auto",
         readers=config.readers,
         direct=config.direct,
         read_limit=None
@@ -297,7 +298,8 @@ def _with_host(parts: Parts, config: LoadConfig, keys_values: KVBytes) -> Parts:
     """The host tier that the budget has room for."""
     lanes = spread(lanes_of(parts), len(parts.devices))
     seats, beside = staging_seats(lanes), keys_values.on_host(parts.context)
-    budget, slots = host_slots(config.host_memory, parts.catalog, seats, beside)
+    stride = parts.catalog.slot_bytes if parts.co_compute else None
+    budget, slots = host_slots(config.host_memory, parts.catalog, seats, beside, stride)
     kept = choose(config.policy, slots, parts.catalog.experts).name
     return replace(parts, host_bytes=budget, host_capacity=slots, host_policy=kept)
 

@@ -43,6 +43,7 @@ class Parts:
     devices: tuple[int, ...] = (0,)  # their numbers; experts are spread over several
     host_capacity: int = 0
     host_policy: str = "auto"
+    co_compute: bool = False  # may the host's processor compute what is missing?
     readers: int = 2
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second

@@ -114,6 +114,7 @@ class Stage:
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
+            co_compute=config.co_compute == "auto",
         )
         self.model.greenroom = made = Greenroom(self.model, parts)
         if self._growth is not None and capacity is None:

@@ -49,9 +49,12 @@ class Observed:
         return asdict(self)
 
 
-def of_machine(machine: Machine, model: Model, readers: int = 2) -> Costs:
+def of_machine(
+    machine: Machine, model: Model, readers: int = 2, processor: str | None = None
+) -> Costs:
     """The costs that the profile says, with as many reads at a time as a run has."""
-    costs = machine.costs(model.expert_bytes, model.read_bytes // model.layers)
+    dense = model.read_bytes // model.layers
+    costs = machine.costs(model.expert_bytes, dense, processor=processor)
     first, *rest = costs.links
     return replace(costs, links=(replace(first, lanes=readers), *rest))
 
@@ -92,7 +95,7 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     layer = own / model.layers
     work = scaled(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
     first, *rest = costs.links
-    return Costs((_link(first, runs), *rest), expert, work, handling, ahead)
+    return Costs((_link(first, runs), *rest), expert, work, handling, ahead, costs.host)
 
 
 def scaled(work: Work, factor: float) -> Work:

@@ -75,10 +75,14 @@ class Estimator:
         measured: bool = False,
         precision: str = OFF,
         low_below: float | None = None,
+        host: int = 0,
+        both: bool = False,
     ) -> None:
         """`measured`: the costs are those of runs of this model on this machine. `precision` is
         that of copies which misses may be served from, below `low_below` of the gate weights.
-        UsageError where the evidence does not say how much experts matter."""
+        `host` slots between two links keep experts, and `both`: settings that compute there are
+        compared. UsageError where the evidence does not say how much experts matter."""
+        self.host, self.both = host, both
         self.model, self.costs, self.evidence = model, costs, evidence
         self.band = BAND if measured else UNMEASURED
         self.precision, self.low_below = precision, low_below
@@ -125,7 +129,7 @@ class Estimator:
             scope=scope_of(setting.scope),
         )  # fmt: skip
         found = _Run.of(reactive, trace)
-        if setting.split != OFF or setting.miss_precision != OFF:
+        if setting.split != OFF or setting.miss_precision != OFF or self.host:
             found = self._played(replace(setting, prefetch=OFF), capacity, trace, found)
         if setting.prefetch == OFF:
             return found
@@ -144,6 +148,8 @@ class Estimator:
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,
             lesser=self._lesser if setting.miss_precision != OFF else None,
+            host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
+            co_compute=setting.co_compute != OFF,
         ).times  # fmt: skip
         found = _Run.of(played, part)
         n = found.gaps.size

@@ -77,6 +77,8 @@ def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
     found.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
     more = [*best, DEFAULT, *_sized(estimator, best[0], capacity)]
+    if estimator.both:
+        more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
     if estimator.model.segments:
         more += [replace(best[0], scope="shared", split=split) for split in SPLITS]
     if estimator.precision != OFF:

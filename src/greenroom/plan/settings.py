@@ -20,8 +20,8 @@ OFF, AUTO = "off", "auto"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Who is evicted, how slots are shared out, what is fetched ahead, and where experts are cut,
-    as options of a run have it.
+    """Who is evicted, how slots are shared out, what is fetched ahead, where experts are cut, and
+    whether the host's processor computes misses, as options of a run have it.
 
     `scope` may be numbers, one a layer. `prefetch` auto is guarded: it prefetches while that is
     faster than not to.
@@ -33,20 +33,22 @@ class Setting:
     split: str = OFF
     miss_precision: str = OFF  # changes the output: only where the user allows it
     low_below: float | None = None
+    co_compute: str = OFF
 
     def options(self) -> dict[str, Any]:
         """As `LoadConfig` has them."""
         found = {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
         more = {
-            "split": self.split if self.split != OFF else None,
-            "miss_precision": self.miss_precision if self.miss_precision != OFF else None,
+            "split": self.split,
+            "miss_precision": self.miss_precision,
             "low_below": self.low_below,
+            "co_compute": self.co_compute,
         }
-        return found | {name: value for name, value in more.items() if value is not None}
+        return found | {name: value for name, value in more.items() if value not in (OFF, None)}
 
     def flags(self) -> str:
-        given = self.options().items()
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given)
+        named = self.options().items()
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named)
 
 
 DEFAULT = Setting()  # what a run takes that is told nothing

@@ -45,7 +45,9 @@ class Between(Protocol):
         self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
     ) -> None: ...
 
-    def data(self, action: StartChunk) -> np.ndarray: ...
+    def source(
+        self, action: StartChunk, chunk: Chunk
+    ) -> tuple[tuple[Copy, ...], np.ndarray, int]: ...
 
     def close(self) -> None: ...
 
@@ -63,9 +65,9 @@ class Seats:
         """Have a chunk read into its seat."""
         self._staged[action.seat] = read(chunk, self._staging[action.seat])
 
-    def data(self, action: StartChunk) -> np.ndarray:
-        """The bytes of a chunk that was brought here."""
-        return self._staged[action.seat]
+    def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
+        """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
+        return chunk.extent.copies, self._staged[action.seat], chunk.start
 
     def close(self) -> None:
         """The buffers go with their last use."""
@@ -129,13 +131,14 @@ class Copier:
         """Take a chunk over its link; the bytes that it has."""
         chunk = self._store.chunks(action.piece)[action.chunk]
         if staging is not None:
+            copies, start = chunk.extent.copies, chunk.start
             data = self._store.read(chunk, staging)
         elif action.link == 0:
             self._between.bring(action, chunk, self._store.read)
             return chunk.length
         else:
-            data = self._between.data(action)
-        self._slots.write(action.slot, chunk.extent.copies, data, chunk.start)
+            copies, data, start = self._between.source(action, chunk)
+        self._slots.write(action.slot, copies, data, start)
         return chunk.length
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from greenroom.core.events import (
+    HOST,
     Action,
     Cancelled,
     Compute,
@@ -34,13 +36,15 @@ from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.whole import Tables
 from greenroom.errors import ClosedError, Interrupted, StoreError
+from greenroom.runtime.beside import Beside, Job
 from greenroom.runtime.copier import Between, Copier, Failure, Store
 from greenroom.runtime.meter import Meter
-from greenroom.runtime.timeline import COMPUTE, Timeline, lane
+from greenroom.runtime.timeline import COMPUTE, ON_HOST, Timeline, lane
 from greenroom.runtime.turns import Turns
 
 ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
 Join = Callable[[int, int, int], None]  # (a copy's slot, an expert's, the layer)
+OnHost = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
 
 
 class Slots(Protocol):
@@ -111,6 +115,8 @@ class Driver:
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._closed = self._interrupted = False
         self._broken: BaseException | None = None
+        self._host = Beside() if scheduler.rates is not None else None
+        self._host_error: BaseException | None = None
         queue = scheduler.queue
         self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
 
@@ -180,6 +186,7 @@ class Driver:
         tails: np.ndarray | None = None,
         seen: Callable[[bool], Seen] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        on_host: OnHost | None = None,
     ) -> None:
         """Have `compute(experts, slots)` called on every expert of a step once, in waves; of split
         experts `compute(experts, slots, part)` on every part, the top before the bottom.
@@ -188,7 +195,8 @@ class Driver:
         chose each and the sums of their gate weights, for policies that look at them; `tails` say
         how much each matters, where misses may be served with less; `seen` gives
         what predictors are told, with the router's inputs or without. `meanwhile` is called when
-        there is nothing to compute but a wait, once at most. StoreError where an expert cannot be
+        there is nothing to compute but a wait, once at most; what `on_host(experts, slots)` gives
+        is called in the thread of the host's processor. StoreError where an expert cannot be
         read, DeviceError where the device does not take it; the cache stays usable, and so it does
         after an exception in `compute`.
         """
@@ -222,12 +230,16 @@ class Driver:
                         weights,
                         self._prefill,
                         tails,
+                        moved=on_host is None,
                     )
                 )
                 self.missed[layer] += self.scheduler.counts.misses - misses
                 if self._foresees and seen is not None:
                     self._foretell(lambda foresight: foresight.routed(seen(foresight.on)))
                 while isinstance(order := self._next_order(), Compute):
+                    if order.device == HOST:
+                        self._to_host(order, on_host)
+                        continue
                     begin = time.perf_counter()
                     compute(order.experts - first, order.slots, *self._part(order))
                     if not self._prefill:
@@ -240,6 +252,31 @@ class Driver:
                 raise
             if order.failed >= 0:
                 raise self._error or StoreError(f"expert {order.failed} could not be read")
+
+    def _to_host(self, order: Compute, on_host: OnHost | None) -> None:
+        """Have the host's processor compute a wave, while this thread goes on."""
+        assert self._host is not None
+        assert on_host is not None
+        first, layer = self.scheduler.pieces.offsets[self._layer], self._layer
+        begin = time.perf_counter()
+
+        def done(error: BaseException | None) -> None:
+            if self.timeline is not None:
+                self._show_wave(layer, order, begin)
+            with self._changed:
+                if error is not None:
+                    self._host_error = self._host_error or error
+                    self._changed.notify_all()
+                elif self._broken is None:
+                    with contextlib.suppress(BaseException):  # it says so to everybody who waits
+                        self._carry_out(Computed(HOST))
+
+        self._host.start(on_host(order.experts - first, order.slots), done)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that the host's processor has computed misses for."""
+        return 0.0 if self._host is None else self._host.busy_s
 
     def at_once(
         self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
@@ -307,6 +344,9 @@ class Driver:
     def _wait(self) -> None:
         """Until something has changed; with the lock held."""
         self._check_open()
+        if (error := self._host_error) is not None:
+            self._host_error = None
+            raise error
         self._changed.wait()
 
     def _foretell(self, ask: Callable[[Foresight], list[Predicted]]) -> None:
@@ -338,7 +378,7 @@ class Driver:
     def _do(self, action: Action, now: float) -> None:
         match action:
             case StartChunk():
-                if action.begins:
+                if action.begins and action.slot >= 0:
                     self.slots.clear(action.slot)
                 if action.joins >= 0:
                     assert self._join is not None
@@ -407,8 +447,12 @@ class Driver:
             self._carry_out(Failed(action.lane, action.piece, action.link))
 
     def _abandon(self) -> None:
-        """Leave the step; what is moving lands first, since a read cannot be recalled."""
+        """Leave the step; what is moving lands first, since a read cannot be recalled, and what the
+        host computes ends."""
+        if self._host is not None:
+            self._host.wait()
         with self._changed:
+            self._host_error = None
             self._orders.clear()
             if self.scheduler.step is not None and self._broken is None:
                 self._carry_out(Cancelled())
@@ -422,6 +466,8 @@ class Driver:
             if not self._closed:
                 self._closed = True
                 self._copier.close()
+                if self._host is not None:
+                    self._host.close()
                 self._store.close()
                 self.slots.close()
                 if self._between is not None:
@@ -432,7 +478,8 @@ class Driver:
     def _show_wave(self, layer: int, order: Compute, begin: float) -> None:
         assert self.timeline is not None
         name = f"layer {layer}: {order.experts.size} experts"
-        self.timeline.span(COMPUTE, name, begin, time.perf_counter(), layer=layer)
+        place = ON_HOST if order.device == HOST else COMPUTE
+        self.timeline.span(place, name, begin, time.perf_counter(), layer=layer)
 
     def _show_chunk(self, action: StartChunk, now: float) -> None:
         assert self.timeline is not None

@@ -14,6 +14,7 @@ from torch import nn
 from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
+from greenroom.runtime.cuda.both import Both
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver import Driver
@@ -118,14 +119,23 @@ def _step(
         if binding.computed is not None:
             binding.computed(slots.tolist())
 
+    def on_host(experts: Any, slots: Any) -> Callable[[], None]:
+        return kernel.on_host(step, experts.tolist(), slots.tolist())
+
+    rows, sums = (None, None) if weights is None else routing.counted(weights)
+    both = isinstance(kernel, Both)
+    if both and rows is None:
+        rows = routing.counts()
     binding.driver.step(
         binding.layer,
         routing.experts,
         wave,
-        *((None, None) if weights is None else routing.counted(weights)),
+        rows,
+        sums,
         tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
         seen=lambda inputs: binding.seen(chosen, inputs),
         meanwhile=binding.meanwhile,
+        on_host=on_host if both else None,
     )
     result = kernel.combine(step)
     return result if residual is None or joins else residual + result

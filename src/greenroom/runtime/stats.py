@@ -28,6 +28,8 @@ class Stats(Mapping[str, Any]):
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
     is how experts are cut (see `split_stats`), None where they are whole; `lesser` what misses were
     served with instead of the exact expert (see `lesser_stats`), None where all is exact.
+    `co_compute` says how many misses the host's processor computed, in how many seconds, and how
+    many of these followed to the device; None where all of them are moved.
     """
 
     policy: str
@@ -51,6 +53,7 @@ class Stats(Mapping[str, Any]):
     capacity_most: int = 0
     split: dict[str, Any] | None = None
     lesser: dict[str, Any] | None = None
+    co_compute: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__dataclass_fields__:
@@ -106,6 +109,13 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
         **{f"{name}_share": n / of if of else None for name, n in given.items()},
         "inexact_share": sum(given.values()) / of if of else None,
     }
+
+
+def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
+    """What the host's processor computed, in so many seconds."""
+    if driver.scheduler.rates is None:
+        return None
+    return {"on_host": counts.on_host, "adopted": counts.adopted, "host_s": seconds}
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from greenroom.trace.container import beside
 
 LIMIT = 100_000  # events
 COMPUTE = "compute"  # the row of waves, of the rest of a pass, and of stalls
+ON_HOST = "compute on the host"  # waves of its processor beside a device
 _PID = 1
 
 

@@ -14,10 +14,12 @@ import numpy as np
 
 from greenroom.core.buffer import Use, slots_ahead
 from greenroom.core.cost import CHUNK_BYTES, Costs
+from greenroom.core.events import Keep
 from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import SEATS, Pieces, Split
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins, Shape
+from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.scope import Scope
 from greenroom.core.step import Counts
@@ -33,6 +35,7 @@ from greenroom.trace import Trace
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 OF_SPLITS = ("bottoms", "bottom_hits")
 OF_LESSER = ("low", "low_hits", "left_out", "substituted", "joined")
+OF_BOTH = ("on_host", "adopted")
 NEVER = ("failed",)  # and those of what no simulated link does
 
 
@@ -48,10 +51,11 @@ class Proactive:
     goodpred: float | None
     split: bool = False
     lesser: bool = False
+    co_compute: bool = False
 
     def as_json(self) -> dict[str, Any]:
         left_out = ELSEWHERE + NEVER + (() if self.split else OF_SPLITS)
-        left_out += () if self.lesser else OF_LESSER
+        left_out += (() if self.lesser else OF_LESSER) + (() if self.co_compute else OF_BOTH)
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
@@ -85,6 +89,8 @@ def proactive(
     devices: int = 1,
     split: float | Sequence[float] | None = None,
     lesser: Lesser | None = None,
+    co_compute: bool = False,
+    stay: Sequence[int] = (),
 ) -> Proactive:
     """Time a trace with a predictor (`NAME[:distance]`, or `off`); `stream` is it in `runtime`
     order. `host` slots between the two links of `costs` keep experts, under the same policy. Over
@@ -93,10 +99,10 @@ def proactive(
     `split` is the share of an expert that is its top, of all layers or of each: then `capacity` is
     the memory of so many whole experts. `lesser` says what misses may be served with instead of the
     exact expert; copies come out of the same memory. Up to `ahead` slots are on loan to prefetches
-    (default: as a run has it). With `reset` every request begins with an empty cache; what was
-    learned stays.
-    UsageError where the predictor needs what a trace does not have, and where the policy must know
-    what comes.
+    (default: as a run has it). With `co_compute` misses are computed by the host's processor too,
+    where that is sooner. Experts that `stay` do so once they are there. With `reset` every request
+    begins with an empty cache; what was learned stays. UsageError where the predictor needs what a
+    trace does not have, and where the policy must know what comes.
     """
     check_policy(policy)
     offsets = trace.offsets.tolist()
@@ -115,17 +121,22 @@ def proactive(
         pieces = parts_of(trace, expert_bytes, split, chunk_bytes)
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
-    if prefetch == OFF:
+    if prefetch == OFF and not co_compute:
         ahead = 0
-    else:
+    elif prefetch != OFF:
         costs = replace(costs, dense=costs.dense.later(costs.ahead))
 
     def empty() -> Scheduler:
         tier = HostTier(pieces, host, policy, seed=seed) if host else None
-        return Scheduler(
+        made = Scheduler(
             pieces, capacity, policy, scope=scope, lanes=costs.lanes, ahead=ahead, seed=seed,
-            host=tier, thresholds=None if lesser is None else lesser.thresholds,
+            host=tier, thresholds=None if lesser is None else lesser.thresholds, rates=rates,
         )  # fmt: skip
+        if stay:
+            made.on(Keep(np.asarray(stay, np.int64)))
+        return made
+
+    rates = Rates(costs, expert_bytes, devices) if co_compute else None
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, seed)
     clock = Clock(empty(), costs, foresight)
@@ -152,8 +163,8 @@ def proactive(
         clock.bytes_moved,
     )
     return Proactive(
-        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(),
-        split is not None, lesser is not None,
+        times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None,
+        lesser is not None, co_compute,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from greenroom.core.cost import FREE, Costs
 from greenroom.core.events import (
+    HOST,
     Action,
     Compute,
     Computed,
@@ -26,6 +27,7 @@ from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy, Rows, Weights
 from greenroom.core.precision import LEFT_OUT, LOW, Thresholds
 from greenroom.core.predictor import Ids, PassBegins, Seen
+from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.scope import Scope
 from greenroom.core.step import Counts
@@ -55,7 +57,8 @@ class TraceStep(NamedTuple):
 
 @dataclass
 class Result:
-    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait.
+    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait;
+    `on_host` misses were computed by the host's processor.
 
     `pass_ends[i]` is when the i-th pass was over; with it go `bytes_moved` and `miss_ids`.
     """
@@ -68,6 +71,7 @@ class Result:
     stall: float = 0.0
     bytes_moved: int = 0
     compute: float = 0.0
+    on_host: int = 0
     miss_ids: list[int] = field(default_factory=list)
     pass_ends: list[float] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
@@ -89,16 +93,18 @@ def simulate(
     seed: int = 0,
     host: HostTier | None = None,
     thresholds: Thresholds | None = None,
+    rates: Rates | None = None,
 ) -> Result:
     """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
 
-    `host` keeps pieces between the two links of `costs`. `pieces` says over how many devices they
-    are spread; `costs` are those of each, and `capacity` is of all together. `thresholds` let
-    misses be served with less than the exact expert.
+    `host` keeps pieces between the two links of `costs`, and with `rates` misses are computed there
+    too. `pieces` says over how many devices they are spread; `costs` are those of each, and
+    `capacity` is of all together. `thresholds` let misses be served with less than the exact
+    expert.
     """
     scheduler = Scheduler(
         pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host,
-        thresholds=thresholds,
+        thresholds=thresholds, rates=rates,
     )  # fmt: skip
     clock = Clock(scheduler, costs)
     ends: list[float] = []
@@ -120,6 +126,7 @@ def simulate(
         clock.stall,
         clock.bytes_moved,
         clock.compute,
+        counts.on_host,
         clock.fetched,
         ends,
         counts,
@@ -127,7 +134,8 @@ def simulate(
 
 
 class Clock:
-    """Simulated time: an event heap, a chain of links and a processor for each device.
+    """Simulated time: an event heap, a chain of links, a processor for each device, and one beside
+    the place between two links.
 
     Several devices share the chain's first link, and have a last one each, as fast as if it were
     alone; `compute` is the sum over them. What is sent between them takes no time.
@@ -199,7 +207,8 @@ class Clock:
                 case StartChunk():
                     self._send(action)
                 case Compute(experts, _, device, part):
-                    seconds = self._seconds(experts, part) + self._handling(experts, part)
+                    seconds = self._seconds(experts, part, device)
+                    seconds += self._handling(experts, part, device)
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
                 case Finish():
@@ -225,16 +234,21 @@ class Clock:
         chunks = int(self.scheduler.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
-    def _seconds(self, experts: Ints, part: int) -> float:
+    def _seconds(self, experts: Ints, part: int, device: int) -> float:
         """What a wave takes: its experts one after another, a part of one in proportion."""
-        step, work, share = self._step, self.costs.expert, self._share(part)
+        work = self.costs.host if device == HOST else self.costs.expert
+        assert work is not None
+        step, share = self._step, self._share(part)
         if step.rows is None:
             return share * experts.size * work.seconds(1)
         rows = step.rows[np.searchsorted(step.experts, experts)]
         return share * sum(work.seconds(n) for n in rows.tolist())
 
-    def _handling(self, experts: Ints, part: int) -> float:
-        """What those of a wave cost that were fetched for it, or ahead of it."""
+    def _handling(self, experts: Ints, part: int, device: int) -> float:
+        """What those of a wave cost that were fetched for it, or ahead of it. The host computes
+        them where they were read."""
+        if device == HOST:
+            return 0.0
         pieces = experts + part * self.scheduler.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh

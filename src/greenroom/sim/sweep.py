@@ -69,6 +69,8 @@ class Study:
     devices: int = 1  # that the experts are spread over
     split: float | tuple[float, ...] | None = None  # share of an expert that is its top
     lesser: Lesser | None = None  # what misses may be served with
+    co_compute: bool = False  # may misses be computed by the host's processor?
+    stay: tuple[int, ...] = ()  # experts that stay once they are there, where it is so
     pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
@@ -106,6 +108,7 @@ class Study:
                 cell.prefetch, ahead=self.ahead, scope=self.scope, seed=self.seed,
                 reset=self.reset, host=self.host, devices=self.devices, split=self.split,
                 lesser=self.lesser,
+                co_compute=self.co_compute, stay=self.stay,
             )  # fmt: skip
             requests, misses = played.times.requests, played.times.misses
             timed = {"prefetch": cell.prefetch, **played.as_json()}
@@ -121,10 +124,15 @@ class Study:
             **timed,
         }
 
-    def _played(self, cell: Cell) -> bool:
-        """Whether it is played event by event."""
+    @property
+    def event_by_event(self) -> bool:
+        """Whether every cell is played event by event, by policies that know no future."""
         parts = self.split is not None or self.lesser is not None
-        return cell.prefetch != OFF or self.host > 0 or self.devices > 1 or parts
+        return self.host > 0 or self.devices > 1 or parts
+
+    def _played(self, cell: Cell) -> bool:
+        """Whether a cell is played event by event."""
+        return cell.prefetch != OFF or self.event_by_event
 
     def warm(self, cell: Cell) -> None:
         """Compile what a cell needs, on a few steps.

@@ -55,6 +55,14 @@ class Engine(Protocol):
         """Return when a mark has passed."""
         ...
 
+    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+        """A tensor of the device in host memory, there once the mark has passed."""
+        ...
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """A tensor of host memory on the device, for what is computed from here on."""
+        ...
+
     def register(self, address: int, nbytes: int) -> str | None:
         """Have host memory read by the device itself; None, or why it cannot be."""
         ...
@@ -93,6 +101,12 @@ class Host:
 
     def wait(self, mark: Mark) -> None:
         """Everything has passed."""
+
+    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+        return tensor, None
+
+    def up(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
         return None
@@ -145,6 +159,16 @@ class Cuda:
         if mark is not None:
             with device_errors():
                 mark.synchronize()
+
+    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+        with device_errors():
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            return host, self.mark()
+
+    def up(self, tensor: Tensor) -> Tensor:
+        with device_errors():
+            return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def register(self, address: int, nbytes: int) -> str | None:
         try:

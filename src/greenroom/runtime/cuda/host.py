@@ -13,11 +13,13 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
+from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
 from greenroom.runtime import numa
 from greenroom.runtime.cuda.engine import Engine
@@ -56,11 +58,15 @@ class HostMemory:
         seats: int,
         capacity: int,
         nodes: Sequence[tuple[int, int | None]] = (),
+        slot_bytes: int | None = None,
     ) -> None:
         """`chunks` of every expert; `nodes` are (slots, NUMA node) of each device's part, where
-        there are several. DeviceError where there is no address space for it."""
+        there are several; `slot_bytes` where they are not what an expert's chunks take. DeviceError
+        where there is no address space for it."""
         self.engine, self.capacity = engine, capacity
         self.seat_bytes, self.slot_bytes = sizes(chunks)
+        if slot_bytes is not None:
+            self.slot_bytes = slot_bytes
         self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         try:
@@ -92,7 +98,7 @@ class HostMemory:
             )
 
     def bring(
-        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Place], np.ndarray]
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
     ) -> None:
         """Have a chunk read into its place; a store that lends its own memory is copied from."""
         place = self._place(action)
@@ -102,6 +108,10 @@ class HostMemory:
             data = place.array[: data.size]
         with self._lock:
             self._at[self._key(action)] = data
+
+    def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
+        """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
+        return chunk.extent.copies, self.data(action), chunk.start
 
     def data(self, action: StartChunk) -> np.ndarray:
         """The bytes of a chunk that was brought here, [length] uint8."""

@@ -121,7 +121,7 @@ class Spread:
         """Have a layer computed on all devices; `layer` is that of the first."""
         others = [
             LayerExperts(
-                _copied(layer.module, device), layer.layout, slots, recipe=layer.recipe
+                copied(layer.module, device), layer.layout, slots, recipe=layer.recipe
             )
             for device, slots in zip(devices[1:], self._slots.each[1:], strict=True)
         ]  # fmt: skip
@@ -150,6 +150,10 @@ class Spread:
                 x, weights = (t.to(where, non_blocking=True) for t in (x, weights))
             step.each[device] = self.kernel.begin(layer, x, step.routing, weights)
         return step.each[device]
+
+    def first(self, step: Step) -> Any:
+        """The step as the first device has it, which takes the sum."""
+        return self._on(step, 0)
 
     def combine(self, step: Step) -> Tensor:
         """The sum over each token's experts [T, H], by ascending id, on the first device."""
@@ -183,7 +187,7 @@ def bring(into: Any, other: Any, experts: Sequence[int]) -> None:
             into.out[rows].copy_(other.out[rows], non_blocking=True)
 
 
-def _copied(module: nn.Module, device: torch.device) -> nn.Module:
+def copied(module: nn.Module, device: torch.device) -> nn.Module:
     """What experts have beside their matrices (biases, norms), on another device."""
     own = next(module.parameters(), None)
     if own is None or own.device == device:

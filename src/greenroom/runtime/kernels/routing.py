@@ -78,11 +78,15 @@ class Routing:
         As a trace tells them: weights in float16, summed exactly and rounded once. So a policy
         that looks at them does in a replay what it did in the run.
         """
-        rows = np.diff(self.starts).astype(np.int32)
+        rows = self.counts()
         if not rows.size:
             return rows, np.empty(0, np.float32)
         each = weights.astype(np.float16).astype(np.float64).ravel()[self.rows]
         return rows, np.add.reduceat(each, self.starts[:-1]).astype(np.float32)
+
+    def counts(self) -> NDArray[np.int32]:
+        """Rows of each expert."""
+        return np.diff(self.starts).astype(np.int32)
 
     def entries(self, expert: int) -> slice:
         """Where an expert's rows lie in `tokens`, `ranks` and `rows`."""

@@ -1,0 +1,114 @@
+"""Every named system in one table, simulated on recordings, on a machine with a GPU.
+
+    python benchmarks/systems.py TRACE [TRACE ...] [--capacity 25%] [--tokens 400]
+    python benchmarks/systems.py TRACE --machine FILE --processor gpu
+
+Without --machine it is one made up here: experts of the size that the recording says (else 12 MiB)
+in host memory, all of them; a bus of 25 GB/s, a GPU that reads an expert at 1 TB/s, a CPU that
+reads it at --host GB/s, and 0.3 ms for the rest of a layer. As `greenroom simulate --system` plays
+them: predictors that run beside a model are replayed from the recording's predictions, else by an
+oracle that is right in 85 % of its guesses. MoEpic's split is what Algorithm 1 chooses on the first
+half of the tokens; all are timed on the second. What a row did without is said below.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from split import activity_of, halves
+
+from greenroom.cli.output import columns
+from greenroom.cli.systems import STAND_IN, simulated
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.machine import Machine
+from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.plan.systems import SYSTEMS
+from greenroom.sim.sweep import Row, Study, capacities, sweep
+from greenroom.trace import Trace
+
+BUS, GPU, LAYER_S, EXPERT = 25e9, 1e12, 3e-4, 12 << 20
+SPLIT = "moepic"
+
+
+def machine_of(args: argparse.Namespace, nbytes: int) -> Costs:
+    """The costs of the machine that was asked for."""
+    if args.machine is not None:
+        return Machine.load(args.machine).costs(nbytes, processor=args.processor)
+    per_token = nbytes / (args.host * 1e9)
+    work = Work(((1, per_token), (4, 1.5 * per_token), (64, 12 * per_token)))
+    return Costs(
+        (Link(1e12, 0.0, 2), Link(BUS, 1e-5, 2)), Work.constant(nbytes / GPU),
+        Work.constant(LAYER_S), host=work,
+    )  # fmt: skip
+
+
+def split_of(made: Trace, capacity: int, costs: Costs, nbytes: int) -> dict[str, tuple[float, ...]]:
+    """MoEpic's sizes and ratios."""
+    latency = Latency.of(costs, nbytes, made.top_k)
+    chosen = configure(layers_of(activity_of(made, STAND_IN)), float(capacity), latency)
+    found = {"scope": tuple(c.budget for c in chosen)}
+    if any(round(8 * c.ratio) < 8 for c in chosen):
+        found["split"] = tuple(c.ratio for c in chosen)
+    return found
+
+
+def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
+    """Each system over the second half of a recording's tokens."""
+    made, trace = halves(path, args.tokens)
+    nbytes = int(trace.meta.get("expert_bytes") or EXPERT)
+    costs, experts = machine_of(args, nbytes), int(trace.offsets[-1])
+    study = Study.of(trace, "runtime", costs=costs, expert_bytes=nbytes, host=experts)
+    rows: list[Row] = []
+    for capacity in capacities(args.capacity, experts):
+        for name in args.systems.split(","):
+            own = study
+            asked = argparse.Namespace(
+                system=name, policy=None, scope=None, prefetch=None, pin="step",
+                machine="given", co_compute=None, split=None,
+            )  # fmt: skip
+            if name == SPLIT:  # split experts have no tier in host memory: theirs is the store
+                asked.scope = asked.split = "Algorithm 1"
+                own = replace(
+                    study, host=0, costs=replace(costs, links=costs.links[-1:], host=None),
+                    **split_of(made, capacity, costs, nbytes),
+                )  # fmt: skip
+            rows += simulated(asked, own, [capacity], sweep)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--capacity", default="25%")
+    parser.add_argument("--tokens", type=int, default=400, help="timed, after as many")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--host", type=float, default=40.0, metavar="GB/s")
+    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--processor", default=None)
+    args = parser.parse_args()
+    for path in args.traces:
+        found = rows_of(args, path)
+        base = {row["capacity"]: row for row in found if row["system"] == "llru"}
+        lines = []
+        for row in found:
+            llru = base.get(row["capacity"])
+            lines.append([
+                row["system"], str(row["capacity"]), f"{row['miss_ratio']:.1%}",
+                f"{1e3 * row['tpot_mean_s']:.1f}", f"{1e3 * (row['ttft_mean_s'] or np.nan):.0f}",
+                f"{row['tpot_mean_s'] / llru['tpot_mean_s']:.2f}" if llru else "-",
+                str(row.get("on_host", "-")), f"{row['stall_s'] / row['seconds']:.0%}",
+            ])  # fmt: skip
+        header = ["system", "slots", "miss ratio", "TPOT ms", "TTFT ms", "of llru", "on the host",
+                  "stalled"]  # fmt: skip
+        print(f"{path.name}: {args.tokens} tokens\n\n{columns(header, lines)}\n", flush=True)
+        for row in found:
+            if row["without"]:
+                print(f"{row['system']}: without {'; '.join(row['without'])}")
+        print()
+
+
+if __name__ == "__main__":
+    main()

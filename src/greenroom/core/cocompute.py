@@ -1,0 +1,181 @@
+"""Misses that are computed where they are: the event machine's way with the host's processor.
+
+Before the cache is asked for a step, its misses are shared out between their devices and the host
+(`processors`), by what is queued for each link and processor and by how long things take (`rates`).
+What the host computes gets no slot on the device and moves nothing: it is read in its slot of the
+tier between two links, first from the store where it is not there.
+
+Left at that, what is asked for often would be computed on the host for ever. So what it has
+computed of a token follows to its device while the link is idle, into a slot on loan, and is a
+resident once it is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.buffer import Held, Use
+from greenroom.core.cache import NOBODY, Flags
+from greenroom.core.events import HOST, Action, Routed
+from greenroom.core.halves import Halves
+from greenroom.core.processors import Miss, Queues, assign
+from greenroom.core.queue import Entry, Urgency
+from greenroom.core.rates import Rates
+from greenroom.core.step import Step
+from greenroom.core.tiers import HostTier
+from greenroom.errors import UsageError
+
+
+class CoCompute(Halves):
+    """Without `rates` nothing of this happens."""
+
+    def __init__(self, *args: Any, rates: Rates | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rates = rates
+        if rates is not None and self.queue.host is None:
+            raise UsageError("co-compute needs experts in host memory: give it slots there")
+        self._followers: dict[int, int] = {}  # pieces to be brought -> layer, the latest last
+
+    @property
+    def _tier(self) -> HostTier:
+        assert self.queue.host is not None
+        return self.queue.host
+
+    # ---- a step's misses
+
+    def _share_out(self, event: Routed, here: dict[int, Held]) -> dict[int, tuple[int, bool]]:
+        """Requests that the host computes -> (slot between the links, whether it is there)."""
+        if self.rates is None or event.moved:
+            return {}
+        rows = [1] * event.experts.size if event.rows is None else event.rows.tolist()
+        resident = (self.cache.state.slot_of[event.experts] >= 0).tolist()
+        misses = []
+        for request, piece in enumerate(event.experts.tolist()):
+            if not resident[request] and piece not in here and piece not in self.queue:
+                nbytes, home = int(self.pieces.nbytes[piece]), self._home[piece]
+                misses.append(Miss(request, rows[request], nbytes, self._tier.has(piece), home))
+        if not misses:
+            return {}
+        found = {}
+        for request in assign(misses, self._queues(event, rows, resident, here)):
+            slot, kept = self._tier.ask(int(event.experts[request]))
+            if slot >= 0:  # else it is moved: there is no slot where it could be read
+                found[request] = slot, kept
+        if not found:
+            self.rates.unused()
+        return found
+
+    def _queues(
+        self, event: Routed, rows: list[int], resident: list[bool], here: dict[int, Held]
+    ) -> Queues:
+        """What is asked of everybody before the misses: transfers that are under way, and what the
+        devices have of the step."""
+        assert self.rates is not None
+        queues = Queues.empty(self.rates, self.pieces.devices)
+        moving = [piece for piece, held in here.items() if held.use is Use.MOVING]
+        for link, piece, chunks in self.queue.load(moving):
+            queues.links[link] += self.rates.link(link, chunks * self._chunk_bytes(piece))
+        for request, piece in enumerate(event.experts.tolist()):
+            if resident[request] or piece in here:
+                nbytes, home = int(self.pieces.nbytes[piece]), self._home[piece]
+                queues.devices[home] += self.rates.processor(home, (rows[request],), nbytes)
+        return queues
+
+    def _chunk_bytes(self, piece: int) -> float:
+        return float(self.pieces.nbytes[piece] / self.pieces.chunks[piece])
+
+    def _aside(self, size: int, on_host: dict[int, tuple[int, bool]]) -> Flags:
+        """Which of a step's requests get no slot on a device."""
+        if not on_host:
+            return NOBODY
+        aside = np.zeros(size, np.bool_)
+        aside[list(on_host)] = True
+        return aside
+
+    def _leave_there(self, step: Step, on_host: dict[int, tuple[int, bool]]) -> None:
+        """Have them computed on the host as soon as their bytes are there."""
+        for request, (slot, kept) in on_host.items():
+            piece = int(step.experts[request])
+            step.on_host[request], step.slots[request] = slot, slot
+            self._followers.pop(piece, None)
+            if kept:
+                step.lent.add(piece)
+                step.ready.append(request)
+            else:
+                step.missing[piece] = request
+                self.queue.bring(piece, slot, int(self.pieces.chunks[piece]), self._home[piece])
+        self.counts.on_host += len(on_host)
+
+    def _place_of(self, step: Step, request: int) -> int:
+        """What computes a request: a device, or the host."""
+        return HOST if request in step.on_host else self._home[int(step.experts[request])]
+
+    def _left(self, step: Step, piece: int) -> None:
+        """The host has computed a piece: its slot there may be another's."""
+        step.lent.remove(piece)
+        self._tier.leave(piece, True)
+        if not step.prefill and self.buffer.size and self.cache.policy.preload is None:
+            self._followers.pop(piece, None)
+            self._followers[piece] = step.layer
+            if len(self._followers) > self.buffer.size:
+                del self._followers[next(iter(self._followers))]
+
+    def _return(self, step: Step) -> None:
+        """The step is over, computed or not: slots between the links that it still keeps."""
+        for piece in step.lent:
+            self._tier.leave(piece, True)
+
+    def _held_back(self) -> set[int]:
+        """What the host computes, or will: it has the slots that a transfer would come from."""
+        step = self.step
+        return set() if step is None else {int(step.experts[r]) for r in step.on_host}
+
+    # ---- what follows to the device
+
+    def _follow(self) -> bool:
+        """Begin to move what the host computed last; False where there is none, or no way open."""
+        while self._followers:
+            piece, layer = next(reversed(self._followers.items()))
+            if self.buffer.full or not self.queue.open_for(Urgency.PREFETCH, self._home[piece]):
+                return False
+            del self._followers[piece]
+            if self._top_there(piece) or piece in self.queue:
+                continue
+            slot, _ = self.cache.borrow(piece)
+            if slot < 0:
+                return False
+            self.buffer.bring(piece, slot, layer, 1.0, stays=True)
+            self._begin(piece, int(self.place[slot]))
+            return True
+        return False
+
+    def _ahead_landed(self, piece: int) -> None:
+        """A piece has come into a slot on loan before it was asked for again."""
+        if self.buffer.held[piece].stays:
+            self.cache.admit(piece, self.buffer.release(piece))
+            self.counts.adopted += 1
+        else:
+            self.buffer.landed(piece)
+
+    # ---- what is measured
+
+    def _start(self, actions: list[Action]) -> None:
+        before = len(actions)
+        super()._start(actions)
+        if self.rates is not None:
+            for chunk in actions[before:]:
+                self.rates.starts(chunk.link, chunk.lane, self._now)  # type: ignore[union-attr]
+
+    def _note_landed(self, link: int, lane: int, entry: Entry) -> None:
+        if self.rates is not None:
+            self.rates.lands(link, lane, self._chunk_bytes(entry.piece), self._now)
+
+    def _note_computed(self, step: Step, device: int, wave: list[int]) -> None:
+        """A wave of a device took from when it was ordered until now."""
+        if self.rates is None:
+            return
+        rows = [1 if step.rows is None else int(step.rows[request]) for request in wave]
+        nbytes = int(self.pieces.nbytes[step.experts[wave[0]]])
+        self.rates.computed(device, rows, nbytes, self._now - step.began[device])

@@ -1,0 +1,77 @@
+"""What an expert takes to move, on the device and on the host: measured when a model is attached.
+
+A few milliseconds' work, on slots that hold nothing yet. How fast the disk is, is seen when it is
+read; until then it is taken to be an ordinary one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.layout import Copy
+from greenroom.runtime.cuda.both import Both, Step
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.slab import PlacedSlots
+from greenroom.runtime.driver import Slots
+from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+
+DISK, BUS, DEVICE, HOST = 1e9, 10e9, 200e9, 10e9  # bytes a second of ordinary ones
+TOKENS = (1, 16, 64)
+TRIES = 3  # the first finds caches and clocks cold
+TOUCHED = 4  # slots of host memory, so that none is in the processor's cache
+
+
+def nominal(nbytes: int) -> Costs:
+    """An ordinary machine, for an expert of so many bytes."""
+    links = Link(DISK), Link(BUS)
+    expert, host = (Work.constant(nbytes / rate) for rate in (DEVICE, HOST))
+    return Costs(links, expert, Work.constant(0.0), host=host)
+
+
+def calibrate(
+    both: Both, layer: LayerExperts, engine: Engine, slots: Slots, slab: PlacedSlots
+) -> Costs:
+    """The costs of a layer's experts, as large as a slot of `slab`."""
+    touched = min(TOUCHED, slab.capacity)
+    for slot in range(touched):
+        slab.bytes(slot)[:] = 0
+    nbytes = slab.stride
+    run = Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
+    moved = shortest([lambda: slots.write(0, (run,), slab.bytes(0), 0)] * TRIES)
+    on_device, on_host = [], []
+    for tokens in TOKENS:
+        step = _step(both, layer, engine, tokens)
+
+        def wave(step: Step = step) -> None:
+            both.wave(step, [0], [0])
+            engine.wait(engine.mark())
+
+        jobs = [both.on_host(step, [0], [n % touched]) for n in range(TRIES + touched)]
+        on_device.append((tokens, shortest([wave] * TRIES)))
+        on_host.append((tokens, shortest(jobs)))
+    links = Link(DISK), Link(nbytes / moved)
+    return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))
+
+
+def _step(both: Both, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
+    """A step of which every token wants expert 0."""
+    x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
+    weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)
+    routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
+    return both.begin(layer, x, routing, weights)
+
+
+def shortest(works: list[Callable[[], None]]) -> float:
+    """Seconds of the quickest; the first is not counted. Never 0: rates are ratios."""
+    found = []
+    for work in works:
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return max(1e-7, min(found[1:]))

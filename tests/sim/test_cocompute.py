@@ -1,0 +1,85 @@
+"""Simulated time where the host's processor computes too: hand-worked, and never for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.pieces import Pieces
+from greenroom.core.rates import Rates
+from greenroom.core.tiers import HostTier
+from greenroom.policies import policy
+from greenroom.sim.proactive import proactive
+from greenroom.sim.simulate import TraceStep, simulate
+from greenroom.trace import stream
+from tests.sim import small
+
+PIECES = Pieces.whole([0, 8], [1000])
+
+
+def costs(bus: float, host: float, device: float = 0.0, dense: float = 0.0) -> Costs:
+    """Seconds of an expert on each; the disk takes none."""
+    return Costs(
+        (Link(float("inf"), lanes=1), Link(1000 / bus, lanes=1)), Work.constant(device),
+        Work.constant(dense), host=Work.constant(host),
+    )  # fmt: skip
+
+
+def run(known: Costs, *asked: list[int], capacity: int = 2, both: bool = True):
+    steps = [TraceStep(i, 0, np.array(e, np.int64)) for i, e in enumerate(asked)]
+    tier = HostTier(PIECES, 8, policy("lru"))
+    rates = Rates(known, 1000) if both else None
+    return simulate(steps, PIECES, capacity, policy("lru"), costs=known, host=tier, rates=rates)
+
+
+def test_three_misses_end_when_two_are_moved_and_one_is_computed():
+    known = costs(bus=1.0, host=2.0)
+    moved = run(known, [0, 1, 2], [3, 4, 5], both=False, capacity=3)
+    shared = run(known, [0, 1, 2], [3, 4, 5], capacity=3)
+    assert moved.seconds == pytest.approx(6.0)
+    assert shared.seconds == pytest.approx(4.0)
+    assert (shared.misses, shared.on_host) == (6, 2)
+    assert shared.stall == pytest.approx(0.0)  # the host computes all the time
+    assert moved.stall == pytest.approx(6.0)
+
+
+def test_a_slow_host_is_left_alone_and_a_quick_one_does_it_all():
+    slow = run(costs(bus=1.0, host=9.0), [0, 1], [2, 3])
+    assert (slow.on_host, slow.seconds) == (0, pytest.approx(4.0))
+    quick = run(costs(bus=9.0, host=1.0), [0, 1], [2, 3])
+    assert (quick.on_host, quick.seconds) == (4, pytest.approx(4.0))
+    assert quick.bytes_moved == 4000  # from the disk, to host memory
+
+
+@pytest.mark.parametrize("host_ms", [0.3, 1.0, 3.0, 10.0])
+def test_a_token_takes_no_longer_for_it(host_ms):
+    """With what follows to the device, and an expert that takes 1 ms to be moved."""
+    trace = small.trace([[-4, *[1] * 60]], layers=4, experts=16, top_k=4)
+    asked = stream(trace, "runtime")
+    known = replace(
+        costs(bus=1e-3, host=host_ms * 1e-3, device=2e-5, dense=2e-4),
+        host=Work(((1, host_ms * 1e-3),)),
+    )
+    options = {"host": 64, "chunk_bytes": 250}
+    alone = proactive(trace, asked, 16, policy("lru"), known, 1000, "off", **options)
+    both = proactive(
+        trace, asked, 16, policy("lru"), known, 1000, "off", co_compute=True, **options
+    )
+    assert both.times.gaps.mean() <= 1.02 * alone.times.gaps.mean()
+    if host_ms <= 1.0:
+        assert both.counts.on_host > 0
+        assert both.counts.adopted > 0
+        assert both.times.gaps.mean() < 0.9 * alone.times.gaps.mean()
+
+
+def test_what_stays_is_there_from_its_first_use():
+    trace = small.trace([[*[1] * 40]], layers=1, experts=8, top_k=2)
+    asked, known = stream(trace, "runtime"), costs(bus=1e-3, host=1e-3)
+    kept = proactive(trace, asked, 6, policy("fifo"), known, 1000, "off", host=8, stay=(0, 1, 2, 3))
+    asked_for = [int((trace.experts == e).sum()) for e in range(8)]
+    first = sum(n > 0 for n in asked_for[:4])
+    assert first < sum(asked_for[:4])
+    assert first <= kept.times.misses <= first + sum(asked_for[4:])
