@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
-if _worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two writers could spoil Numba's index
-    os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".numba" / _worker)
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from numba import njit
+from greenroom.core.compiled_files import njit
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("core", "policies", "sim")  # whose sources may be compiled into such a function

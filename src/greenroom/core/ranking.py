@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from greenroom.core.compiled_files import njit
 
 
 def _compiled(function: Callable[..., Any]) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids, Now, Policy, Setup, State, compiled
 from greenroom.policies import bitsets, lists

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError

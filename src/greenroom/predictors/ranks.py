@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.predictor import Guess, Ids
 from greenroom.core.ranking import top
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import psutil
-from numba import njit
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.cost import Link
 from greenroom.errors import OutputError
 from greenroom.runtime.store import BLOCK

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.layout import Copy
 from greenroom.runtime.slots import HostSlots
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids
 from greenroom.core.scope import Scope, split_capacity

@@ -10,9 +10,9 @@ itself (`timed.Chunked`); tests hold the two to the same times.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from greenroom.core.compiled_files import njit
 from greenroom.core.cost import Costs, Work
 from greenroom.core.pieces import Ints
 from greenroom.core.queue import staging_seats

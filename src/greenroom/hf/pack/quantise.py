@@ -17,8 +17,9 @@ fp8   scale = largest / 448 of a block, in float32; codes are rounded to the nea
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from greenroom.core.compiled_files import njit
 
 F32 = NDArray[np.float32]
 

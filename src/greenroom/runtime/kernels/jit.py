@@ -7,8 +7,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 
+from greenroom.core.compiled_files import cfunc
 from greenroom.runtime.kernels.source import stamp
 
 # A value whose Numba type stands for a weight type; see ir.py.
