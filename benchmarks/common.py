@@ -77,14 +77,20 @@ def run_llama_bench(
     repeats: int = 1,
     env: dict[str, str] | None = None,
     timeout_s: float = 900,
+    repack: bool = True,
 ) -> Result:
     """One cold run of llama.cpp's llama-bench: prefill and decode as worker.py reports them.
+
+    With `repack`, its default, it copies some types (Q4_0) to memory of its own in another order,
+    which is faster, and is killed where there is no room for that.
 
     llama-bench gives one time for all tokens of a repetition, so its time a token is a mean.
     """
     flags = f"-t {threads} -p {prompt} -n {tokens} -r {repeats} -o json".split()
     if repeats == 1:
         flags.append("--no-warmup")
+    if not repack:
+        flags += ["--repack", "0"]
     command = [str(program), "-m", str(gguf), *flags]
     measured, out, err = run_limited(command, limit_bytes, [gguf], timeout_s, env)
     result: Result = {"engine": "llama.cpp", "model": gguf.stem, **asdict(measured)}

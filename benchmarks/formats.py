@@ -6,7 +6,7 @@
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
 (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
 place. Two tables: everything resident, and with --share of the file's size in memory (a cgroup
-each, page cache counted). Runs are processes of their own, cold, interleaved, and ratios are over
+each, page cache counted; llama.cpp then without its repacking, which needs all of it). Runs are processes of their own, cold, interleaved, and ratios are over
 pairs of the same repetition; see decode.py and resident.py for what a run does.
 
 Floor, everything resident: the stored bytes of a token's experts and of the dense parts over the
@@ -78,7 +78,7 @@ def turns(args: argparse.Namespace, limit: int, path: Path) -> dict[str, Callabl
     }
     found["llama.cpp"] = lambda: run_llama_bench(
         args.llama_bench, path, limit, threads=args.threads, prompt=args.prompt,
-        tokens=args.peer_tokens if limit else args.tokens, repeats=inner,
+        tokens=args.peer_tokens if limit else args.tokens, repeats=inner, repack=not limit,
     )  # fmt: skip
     return found
 
