@@ -4,10 +4,11 @@
     ... --kernels numba unrounded
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
-(checkpoints.py --gguf), which is BF16. Greenroom serves the same file in
-place. Two tables: everything resident, and with --share of the file's size in memory (a cgroup
-each, page cache counted; llama.cpp then without its repacking, which needs all of it). Runs are processes of their own, cold, interleaved, and ratios are over
-pairs of the same repetition; see decode.py and resident.py for what a run does.
+(checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Two tables:
+everything resident, and with --share of the file's size in memory (a cgroup each, page cache
+counted; llama.cpp then without its repacking, which needs all of the file in memory). Runs are
+processes of their own, cold, interleaved, and ratios are over pairs of the same repetition; see
+decode.py and resident.py for what a run does.
 
 Floor, everything resident: the stored bytes of a token's experts and of the dense parts over the
 RAM's bandwidth. With less memory there is none here: what is read depends on the policy.
