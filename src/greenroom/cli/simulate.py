@@ -85,8 +85,12 @@ def add_to(commands: Any) -> None:
                        " cache's memory that copies have (default: 12.5%%)")  # fmt: skip
     times.add_argument("--skip-below", type=float, metavar="SHARE",
                        help="leave out misses below this share of the gate weights")  # fmt: skip
-    times.add_argument("--substitute-below", type=float, metavar="SHARE",
-                       help="replace misses below this share by an expert that is there")
+    times.add_argument(
+        "--substitute-below",
+        type=float,
+        metavar="SHARE",
+        help="replace misses below this share by an expert that is there",
+    )
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
     parser.set_defaults(main=main)
