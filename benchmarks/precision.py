@@ -3,12 +3,12 @@
     python benchmarks/precision.py MODEL --text FILE [--cache 25%] [--read-limit 100MB]
     python benchmarks/precision.py --traces TRACE ... [--capacity 12.5%,25%,50%]
 
-With MODEL: packs of it are made in a temporary folder (as stored with copies in int4 and in int8,
-and int8 that contains int4). The same prompts are answered in turns by every way of serving misses,
-throttled to --read-limit; TPOT is the median of an answer's, and of answers; its ratio to the exact
-run of the same pack with an interval over rounds, bytes read a token, and the shares that were not
-exact. KL divergence and perplexity are of the same text read token by token, against the exact run
-of the same pack.
+With MODEL: packs of it are made in --folder, unless they are there, or for the while (as stored
+with copies in int4 and in int8, and int8 that contains int4). The same prompts are answered in
+turns by every way of serving misses, throttled to --read-limit; TPOT is the median of an answer's,
+and of answers; its ratio to the exact run of the same pack with an interval over rounds, bytes read
+a token, and the shares that were not exact. With --text, KL divergence and perplexity of the text
+read token by token, against the exact run of the same pack.
 
 With --traces: recordings that hold gate weights, simulated. An expert computes in 1 ms, a layer's
 other parts in 1 ms, and a transfer of an exact expert takes 1, 2 or 4 ms.
@@ -95,62 +95,73 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
 def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
     """All ways in turns, begun by another one each round."""
     every = list(ways(list(folders)))
-    answer_once(every[0], folders[every[0].pack], args, PROMPTS[0], 0)  # compiles
-    every[0] = Way(every[0].pack, {})
-    for number in range(args.rounds):
+    for number in range(-1, args.rounds):
+        if number < 0:  # compiles
+            answer_once(Way(every[0].pack, {}), folders[every[0].pack], args, PROMPTS[0], 0)
+            continue
         for way in (*every[number % len(every) :], *every[: number % len(every)]):
             answer_once(way, folders[way.pack], args, PROMPTS[number % len(PROMPTS)], number)
     return every
 
 
-def judged(way: Way, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """KL divergence and perplexity of a way against the exact run."""
-    from dataclasses import asdict
+def packs_in(root: Path, args: argparse.Namespace) -> dict[str, Path]:
+    """The packs, made where they are not there yet."""
+    from greenroom.hf.pack.making import pack
 
+    folders = {name: root / name for name in args.packs.split(",")}
+    for name, folder in folders.items():
+        if not folder.is_dir():
+            kind, precision = PACKS[name]
+            made = pack(args.model, folder, kind, precision=precision)
+            print(f"{name}: {show_bytes(made.nbytes)}, copies add {show_bytes(made.copy_bytes)}")
+    return folders
+
+
+def of_model(args: argparse.Namespace, root: Path) -> None:
+    folders = packs_in(root, args)
+    if args.rounds:
+        every = measured(args, folders)
+        exact = {way.pack: way for way in every if not way.options}
+        rows = [timed(way, exact[way.pack]) for way in every]
+        header = ("pack", "misses", "TPOT ms", "ratio", "read a token", "inexact")
+        print(f"\n{machine()}\n{columns(header, rows, left=2)}", flush=True)
+    if args.text is not None:
+        rows = [row for way in ways(list(folders)) if way.options
+                for row in [quality_of(way, folders[way.pack], args)]]  # fmt: skip
+        header = ("pack", "misses", "KL", "KL p99", "perplexity", "exact", "same top", "inexact")
+        print(f"\n{columns(header, rows, left=2)}")
+
+
+def timed(way: Way, exact: Way) -> tuple[str, ...]:
+    """A row of times."""
+    from greenroom.plan import intervals
+
+    middle, low, high = intervals.ratio(way.tpots, exact.tpots)
+    print(json.dumps({"pack": way.pack, **way.options, "tpots": way.tpots}))
+    return (
+        way.pack, way.name, f"{np.median(way.tpots) * 1e3:.2f}",
+        f"{middle:.2f} ({low:.2f} to {high:.2f})" if way.options else "1",
+        show_bytes(float(np.mean(way.nbytes))),
+        f"{(way.lesser or {}).get('inexact_share') or 0:.1%}",
+    )  # fmt: skip
+
+
+def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, ...]:
+    """A row of KL divergence and perplexity against the exact run."""
     from greenroom.hf.quality import quality
 
     found = quality(
         str(folder), args.text.read_text(), cache=args.cache, tokens=args.quality_tokens,
         kernels=args.kernels, lesser=way.options,
     )  # fmt: skip
-    return asdict(found)
-
-
-def of_model(args: argparse.Namespace) -> None:
-    from greenroom.hf.pack.making import pack
-    from greenroom.plan import intervals
-
-    with tempfile.TemporaryDirectory(dir=args.folder) as root:
-        folders = {}
-        for name in args.packs.split(","):
-            kind, precision = PACKS[name]
-            folders[name] = Path(root) / name
-            made = pack(args.model, folders[name], kind, precision=precision)
-            print(f"{name}: {show_bytes(made.nbytes)}, copies add {show_bytes(made.copy_bytes)}")
-        every = measured(args, folders)
-        exact = {way.pack: way for way in every if not way.options}
-        rows = []
-        for way in every:
-            middle, low, high = (
-                intervals.ratio(way.tpots, exact[way.pack].tpots) if way.options else (1.0,) * 3
-            )
-            found = judged(way, folders[way.pack], args) if way.options else {}
-            lesser = way.lesser or {"inexact_share": 0.0}
-            rows.append(
-                (
-                    way.pack, way.name, f"{np.median(way.tpots) * 1e3:.2f}",
-                    f"{middle:.2f} ({low:.2f} to {high:.2f})" if way.options else "1",
-                    show_bytes(float(np.mean(way.nbytes))), f"{lesser['inexact_share'] or 0:.1%}",
-                    f"{found['kl_mean']:.2g}" if found else "0",
-                    f"{found['perplexity']:.5g} / {found['original_perplexity']:.5g}"
-                    if found else "-",
-                    f"{found['same_top']:.1%}" if found else "-",
-                )
-            )  # fmt: skip
-            print(json.dumps({"pack": way.pack, **way.options, "tpots": way.tpots, **found}))
-    header = ("pack", "misses", "TPOT ms", "ratio", "read a token", "inexact", "KL", "perplexity",
-              "same top")  # fmt: skip
-    print(f"\n{machine()}\n{columns(header, rows, left=2)}")
+    assert found.lesser is not None
+    row = (
+        way.pack, way.name, f"{found.kl_mean:.2g}", f"{found.kl_p99:.2g}",
+        f"{found.perplexity:.5g}", f"{found.original_perplexity:.5g}", f"{found.same_top:.1%}",
+        f"{found.lesser['inexact_share']:.1%}",
+    )  # fmt: skip
+    print(*row, flush=True)
+    return row
 
 
 def of_traces(args: argparse.Namespace) -> None:
@@ -196,7 +207,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--packs", default=",".join(PACKS))
-    parser.add_argument("--folder", help="where packs are made (default: the temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where packs are made, and stay")
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--read-limit", default="100MB")
     parser.add_argument("--prefetch", default="off")
@@ -209,8 +220,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.traces:
         of_traces(args)
-    if args.model:
-        of_model(args)
+    if args.model and args.folder:
+        of_model(args, args.folder)
+    elif args.model:
+        with tempfile.TemporaryDirectory() as root:
+            of_model(args, Path(root))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 SCOPES = ("shared", "per-layer")
 PRECISIONS = ("off", "int8", "int4")  # that misses may be served in
 CO_COMPUTE = ("auto", "off")
+LOW_SHARE = "12.5%"  # of the cache's memory, for low-precision copies
 KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
 
 
@@ -244,7 +245,7 @@ class LoadConfig:
         "SHARE",
     )  # fmt: skip
     low_share: str = _option(
-        "12.5%", "with --miss-precision: share of the cache's memory that copies have", "SHARE"
+        LOW_SHARE, "with --miss-precision: share of the cache's memory that copies have", "SHARE"
     )
     skip_below: float = _option(
         0.0, "leave out misses below this share of the gate weights, which changes the output:"
@@ -315,6 +316,8 @@ class LoadConfig:
         _check_choices(self)
         thresholds_of(self.miss_precision, self.low_below, self.skip_below, self.substitute_below)
         share_of(self.low_share, "--low-share")
+        if self.miss_precision == "off" and self.low_share != LOW_SHARE:
+            raise UsageError("--low-share is for --miss-precision, which is off: give both")
         if self.miss_precision != "off" and self.split != "off":
             raise UsageError("--miss-precision and --split exclude each other: give one of them")
 

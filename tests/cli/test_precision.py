@@ -79,6 +79,7 @@ def test_packing_running_and_what_it_costs(
     ("options", "said"),
     [
         (("--low-below", 0.3), "--low-below is for --miss-precision, which is off"),
+        (("--low-share", "20%"), "--low-share is for --miss-precision, which is off"),
         (("--miss-precision", "int2"), "unknown miss_precision 'int2'"),
         (("--skip-below", 1.5), "--skip-below is a share of the gate weights, from 0 to 1: 1.5"),
         ((*LOW, "--skip-below", 0.95), "--skip-below 0.95 must be less than --low-below 0.9"),

@@ -167,7 +167,7 @@ def lesser_of(args: argparse.Namespace, trace: Trace) -> Lesser | None:
 
 def thresholds(args: argparse.Namespace) -> tuple[tuple[float, float, float], float]:
     """(tails below which misses get less, the copies' share of the cache), checked."""
-    from greenroom.config import PRECISIONS, share_of, thresholds_of
+    from greenroom.config import LOW_SHARE, PRECISIONS, share_of, thresholds_of
 
     precision = args.miss_precision or "off"
     if precision not in PRECISIONS:
@@ -179,7 +179,7 @@ def thresholds(args: argparse.Namespace) -> tuple[tuple[float, float, float], fl
     )
     if precision == "off" and args.low_share is not None:
         raise UsageError("--low-share is for --miss-precision, which is off: give both")
-    return at, share_of(args.low_share or "12.5%", "--low-share")
+    return at, share_of(args.low_share or LOW_SHARE, "--low-share")
 
 
 def _pins(args: argparse.Namespace, trace: Trace) -> Pins | None:

@@ -25,7 +25,7 @@ from greenroom.core.events import Resized
 from greenroom.core.foresight import Foresight
 from greenroom.core.guard import Guard
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Copies, Pieces, Split
+from greenroom.core.pieces import Pieces, Split
 from greenroom.core.precision import LOW
 from greenroom.core.predictor import Ids, PassBegins, Predictor
 from greenroom.core.rates import Rates
@@ -40,6 +40,7 @@ from greenroom.hf.growth import Growth
 from greenroom.hf.kv import ROOM, adopt, reserve
 from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.kv_kinds import DYNAMIC
+from greenroom.hf.lesser import join_of, joining, layer_with_less, memory_of, slots_with_copies
 from greenroom.hf.pack.checked import checked
 from greenroom.hf.pack.copies import CopiesCatalog
 from greenroom.hf.pack.format import PackCatalog
@@ -60,7 +61,7 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.slab import Slab
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
-from greenroom.runtime.driver import Driver, Join
+from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
 from greenroom.runtime.kernels import LayerExperts, described, kernel
@@ -69,7 +70,7 @@ from greenroom.runtime.kernels.fused import Fused
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.stored import put_back
 from greenroom.runtime.kernels.table import ON_GPUS
-from greenroom.runtime.lesser import Lessened, WithCopies
+from greenroom.runtime.lesser import Lessened
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
 from greenroom.runtime.nested import NestedSlots
@@ -254,7 +255,7 @@ class Greenroom:
             guard=Guard(parts.seed) if parts.guard and self.predictor else None,
             links=self._links(),
             between=between,
-            join=self._join_of(slots),
+            join=join_of(slots),
         )
         self._recall = Recall(key, self.driver, name, self.predictor)
         self._recall.restore()
@@ -304,7 +305,7 @@ class Greenroom:
         if parts.split is not None:
             return self._kinds(pieces, parts.split)
         if parts.copies is not None:
-            return self._with_copies(pieces, parts.copies)
+            return slots_with_copies(parts, pieces, FakeSlots if parts.fake else HostSlots)
         each: list[HostSlots | DeviceSlots] = []
         for number, share in enumerate(pieces.shares(parts.capacity)):
             if self.engines:
@@ -315,40 +316,7 @@ class Greenroom:
                 each.append(kind(share, catalog.slot_bytes, reserve=catalog.experts))
         if len(each) > 1:
             return SpreadSlots(each, pieces.shares)
-        return self._joining(each[0]) if isinstance(each[0], HostSlots) else each[0]
-
-    def _joining(self, slots: HostSlots) -> HostSlots | NestedSlots:
-        """Slots of exact experts, which join planes where the pack has these."""
-        catalog = self.parts.catalog
-        nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-        return NestedSlots(slots, nestings) if nestings else slots
-
-    def _with_copies(self, pieces: Pieces, copies: Copies) -> SlotKinds:
-        """Slots of exact experts, and those of low-precision copies."""
-        parts, experts = self.parts, self.parts.catalog.experts
-
-        def sizes(capacity: int) -> list[int]:
-            return [sum(group_sizes(pieces, capacity, parts.scope)), copies.seats]
-
-        kind, (exact, low) = FakeSlots if parts.fake else HostSlots, sizes(parts.capacity)
-        exactly = kind(exact, parts.catalog.slot_bytes, experts)
-        return SlotKinds([self._joining(exactly), kind(low, max(copies.low))],
-                         parts.capacity, sizes)  # fmt: skip
-
-    @staticmethod
-    def _join_of(slots: AnySlots) -> Join | None:
-        """What brings a copy's planes to the slot of its expert, where they are nested."""
-        if not isinstance(slots, SlotKinds):
-            return None
-        exact, low = slots.kinds[0], slots.kinds[-1]
-        if not isinstance(exact, NestedSlots):
-            return None
-        assert isinstance(low, HostSlots)
-
-        def join(copy: int, slot: int, layer: int) -> None:
-            exact.fill(slot // 2, low.bytes(copy // 2), layer)
-
-        return join
+        return joining(catalog, each[0]) if isinstance(each[0], HostSlots) else each[0]
 
     def _kinds(self, pieces: Pieces, split: Split) -> SlotKinds:
         """Slots of tops, of a size for each group, and those of bottoms."""
@@ -427,10 +395,9 @@ class Greenroom:
             if segmented is not None:
                 experts = self._in_segments(module, layer, slots)
             elif lessened is not None:
-                experts = self._lessened(module, layer, slots)
+                experts = layer_with_less(parts, module, layer, slots)
             else:
-                memory = first.slots if isinstance(first, NestedSlots) else first
-                experts = LayerExperts(module, layout, memory)  # type: ignore[arg-type]
+                experts = LayerExperts(module, layout, memory_of(first))
             if spread is not None:
                 spread.over(experts, places)
             if both is not None:
@@ -480,25 +447,6 @@ class Greenroom:
         cut = catalog.cuts[layer]
         of = [tops, slots.kinds[-1]] if cut < len(layout.segments) else [tops]
         return SegmentedExperts(module, layout, of, cut)  # type: ignore[arg-type]
-
-    def _lessened(self, module: nn.Module, layer: int, slots: AnySlots) -> WithCopies:
-        """A layer whose misses may be served with less; by copies where there are any."""
-        layout, catalog = self.parts.catalog.layouts[layer], self.parts.catalog
-        exact, low = slots, None
-        if isinstance(slots, SlotKinds):
-            exact, copies = slots.kinds[0], slots.kinds[-1]  # type: ignore[assignment]
-            assert isinstance(catalog, CopiesCatalog)
-            of = catalog.low_layers[layer].low
-            assert of is not None
-            assert isinstance(copies, HostSlots)
-            low = of.layout, copies
-        memory = exact.slots if isinstance(exact, NestedSlots) else exact
-        if self.parts.thresholds.substitute and module.has_bias:  # type: ignore[union-attr]
-            raise UsageError(
-                "--substitute-below takes another expert's matrices, and this model's experts have"
-                " biases beside them: leave it out"
-            )
-        return WithCopies(module, layout, memory, low)  # type: ignore[arg-type]
 
     def _say_what_is_left(self, binding: Binding) -> None:
         """A GPU's kernel leaves some experts to the slower, eager one."""

@@ -1,13 +1,24 @@
-"""What a run needs to serve misses with less: thresholds, and the copies that a pack must have."""
+"""What a run needs to serve misses with less: thresholds, a pack's copies, and slots for them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from greenroom.config import Amount, LoadConfig, thresholds_of
+from greenroom.core.cache import group_sizes
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Copies
+from greenroom.core.pieces import Copies, Pieces
 from greenroom.core.precision import Thresholds
 from greenroom.errors import UsageError
 from greenroom.hf.pack.copies import CopiesCatalog
+from greenroom.hf.parts import Parts
+from greenroom.runtime.driver import Join
+from greenroom.runtime.kernels import Slots
+from greenroom.runtime.lesser import WithCopies
+from greenroom.runtime.nested import NestedSlots
+from greenroom.runtime.slots import HostSlots, SlotKinds
 
 LESSER = ("miss_precision", "low_below", "low_share", "skip_below", "substitute_below")
 
@@ -50,3 +61,64 @@ def copies_of(catalog: Catalog, config: LoadConfig, room: int, top_k: int) -> Co
     share = Amount.parse(config.low_share, "--low-share").of(room * catalog.slot_bytes)
     most = catalog.experts
     return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
+
+
+def slots_with_copies(parts: Parts, pieces: Pieces, kind: type[HostSlots]) -> SlotKinds:
+    """Slots of exact experts, and those of low-precision copies, in memory of this kind."""
+    catalog, copies = parts.catalog, parts.copies
+    assert copies is not None
+    seats = copies.seats
+
+    def sizes(capacity: int) -> list[int]:
+        return [sum(group_sizes(pieces, capacity, parts.scope)), seats]
+
+    exact = kind(sizes(parts.capacity)[0], catalog.slot_bytes, catalog.experts)
+    low = kind(seats, max(copies.low))
+    return SlotKinds([joining(catalog, exact), low], parts.capacity, sizes)
+
+
+def joining(catalog: Catalog, slots: HostSlots) -> HostSlots | NestedSlots:
+    """Slots of exact experts, which join planes where the pack has these."""
+    nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+    return NestedSlots(slots, nestings) if nestings else slots
+
+
+def memory_of(slots: Any) -> Slots:
+    """What kernels read of slots."""
+    found: Slots = slots.slots if isinstance(slots, NestedSlots) else slots
+    return found
+
+
+def join_of(slots: Any) -> Join | None:
+    """What brings a copy's planes to the slot of its expert, where they are nested."""
+    if not isinstance(slots, SlotKinds):
+        return None
+    exact, low = slots.kinds[0], slots.kinds[-1]
+    if not isinstance(exact, NestedSlots):
+        return None
+    assert isinstance(low, HostSlots)
+
+    def join(copy: int, slot: int, layer: int) -> None:
+        exact.fill(slot // 2, low.bytes(copy // 2), layer)
+
+    return join
+
+
+def layer_with_less(parts: Parts, module: nn.Module, layer: int, slots: Any) -> WithCopies:
+    """A layer whose misses may be served with less; by copies where there are any."""
+    layout, catalog, low = parts.catalog.layouts[layer], parts.catalog, None
+    exact = slots
+    if isinstance(slots, SlotKinds):
+        exact, copies = slots.kinds[0], slots.kinds[-1]
+        assert isinstance(catalog, CopiesCatalog)
+        of = catalog.low_layers[layer].low
+        assert of is not None
+        assert isinstance(copies, HostSlots)
+        low = of.layout, copies
+    assert parts.thresholds is not None
+    if parts.thresholds.substitute and module.has_bias:
+        raise UsageError(
+            "--substitute-below takes another expert's matrices, and this model's experts have"
+            " biases beside them: leave it out"
+        )
+    return WithCopies(module, layout, memory_of(exact), low)

@@ -5,7 +5,8 @@ Evict the piece with the smallest
 where t is the tokens of the prompt so far, `last` the one that last requested the piece, `count`
 its requests in this prompt ("sequence-level"), and the last term how soon its layer l comes. The
 three words are the options, weights of the dimensions. (Its fourth dimension, requests in high
-precision, waits for experts that have two.) Ties go to the piece requested least recently.
+precision, is `count` where misses may be served low: a policy hears of exact requests alone.) Ties
+go to the piece requested least recently.
 """
 
 from __future__ import annotations
