@@ -21,6 +21,7 @@ from greenroom.errors import UnknownName
 from greenroom.hf import attach
 from greenroom.hf.attach import Greenroom, Parts
 from greenroom.hf.build import Draft
+from greenroom.hf.report import startup_line
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Host
 from greenroom.sim.simulate import TraceStep, simulate
@@ -195,6 +196,10 @@ def test_loaded_by_name():
         model, _ = greenroom.load(folder, co_compute=co_compute, **options)
         try:
             found.append(model.generate(ids(1, 5), **OPTIONS))
+            line = startup_line("tiny", model, LoadConfig(co_compute=co_compute, **options))
+            both = co_compute == "auto"
+            assert ("experts in host memory, computed there where that is sooner, " in line) is both
+            assert ("--co-compute auto" in line) is both
             assert (model.greenroom.stats().co_compute is None) is (co_compute == "off")
         finally:
             model.greenroom.detach()
