@@ -1,11 +1,11 @@
 """Who computes a miss: the device that it is moved to, or the host's processor, where it lies.
 
 Fiddler computes a miss on the host where that is sooner than to move it, each miss by itself.
-HybriMoE, as we read it, looks at the queues instead: experts of few
-tokens are computed on the host, those of many are moved, as long as that evens out the ends of both
-queues. So it is done here. Experts are in order of their tokens; the host takes the one with the
-fewest, the link the one with the most, whichever of the two would be over sooner; those whose bytes
-are not in host memory yet come last, since both ways begin with reading them.
+HybriMoE, as we read it, looks at the queues instead: experts of few tokens are computed on the
+host, those of many are moved, as long as that evens out the ends of both queues. So it is done
+here. Experts are in order of their tokens; the host takes the one with the fewest, the link the one
+with the most, whichever of the two would be over sooner; those whose bytes are not in host memory
+yet come last, since both ways begin with reading them.
 
 Such a greedy choice can be worse than none. So what it ends at is compared with moving everything
 and with moving nothing, and the soonest of the three is taken: under the cost model a step never
