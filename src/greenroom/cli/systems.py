@@ -6,8 +6,6 @@ import argparse
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,6 +90,8 @@ def chosen(study: Study, row: System, capacity: int) -> tuple[int, ...]:
     the slots that a step of one token needs. They are found on the trace that is simulated."""
     if not row.chosen:
         return ()
+    import numpy as np
+
     asked = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
     most = np.argsort(-asked, kind="stable")[: max(0, capacity - study.trace.top_k)]
     return tuple(np.sort(most).tolist())
