@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine, Mark
-from greenroom.runtime.cuda.spread import Spread, bring, copied
+from greenroom.runtime.cuda.spread import Spread, bring, copied, partial_wave
 from greenroom.runtime.kernels import base, eager, fused
 from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.eager import Eager
@@ -114,7 +114,7 @@ class Both:
                 self._engine.wait(mark)
             (x, _), (weights, _) = step.inputs
             step.host = step.kernel.begin(step.layer, x, step.routing, weights)
-        step.kernel.wave(step.host, experts, slots)
+        partial_wave(step.kernel, step.host, experts, slots)
         step.experts += experts
 
     def _kernel(self, step: Step) -> Any:
