@@ -10,7 +10,8 @@ import pytest
 
 from greenroom.cli.plan import keep, seconds
 from greenroom.config import LoadConfig
-from greenroom.core.machine import Machine, name_of
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table, name_of
 from greenroom.errors import UsageError
 from greenroom.hf.describe import describe
 from greenroom.plan import kept
@@ -194,3 +195,22 @@ def test_systems_over_a_trace(cli: Run, home: Path):
     assert "say who is evicted" in cli(*asked).mistake
     assert "unknown system" in cli(*asked, "--system", "x").mistake
     assert "leave out --system" in cli(*asked, "--system", "llru", "--report", "r.html").mistake
+
+
+def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
+    """An expert comes to the device in 40 ms, and the host computes it in 1."""
+    nbytes = models.MIB
+    table = Table((nbytes,), (1, 16), ((1e-3, 4e-3),))
+    routes = (
+        Route("disk", "host", Link(1e9)), Route("host", "device", Link(nbytes / 40e-3)),
+    )  # fmt: skip
+    processors = (Processor("gpu", "device", table, table), Processor("cpu", "host", table, table))
+    machine = home / "gpu.json"
+    machine.write_text(json.dumps(Machine(routes, processors, models.HOST).as_json()))
+    asked = ("plan", folder, "--memory", "2GiB", "--machine", machine, "--processor", "gpu")
+    assert "needs experts in host memory" in cli(*asked, "--co-compute", "auto").mistake
+    assert "unknown co-compute 'on'" in cli(*asked, "--co-compute", "on").mistake
+    failed = cli(*asked[:-1], "cpu", "--host-memory", "1GiB")
+    assert "memory between two links" in failed.mistake
+    ran = cli(*asked, "--host-memory", "1GiB", "--co-compute", "auto", "--json")
+    assert ran.code == 0, ran.err

@@ -23,14 +23,18 @@ def rates(bus: float = 1.0, host: float = 2.0, disk: float = 5.0, device: float 
     return Rates(costs, BYTES, **more)
 
 
-def misses(*rows: int, kept: bool = True) -> list[Miss]:
-    return [Miss(request, n, BYTES, kept) for request, n in enumerate(rows)]
+def misses(known: Rates, *rows: int, kept: bool = True) -> list[Miss]:
+    return [known.miss(request, n, BYTES, kept, 0) for request, n in enumerate(rows)]
+
+
+def on_host(known: Rates, *rows: int) -> list[int]:
+    """What the host computes where nothing else is asked of anybody."""
+    return assign(misses(known, *rows), Queues.empty())
 
 
 def test_both_are_over_at_the_same_time():
     """Three moves of 1 s, or 2 s each on the host: two are moved, one stays, and all ends at 2."""
-    queues = Queues.empty(rates())
-    three = misses(1, 1, 1)
+    queues, three = Queues.empty(), misses(rates(), 1, 1, 1)
     assert len(assign(three, queues)) == 1
     assert end_of(three, assign(three, queues), queues) == 2.0
     assert end_of(three, [], queues) == 3.0
@@ -39,54 +43,54 @@ def test_both_are_over_at_the_same_time():
 
 def test_the_host_takes_those_of_few_tokens():
     """On the link all are alike, on the host 9 tokens take 18 s."""
-    assert assign(misses(9, 1, 1, 9), Queues.empty(rates(bus=1.0))) in ([1], [2])
-    assert assign(misses(9, 1, 1, 9), Queues.empty(rates(bus=2.0))) == [1, 2]
-    assert assign(misses(9, 1, 1, 9), Queues.empty(rates(bus=5.0))) == [1, 2]
+    assert on_host(rates(bus=1.0), 9, 1, 1, 9) in ([1], [2])
+    assert on_host(rates(bus=2.0), 9, 1, 1, 9) == [1, 2]
+    assert on_host(rates(bus=5.0), 9, 1, 1, 9) == [1, 2]
 
 
 def test_a_single_miss_goes_where_it_is_over_sooner_and_moves_where_that_is_the_same():
     for bus, chosen in ((1.9, []), (2.0, []), (2.1, [0])):
-        assert assign(misses(1), Queues.empty(rates(bus=bus, host=2.0))) == chosen
+        assert on_host(rates(bus=bus, host=2.0), 1) == chosen
 
 
 def test_what_is_queued_for_the_link_counts():
     """A prefetch's chunk is on the link for 1.5 s: moved, the miss would be there at 2.5."""
-    queues = Queues(rates(), [0.0, 1.5], [0.0])
-    assert assign(misses(1), queues) == [0]
-    assert assign(misses(1), Queues(rates(), [0.0, 0.5], [0.0])) == []
+    one = misses(rates(), 1)
+    assert assign(one, Queues(0.0, [1.5], [0.0])) == [0]
+    assert assign(one, Queues(0.0, [0.5], [0.0])) == []
 
 
 def test_what_the_device_has_to_compute_counts_only_where_it_delays():
     """It computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
-    busy = Queues(rates(device=1.0), [0.0, 0.0], [10.0])
-    assert assign(misses(1), busy) == [0]
-    assert end_of(misses(1), [0], busy) == 10.0
-    assert end_of(misses(1), [], busy) == 11.0
+    busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
+    assert assign(one, busy) == [0]
+    assert end_of(one, [0], busy) == 10.0
+    assert end_of(one, [], busy) == 11.0
 
 
 def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
-    queues = Queues.empty(rates(disk=5.0, bus=1.0, host=2.0))
-    cold = misses(1, 1, kept=False)
+    known, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
+    cold = misses(known, 1, 1, kept=False)
     assert end_of(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
     assert end_of(cold, [0, 1], queues) == 12.0
     assert assign(cold, queues) == []
-    mixed = [Miss(0, 1, BYTES, False), Miss(1, 1, BYTES, True)]
+    mixed = [known.miss(0, 1, BYTES, False, 0), known.miss(1, 1, BYTES, True, 0)]
     assert end_of(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
 
 
 def test_each_device_has_a_link_of_its_own():
     """Two misses of one device and one of the other: the host takes one of the first's."""
-    two = [Miss(0, 1, BYTES), Miss(1, 1, BYTES), Miss(2, 1, BYTES, True, 1)]
-    queues = Queues.empty(rates(host=1.5, devices=2), 2)
-    assert end_of(two, [], queues) == 2.0
-    assert assign(two, queues) in ([0], [1])
-    assert end_of(two, assign(two, queues), queues) == 1.5
+    known, queues = rates(host=1.5, devices=2), Queues.empty(2)
+    three = [known.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
+    assert end_of(three, [], queues) == 2.0
+    assert assign(three, queues) in ([0], [1])
+    assert end_of(three, assign(three, queues), queues) == 1.5
 
 
 def test_an_expert_of_half_the_bytes_takes_half_as_long():
-    half = [Miss(0, 1, BYTES // 2)]
-    assert end_of(half, [], Queues.empty(rates())) == 0.5
-    assert end_of(half, [0], Queues.empty(rates())) == 1.0
+    half = [rates().miss(0, 1, BYTES // 2, True, 0)]
+    assert end_of(half, [], Queues.empty()) == 0.5
+    assert end_of(half, [0], Queues.empty()) == 1.0
 
 
 @given(
@@ -98,15 +102,27 @@ def test_an_expert_of_half_the_bytes_takes_half_as_long():
 )
 @settings(max_examples=400, deadline=None)
 def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(given, speeds, ends):
-    every = [Miss(n, rows, BYTES, kept, home) for n, (rows, kept, home) in enumerate(given)]
-    queues = Queues(rates(*speeds, devices=2), list(ends[:3]), list(ends[3:]))
+    known = rates(*speeds, devices=2)
+    every = [known.miss(n, rows, BYTES, kept, d) for n, (rows, kept, d) in enumerate(given)]
+    queues = Queues(ends[0], list(ends[1:3]), list(ends[3:]))
     before = queues.copy()
     chosen = assign(every, queues)
     assert queues == before  # it only looks
     assert chosen == sorted(set(chosen))
-    everything = range(len(every))
-    least = min(end_of(every, (), queues), end_of(every, everything, queues))
+    least = min(end_of(every, (), queues), end_of(every, range(len(every)), queues))
     assert end_of(every, chosen, queues) <= least
+
+
+@given(
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    speeds=st.tuples(*[st.floats(0.1, 10.0)] * 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_where_all_have_one_token_nothing_ends_sooner(rows, speeds):
+    """Alike as they are, only how many of them stay matters."""
+    alike, queues = misses(rates(*speeds), *[1] * len(rows)), Queues.empty()
+    best = min(end_of(alike, range(n), queues) for n in range(len(alike) + 1))
+    assert end_of(alike, assign(alike, queues), queues) == pytest.approx(best)
 
 
 # ---- what is seen while it runs
@@ -118,7 +134,7 @@ def test_a_correction_comes_to_what_is_seen():
         slow.computed(HOST, [1, 1], BYTES, 8.0)  # twice as long as expected
     assert slow.processor(HOST, [1], BYTES) == pytest.approx(4.0, rel=0.01)
     assert slow.processor(0, [1], BYTES) == 0.0
-    assert assign(misses(1), Queues.empty(slow)) == []
+    assert on_host(slow, 1) == []
 
 
 def test_a_link_is_as_fast_as_chunks_follow_one_another():

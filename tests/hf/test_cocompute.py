@@ -21,6 +21,7 @@ from greenroom.errors import UnknownName
 from greenroom.hf import attach
 from greenroom.hf.attach import Greenroom, Parts
 from greenroom.hf.build import Draft
+from greenroom.hf.report import startup_line
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Host
 from greenroom.sim.simulate import TraceStep, simulate
@@ -98,10 +99,10 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
     for name in ("qwen3_moe", "gpt_oss"):
         with torch.inference_mode():
             theirs = reference(cached_tiny(name, dtype="bfloat16"))(ids(1, 3)).logits
-            with both(name, QUICK, **parts) as model:
-                for _ in range(2):
-                    got = model(ids(1, 3)).logits
-                assert model.greenroom.stats().co_compute["on_host"] > 0
+        with both(name, QUICK, **parts) as model, torch.inference_mode():
+            for _ in range(2):
+                got = model(ids(1, 3)).logits
+            assert model.greenroom.stats().co_compute["on_host"] > 0
         if kernels == "eager":
             assert torch.equal(got, theirs)
         else:
@@ -195,6 +196,10 @@ def test_loaded_by_name():
         model, _ = greenroom.load(folder, co_compute=co_compute, **options)
         try:
             found.append(model.generate(ids(1, 5), **OPTIONS))
+            line = startup_line("tiny", model, LoadConfig(co_compute=co_compute, **options))
+            both = co_compute == "auto"
+            assert ("experts in host memory, computed there where that is sooner, " in line) is both
+            assert ("--co-compute auto" in line) is both
             assert (model.greenroom.stats().co_compute is None) is (co_compute == "off")
         finally:
             model.greenroom.detach()

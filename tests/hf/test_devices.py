@@ -108,6 +108,19 @@ def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
     assert torch.equal(found[0][1], found[1][1])
 
 
+def test_a_token_whose_experts_are_all_elsewhere_has_its_biases_once():
+    """A compiled kernel that gets all of a token's experts at once goes on to their sum."""
+    folder, found = str(cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)), []
+    for device in ("cpu", "fake,fake"):
+        model, _ = greenroom.load(folder, cache="100%", device=device, kernels="numba")
+        try:
+            with torch.inference_mode():
+                found.append(torch.cat([model(ids(6, 1)[i : i + 1]).logits for i in range(6)]))
+        finally:
+            model.greenroom.detach()
+    assert torch.equal(found[0], found[1])
+
+
 # ---- names and budgets
 
 

@@ -49,17 +49,11 @@ class CoCompute(Halves):
         """Requests that the host computes -> (slot between the links, whether it is there)."""
         if self.rates is None or event.moved:
             return {}
-        rows = [1] * event.experts.size if event.rows is None else event.rows.tolist()
-        resident = (self.cache.state.slot_of[event.experts] >= 0).tolist()
-        misses = []
-        for request, piece in enumerate(event.experts.tolist()):
-            if not resident[request] and piece not in here and piece not in self.queue:
-                nbytes, home = int(self.pieces.nbytes[piece]), self._home[piece]
-                misses.append(Miss(request, rows[request], nbytes, self._tier.has(piece), home))
+        misses, queues = self._asked(self.rates, event, here)
         if not misses:
             return {}
         found = {}
-        for request in assign(misses, self._queues(event, rows, resident, here)):
+        for request in assign(misses, queues):
             slot, kept = self._tier.ask(int(event.experts[request]))
             if slot >= 0:  # else it is moved: there is no slot where it could be read
                 found[request] = slot, kept
@@ -67,21 +61,37 @@ class CoCompute(Halves):
             self.rates.unused()
         return found
 
-    def _queues(
-        self, event: Routed, rows: list[int], resident: list[bool], here: dict[int, Held]
-    ) -> Queues:
-        """What is asked of everybody before the misses: transfers that are under way, and what the
-        devices have of the step."""
-        assert self.rates is not None
-        queues = Queues.empty(self.rates, self.pieces.devices)
+    def _asked(
+        self, rates: Rates, event: Routed, here: dict[int, Held]
+    ) -> tuple[list[Miss], Queues]:
+        """A step's misses, and what is asked of everybody before them."""
+        rows = [1] * event.experts.size if event.rows is None else event.rows.tolist()
+        resident = (self.cache.state.slot_of[event.experts] >= 0).tolist()
+        known: dict[tuple[int, bool, int], Miss] = {}  # of a token's experts all are alike
+        misses, queues = [], Queues.empty(self.pieces.devices)
+        nbytes = int(self.pieces.nbytes[event.experts[0]])
+        for request, piece in enumerate(event.experts.tolist()):
+            home, there = self._home[piece], resident[request] or piece in here
+            kind = rows[request], there or self._tier.has(piece), home
+            if kind not in known:
+                known[kind] = rates.miss(request, rows[request], nbytes, *kind[1:])
+            if there:
+                queues.devices[home] += known[kind].there
+            elif piece not in self.queue:
+                misses.append(known[kind]._replace(request=request))
+        self._add_transfers(rates, queues, here)
+        return misses, queues
+
+    def _add_transfers(self, rates: Rates, queues: Queues, here: dict[int, Held]) -> None:
+        """What links have to carry first: what is left of the step's own that are under way, and of
+        others what is on a lane."""
         moving = [piece for piece, held in here.items() if held.use is Use.MOVING]
         for link, piece, chunks in self.queue.load(moving):
-            queues.links[link] += self.rates.link(link, chunks * self._chunk_bytes(piece))
-        for request, piece in enumerate(event.experts.tolist()):
-            if resident[request] or piece in here:
-                nbytes, home = int(self.pieces.nbytes[piece]), self._home[piece]
-                queues.devices[home] += self.rates.processor(home, (rows[request],), nbytes)
-        return queues
+            seconds = rates.link(link, chunks * self._chunk_bytes(piece))
+            if link:
+                queues.links[link - 1] += seconds
+            else:
+                queues.store += seconds
 
     def _chunk_bytes(self, piece: int) -> float:
         return float(self.pieces.nbytes[piece] / self.pieces.chunks[piece])

@@ -1,11 +1,11 @@
 """Who computes a miss: the device that it is moved to, or the host's processor, where it lies.
 
 Fiddler computes a miss on the host where that is sooner than to move it, each miss by itself.
-HybriMoE (section 4.2 of its paper, as we read it) looks at the queues instead: experts of few
-tokens are computed on the host, those of many are moved, as long as that evens out the ends of both
-queues. So it is done here. Experts are in order of their tokens; the host takes the one with the
-fewest, the link the one with the most, whichever of the two would be over sooner; those whose bytes
-are not in host memory yet come last, since both ways begin with reading them.
+HybriMoE, as we read it, looks at the queues instead: experts of few tokens are computed on the
+host, those of many are moved, as long as that evens out the ends of both queues. So it is done
+here. Experts are in order of their tokens; the host takes the one with the fewest, the link the one
+with the most, whichever of the two would be over sooner; those whose bytes are not in host memory
+yet come last, since both ways begin with reading them.
 
 Such a greedy choice can be worse than none. So what it ends at is compared with moving everything
 and with moving nothing, and the soonest of the three is taken: under the cost model a step never
@@ -18,17 +18,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from greenroom.core.events import HOST
-from greenroom.core.rates import Rates
-
 
 class Miss(NamedTuple):
-    """A request that has no slot on its device. `kept`: its bytes are in host memory."""
+    """A request that has no slot on its device, which `rows` tokens ask for.
+
+    Seconds that it takes: `read` into host memory (0 where it is there), `move` to the device, and
+    to be computed, `there` or `here`, on the host.
+    """
 
     request: int
     rows: int
-    nbytes: int
-    kept: bool = True
+    read: float
+    move: float
+    there: float
+    here: float
     device: int = 0
 
 
@@ -36,53 +39,61 @@ class Miss(NamedTuple):
 class Queues:
     """When each link and processor is free, in seconds from now, if nothing more is asked of it.
 
-    links: the one from the store, then each device's own
+    store: the link to host memory; links: each device's own
     """
 
-    rates: Rates
+    store: float
     links: list[float]
     devices: list[float]
     host: float = 0.0
 
     @classmethod
-    def empty(cls, rates: Rates, devices: int = 1) -> Queues:
+    def empty(cls, devices: int = 1) -> Queues:
         """Nothing is asked of anybody."""
-        return cls(rates, [0.0] * (1 + devices), [0.0] * devices)
+        return cls(0.0, [0.0] * devices, [0.0] * devices)
 
     def copy(self) -> Queues:
         """The same, to be tried."""
-        return Queues(self.rates, list(self.links), list(self.devices), self.host)
+        return Queues(self.store, self.links[:], self.devices[:], self.host)
 
     @property
     def end(self) -> float:
         """When all of the step is computed."""
         return max(self.host, *self.devices)
 
-    def moved(self, miss: Miss) -> tuple[float, float, float]:
-        """(its bytes are in host memory, on the device, it is computed), where it is moved."""
-        there = self._in_host(miss)
-        own = 1 + miss.device
-        landed = max(there, self.links[own]) + self.rates.link(own, miss.nbytes)
-        begins = max(landed, self.devices[miss.device])
-        return there, landed, begins + self.rates.processor(miss.device, (miss.rows,), miss.nbytes)
+    def move(self, miss: Miss) -> float:
+        """It is moved, after what was asked for before. When it is computed."""
+        device, landed = miss.device, self._read(miss)
+        if landed < self.links[device]:
+            landed = self.links[device]
+        landed += miss.move
+        self.links[device] = landed
+        if landed < self.devices[device]:
+            landed = self.devices[device]
+        self.devices[device] = landed + miss.there
+        return self.devices[device]
 
-    def here(self, miss: Miss) -> tuple[float, float]:
-        """(its bytes are in host memory, it is computed), on the host."""
-        there = self._in_host(miss)
-        return there, max(there, self.host) + self.rates.processor(HOST, (miss.rows,), miss.nbytes)
+    def stay(self, miss: Miss) -> float:
+        """It is computed on the host, after what was asked for before. When it is."""
+        self.host = max(self._read(miss), self.host) + miss.here
+        return self.host
 
-    def _in_host(self, miss: Miss) -> float:
-        return 0.0 if miss.kept else self.links[0] + self.rates.link(0, miss.nbytes)
+    def _read(self, miss: Miss) -> float:
+        """When its bytes are in host memory."""
+        if not miss.read:
+            return 0.0
+        self.store += miss.read
+        return self.store
 
-    def move(self, miss: Miss) -> None:
-        """It is moved, after what was asked for before."""
-        there, self.links[1 + miss.device], self.devices[miss.device] = self.moved(miss)
-        self.links[0] = max(self.links[0], there)
+    def if_moved(self, miss: Miss) -> float:
+        """When it would be computed on its device."""
+        device = miss.device
+        landed = max(self.store + miss.read if miss.read else 0.0, self.links[device]) + miss.move
+        return max(landed, self.devices[device]) + miss.there
 
-    def stay(self, miss: Miss) -> None:
-        """It is computed on the host, after what was asked for before."""
-        there, self.host = self.here(miss)
-        self.links[0] = max(self.links[0], there)
+    def if_stays(self, miss: Miss) -> float:
+        """When it would be computed on the host."""
+        return max(self.store + miss.read if miss.read else 0.0, self.host) + miss.here
 
 
 def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
@@ -90,23 +101,31 @@ def assign(misses: Sequence[Miss], queues: Queues) -> list[int]:
 
     Where ends are equal, as few as may be: what is moved is there the next time.
     """
-    everything = [miss.request for miss in misses]
-    plans: list[list[int]] = [[], _greedy(misses, queues.copy()), everything]
-    ends = [(end_of(misses, plan, queues), len(plan)) for plan in plans]
+    line = _ordered(misses)
+    everything = [miss.request for miss in line]
+    plans = [[], everything] if len(line) == 1 else [[], _greedy(line, queues.copy()), everything]
+    ends = [(_end(line, plan, queues), len(plan)) for plan in plans]
     return sorted(plans[ends.index(min(ends))])
 
 
 def end_of(misses: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
     """When a step ends whose misses are shared out so; what is in host memory goes first."""
+    return _end(_ordered(misses), on_host, queues)
+
+
+def _end(line: Sequence[Miss], on_host: Collection[int], queues: Queues) -> float:
     tried = queues.copy()
-    for miss in _ordered(misses):
-        (tried.stay if miss.request in on_host else tried.move)(miss)
+    for miss in line:
+        if miss.request in on_host:
+            tried.stay(miss)
+        else:
+            tried.move(miss)
     return tried.end
 
 
 def _ordered(misses: Sequence[Miss]) -> list[Miss]:
     """As they are taken: those in host memory first, of these the ones with the most tokens."""
-    return sorted(misses, key=lambda miss: (not miss.kept, -miss.rows, miss.request))
+    return sorted(misses, key=lambda miss: (miss.read > 0, -miss.rows, miss.request))
 
 
 def _greedy(misses: Sequence[Miss], queues: Queues) -> list[int]:
@@ -116,23 +135,26 @@ def _greedy(misses: Sequence[Miss], queues: Queues) -> list[int]:
     the one whose last would be over latest.
     """
     found = []
-    for kept in (True, False):
+    for read in (False, True):
         lines: dict[int, list[Miss]] = {}
-        for miss in _ordered(misses):
-            if miss.kept is kept:
+        for miss in misses:
+            if (miss.read > 0) is read:
                 lines.setdefault(miss.device, []).append(miss)
         while lines:
-            most = min((line[0] for line in lines.values()), key=lambda m: queues.moved(m)[-1])
-            fewest = max((line[-1] for line in lines.values()), key=lambda m: queues.moved(m)[-1])
-            if queues.moved(most)[-1] <= queues.here(fewest)[-1]:
+            if len(lines) == 1:
+                (line,) = lines.values()
+                most, fewest = line[0], line[-1]
+            else:
+                most = min((line[0] for line in lines.values()), key=queues.if_moved)
+                fewest = max((line[-1] for line in lines.values()), key=queues.if_moved)
+            moves = queues.if_moved(most) <= queues.if_stays(fewest)
+            if moves:
                 queues.move(most)
-                line = lines[most.device]
-                del line[0]
             else:
                 queues.stay(fewest)
                 found.append(fewest.request)
-                line = lines[fewest.device]
-                del line[-1]
+            line = lines[most.device if moves else fewest.device]
+            del line[0 if moves else -1]
             if not line:
-                lines = {device: line for device, line in lines.items() if line}
+                del lines[most.device if moves else fewest.device]
     return found

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from greenroom.core.cost import Costs
 from greenroom.core.events import HOST
+from greenroom.core.processors import Miss
 from greenroom.errors import UsageError
 
 KEEP = 0.9  # what a correction keeps at each sample: about the last ten count
@@ -73,6 +74,12 @@ class Rates:
     def processor(self, device: int, rows: Iterable[int], nbytes: int) -> float:
         """Seconds for experts of so many bytes, each with so many tokens."""
         return self._processors[device].value * self._expected(device, rows, nbytes)
+
+    def miss(self, request: int, rows: int, nbytes: int, kept: bool, device: int) -> Miss:
+        """A request of so many tokens for an expert of so many bytes, in host memory or not."""
+        read = 0.0 if kept else self.link(0, nbytes)
+        there, here = (self.processor(p, (rows,), nbytes) for p in (device, HOST))
+        return Miss(request, rows, read, self.link(1 + device, nbytes), there, here, device)
 
     def _expected(self, device: int, rows: Iterable[int], nbytes: int) -> float:
         work = self._host if device == HOST else self._costs.expert

@@ -31,6 +31,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         "kv",
         "device",
         "host_memory",
+        "co_compute",
         "readers",
         "direct",
         "read_limit",
@@ -58,7 +59,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     chosen = f" · settings {parts.chosen}" if parts.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
-    kept = f"up to {tier['capacity']} experts in host memory, " if tier else ""
+    kept = f"up to {tier['capacity']} experts in host memory{_both(greenroom)}, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
@@ -105,6 +106,14 @@ def _lesser_flags(config: LoadConfig) -> list[str]:
 def _where(greenroom: Greenroom) -> str:
     """The memory that slots are in; a GPU's is named."""
     return "memory" if greenroom.engine is None else f"{greenroom.engine.name}'s memory"
+
+
+def _both(greenroom: Greenroom) -> str:
+    """Whether misses are computed in host memory too."""
+    if greenroom.stats().co_compute is None:
+        return ""
+    bits = "" if greenroom.engine is None else ", which may change the last bits of an answer"
+    return f", computed there where that is sooner{bits}"
 
 
 def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:

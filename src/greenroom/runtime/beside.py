@@ -40,7 +40,8 @@ class Beside:
         torch.set_num_threads(self._width)  # of this thread
         while (entry := self._jobs.get()) is not None:
             job, done, inference = entry
-            begin, error = time.perf_counter(), None
+            begin = time.perf_counter()
+            error: BaseException | None = None
             try:
                 with torch.inference_mode(inference), torch.no_grad():
                     job()
@@ -49,6 +50,7 @@ class Beside:
             self.busy_s += time.perf_counter() - begin
             del job, entry
             done(error)
+            del done, error  # nothing of a step is kept while there is nothing to do
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()

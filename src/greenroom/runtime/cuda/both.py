@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine, Mark
-from greenroom.runtime.cuda.spread import Spread, bring, copied
+from greenroom.runtime.cuda.spread import Spread, bring, copied, partial_wave
 from greenroom.runtime.kernels import base, eager, fused
 from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.eager import Eager
@@ -37,6 +37,7 @@ class Step:
     routing: Routing
     weights: Tensor
     inputs: list[tuple[Tensor, Mark]] | None = None  # x and weights on their way down
+    kernel: Any = None  # what the host computes with
     host: Any = None
     experts: list[int] = field(default_factory=list)  # computed on the host
 
@@ -103,17 +104,17 @@ class Both:
         now. `slots` are those of host memory."""
         if step.inputs is None:
             step.inputs = [self._engine.down(tensor) for tensor in (step.x, step.weights)]
+            step.kernel = self._kernel(step)  # the device's step is this thread's alone
         return partial(self._compute, step, list(experts), list(slots))
 
     def _compute(self, step: Step, experts: list[int], slots: list[int]) -> None:
-        kernel = self._kernel(step)
         if step.host is None:
             assert step.inputs is not None
             for _, mark in step.inputs:
                 self._engine.wait(mark)
             (x, _), (weights, _) = step.inputs
-            step.host = kernel.begin(step.layer, x, step.routing, weights)
-        kernel.wave(step.host, experts, slots)
+            step.host = step.kernel.begin(step.layer, x, step.routing, weights)
+        partial_wave(step.kernel, step.host, experts, slots)
         step.experts += experts
 
     def _kernel(self, step: Step) -> Any:

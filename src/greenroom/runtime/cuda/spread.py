@@ -137,7 +137,11 @@ class Spread:
         for device, numbers in self._slots.by_device(slots).items():
             own = [experts[i] for i in numbers]
             places = [slots[i] // len(self._slots.each) for i in numbers]
-            self.kernel.wave(self._on(step, device), own, places)
+            there = self._on(step, device)
+            if device:
+                partial_wave(self.kernel, there, own, places)
+            else:
+                self.kernel.wave(there, own, places)
             step.experts.setdefault(device, []).extend(own)
 
     def _on(self, step: Step, device: int) -> Any:
@@ -164,6 +168,15 @@ class Spread:
         for device, own in others.items():
             bring(first, step.each[device], own)
         return self.kernel.combine(first)
+
+
+def partial_wave(kernel: Any, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
+    """A wave whose outputs are summed in another step: a compiled kernel that gets all experts of a
+    token at once would go on to the sum, biases added in place."""
+    if isinstance(step, fused.Step):
+        kernel.wave(step, experts, slots, step.layer)  # as a part of each expert, which is all
+    else:
+        kernel.wave(step, experts, slots)
 
 
 def bring(into: Any, other: Any, experts: Sequence[int]) -> None:

@@ -1,0 +1,238 @@
+"""Host memory as kernels read it, a thread for the host's waves, and a driver over both."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.events import StartChunk
+from greenroom.core.layout import Copy, Extent
+from greenroom.core.rates import Rates
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.tiers import HostTier
+from greenroom.errors import StoreError
+from greenroom.policies import policy
+from greenroom.runtime.beside import Beside
+from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.slab import PlacedSlots, Slab, in_place
+from greenroom.runtime.driver import Driver
+from greenroom.runtime.fakes import FakeSlots, FakeStore
+from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.store import Chunk, DiskStore, cut
+from tests.runtime.cuda.test_host import chunks_of
+from tests.runtime.rig import Rig, in_time
+
+LAYERS, EXPERTS = 3, 6
+
+
+def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
+    catalog = disk(LAYERS, EXPERTS)
+    chunks, store = chunks_of(catalog), DiskStore(catalog, chunk_bytes=8192)
+    slab = Slab(Host(), chunks, seats=2, capacity=3, stride=catalog.slot_bytes)
+    direct = HostSlots(1, catalog.slot_bytes)
+    device = HostSlots(1, catalog.slot_bytes)
+    for piece, slot in ((2, 0), (11, 2)):
+        for number, chunk in enumerate(chunks[piece]):
+            action = StartChunk(0, piece, 0, number, 0, -1, True, slot)
+            slab.bring(action, chunk, store.read)
+            copies, data, start = slab.source(action, chunk)
+            device.write(0, copies, data, start)
+            direct.write(0, chunk.extent.copies, store.read(chunk, _staging()), chunk.start)
+        layout = catalog.layouts[catalog.layer_of(piece)]
+        for name, value in (("up", piece), ("down", piece + 0.5)):
+            for slots, at in ((slab.slots, slot), (device, 0), (direct, 0)):
+                assert bool((slots.tensor(at, layout[name]) == value).all())
+    assert slab.slots.base % 64 == 0
+    seated = StartChunk(0, 4, 0, 0, 0, seat=1)
+    slab.bring(seated, chunks[4][0], store.read)
+    copies, data, start = slab.source(seated, chunks[4][0])
+    assert (copies, data.size, start) == (chunks[4][0].extent.copies, chunks[4][0].length, 0)
+    slab.close()
+
+
+def _staging():
+    from greenroom.runtime.store import Staging
+
+    return Staging()
+
+
+def test_what_is_rearranged_is_rearranged_once():
+    """A matrix that is transposed and cast on its way in goes to the device as it lies."""
+    source = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    turned = Copy(0, 64, (4, 3), (4, 16), (6, 2), "float32", "bfloat16")
+    behind = Copy(48, 0, (1, 8), (8, 1), (8, 1), "uint8", "uint8")
+    data = np.concatenate([source.numpy().view(np.uint8).ravel(), np.arange(8, dtype=np.uint8)])
+    chunk = Chunk(Extent(0, 0, 56, (turned, behind)), 0, 56)
+    here, there = PlacedSlots(np.zeros(256, np.uint8), 128), HostSlots(1, 128)
+    here.write(1, chunk.extent.copies, data, 0)
+    there.write(0, in_place(chunk), here.bytes(1), 0)
+    assert np.array_equal(there.bytes(0), here.bytes(1))
+    found = torch.from_numpy(there.bytes(0)[64:88].copy()).view(torch.bfloat16).view(4, 3)
+    assert torch.equal(found, source.T.bfloat16())
+
+
+def test_a_chunk_is_carried_as_far_as_it_goes():
+    run = Copy(0, 100, (1, 9000), (9000, 1), (9000, 1), "uint8", "uint8")
+    first, second, third = cut(Extent(0, 0, 9000, (run,)), 3000)
+    assert [(c.source, c.target, c.nbytes) for c in in_place(second)] == [(4196, 4196, 4096)]
+    assert sum(c.nbytes for each in (first, second, third) for c in in_place(each)) == 9000
+
+
+def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
+    beside, done, order = Beside(), [], []
+    inference = []
+
+    def job() -> None:
+        inference.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        order.append(threading.current_thread().name)
+
+    def failing() -> None:
+        raise ValueError("no")
+
+    with torch.inference_mode():
+        beside.start(job, done.append)
+    beside.start(failing, done.append)
+    beside.start(job, done.append)
+    beside.wait()
+    assert order == ["greenroom-host"] * 2
+    assert [repr(error) for error in done] == ["None", "ValueError('no')", "None"]
+    assert inference == [(True, False), (False, False)]
+    assert beside.busy_s > 0
+    beside.close()
+    assert not beside._thread.is_alive()
+
+
+class Backstage(Rig):
+    """A rig with a slab between two links, whose host computes too, and checks what it reads."""
+
+    def __init__(self, catalog, capacity: int, kept: int, host_s: float, **faults) -> None:
+        super().__init__(catalog, capacity, (2, 1), ahead=2)
+        self.driver.close()
+        self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
+        chunks = [self.store.chunks(e) for e in range(catalog.experts)]
+        nbytes = catalog.slot_bytes
+        costs = Costs(
+            (Link(1e9), Link(nbytes / 1e-3)), Work.constant(1e-4), Work.constant(0.0),
+            host=Work.constant(host_s),
+        )  # fmt: skip
+        self.tier = HostTier(self.pieces, kept, policy("lru"))
+        self.scheduler = Scheduler(
+            self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=2, host=self.tier,
+            rates=Rates(costs, nbytes),
+        )  # fmt: skip
+        self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
+        self.slab = Slab(Host(), chunks, self.scheduler.queue.seats, kept, nbytes)
+        self.driver = Driver(
+            self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
+            between=self.slab,
+        )  # fmt: skip
+        self.on_host = 0
+
+    def step(self, layer: int, *experts: int) -> None:
+        """One step; what the host is given is checked in its own thread."""
+        self.layer, self.computed = layer, []
+        lock = threading.Lock()
+
+        def compute(chosen: np.ndarray, slots: np.ndarray) -> None:
+            with lock:
+                self.compute(chosen, slots)
+
+        def job(chosen: np.ndarray, slots: np.ndarray):
+            def check() -> None:
+                assert threading.current_thread().name == "greenroom-host"
+                layout = self.catalog.layouts[layer]
+                for expert, slot in zip(chosen.tolist(), slots.tolist(), strict=True):
+                    identity = self.catalog.offsets[layer] + expert
+                    for name, value in (("up", identity), ("down", identity + 0.5)):
+                        assert bool((self.slab.slots.tensor(slot, layout[name]) == value).all())
+                    with lock:
+                        self.computed.append(expert)
+                        self.on_host += 1
+
+            return check
+
+        self.driver.step(layer, np.array(experts, np.int64), compute, on_host=job)
+        assert sorted(self.computed) == list(experts)
+
+
+@pytest.mark.parametrize("host_s", [1e-5, 1e-3])
+def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
+    rig, rng = Backstage(disk(LAYERS, EXPERTS), 8, 9, host_s, jitter=1e-3), random.Random(2)
+
+    def play() -> None:
+        for number in range(60):
+            rig.begin(prefill=number % 7 == 0)
+            for layer in range(LAYERS):
+                rig.step(layer, *sorted(rng.sample(range(EXPERTS), rng.randint(1, 4))))
+
+    in_time(play)
+    rig.settle()
+    assert rig.on_host == rig.scheduler.counts.on_host > 0
+    for piece in rig.scheduler.cache.residents().tolist():
+        at = rig.scheduler.place[rig.scheduler.cache.state.slot_of[piece]]
+        assert rig.holds(int(at), piece)
+    assert not rig.tier.cache.state.pinned.any()
+    rig.driver.close()
+
+
+def test_reads_that_fail_end_their_step_alone(disk):
+    fails = random.Random(5)
+    rig = Backstage(
+        disk(LAYERS, EXPERTS), 6, 7, 1e-5, jitter=1e-3, fails=lambda n: fails.random() < 0.1
+    )
+    failed, rng = [], random.Random(3)
+
+    def play() -> None:
+        for _ in range(50):
+            rig.begin()
+            for layer in range(LAYERS):
+                try:
+                    rig.step(layer, *sorted(rng.sample(range(EXPERTS), 3)))
+                except StoreError:
+                    failed.append(layer)
+
+    in_time(play)
+    rig.settle()
+    assert failed
+    assert rig.on_host > 0
+    assert not rig.tier.cache.state.pinned.any()
+    assert not rig.scheduler.cache.state.pinned.any()
+    rig.driver.close()
+
+
+def test_an_interruption_waits_for_what_the_host_computes(disk):
+    rig = Backstage(disk(LAYERS, EXPERTS), 6, 18, 1e-5)
+    rig.begin()
+    rig.step(0, 0, 1, 2)
+    under_way, go_on = threading.Event(), threading.Event()
+
+    def job(chosen: np.ndarray, slots: np.ndarray):
+        def wait() -> None:
+            under_way.set()
+            assert go_on.wait(30)
+
+        return wait
+
+    def play() -> None:
+        from greenroom.errors import Interrupted
+
+        with pytest.raises(Interrupted):
+            rig.driver.step(0, np.array([3, 4], np.int64), lambda *_: None, on_host=job)
+
+    def interrupt() -> None:
+        assert under_way.wait(30)
+        rig.driver.interrupt()
+        go_on.set()
+
+    in_time(play, interrupt)
+    rig.driver.resume()
+    rig.settle()
+    assert not rig.tier.cache.state.pinned.any()
+    rig.begin()
+    rig.step(0, 3, 4)
+    rig.driver.close()
