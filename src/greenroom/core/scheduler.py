@@ -134,7 +134,7 @@ class Scheduler(CoCompute, Precision, Straight):
             rows=event.rows,
             weights=event.weights,
             fill=self._share(layer) if streamed else -1,
-            aside=self._aside(size, on_host),
+            aside=self._aside(event.experts.size, on_host),
         )
         misses = served.misses
         self.counts.steps += 1
