@@ -52,10 +52,10 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_another_version(folder: Path) -> None:
-    edit(folder, lambda raw: raw.update(version=3))
+    edit(folder, lambda raw: raw.update(version=4))
     with pytest.raises(UnsupportedModel) as error:
         Checkpoint.open(resolve(folder))
-    assert "a pack of version 3: this greenroom reads 1 and 2" in one_line(error)
+    assert "a pack of version 4: this greenroom reads 1 to 3" in one_line(error)
 
 
 @pytest.mark.parametrize(
