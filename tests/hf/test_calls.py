@@ -49,6 +49,13 @@ TAIL = (
 )
 
 
+@pytest.mark.parametrize("name", ["name", "arguments", "tool_call", "a", "some_tool"])
+def test_a_tool_may_have_a_name_that_calls_are_written_with(name: str) -> None:
+    one, tool = dialogue(), {**TOOL, "function": {**TOOL["function"], "name": name}}
+    prompt = one.chat([{"role": "user", "content": "Hi"}], [tool])
+    assert written(one, prompt, [tool]) == found(one)
+
+
 JSON = "<tool_call>{{ c.function | tojson }}</tool_call>"
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from greenroom.errors import UsageError
 from greenroom.hf.dialogue import Dialogue, Said
 
-MARK, KEY, VALUE = "\u00a4", "some_key", "some value"
+# Words that no template writes by itself: a tool may be called "name", which many do write.
+MARK, NAME, KEY, VALUE = "\u00a4", "some_tool", "some_key", "some value"
 ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 
 
@@ -45,34 +46,33 @@ def written(
     None where the template writes calls otherwise, or where the answer's reader would not find
     such a call in it.
     """
-    name = str(tools[0]["function"]["name"])
     try:
-        found = _between(_answer(dialogue, name, tools, call=True),
-                         _answer(dialogue, name, tools, call=False), name)  # fmt: skip
+        called, marked = (_answer(dialogue, tools, call) for call in (True, False))
     except UsageError:
         return None
-    return found if found and _is_read(dialogue, prompt, tools, found, name) else None
+    found = _between(called, marked)
+    return found if found and _is_read(dialogue, prompt, tools, found) else None
 
 
-def _answer(dialogue: Dialogue, name: str, tools: list[dict[str, Any]], call: bool) -> str:
+def _answer(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
     """A conversation whose last turn calls, or is the mark."""
     answer: dict[str, Any] = {"role": "assistant", "content": "" if call else MARK}
     if call:
-        function = {"name": name, "arguments": {KEY: VALUE}}
+        function = {"name": NAME, "arguments": {KEY: VALUE}}
         answer["tool_calls"] = [{"type": "function", "id": "call00000", "function": function}]
     messages = [{"role": "user", "content": "Hello"}, answer]
     return dialogue.decode(dialogue.chat(messages, tools, ends=True), special=True)
 
 
-def _between(called: str, marked: str, name: str) -> Written | None:
+def _between(called: str, marked: str) -> Written | None:
     start = _alike(called, marked)
     stop = _alike(called[start:][::-1], marked[start:][::-1])
     call = called[start : len(called) - stop].lstrip()
     arguments = ARGUMENTS.search(call)
-    at = call.find(name)
+    at = call.find(NAME)
     if arguments is None or not 0 <= at < arguments.start():
         return None
-    between = call[at + len(name) : arguments.start()]
+    between = call[at + len(NAME) : arguments.start()]
     free = marked[start : len(marked) - stop] == MARK
     return Written(call[:at], between, call[arguments.end() :], free)
 
@@ -87,8 +87,8 @@ def _is_read(
     prompt: Sequence[int],
     tools: list[dict[str, Any]],
     found: Written,
-    name: str,
 ) -> bool:
+    name = tools[0]["function"]["name"]
     speaker = dialogue.spoken(prompt, tools)
     said: list[Said] = []
     text = found.call(name, "{}")
