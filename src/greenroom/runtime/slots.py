@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -109,19 +109,18 @@ class Kind(Protocol):
     def close(self) -> None: ...
 
 
-class SlotKinds:
-    """Slots of several sizes as one tier: slot s is number s // kinds of kind s % kinds.
+Part = TypeVar("Part", bound=Kind)
 
-    `sizes(capacity)` says how many there are of each kind in the memory of so many whole experts.
-    """
 
-    def __init__(
-        self, kinds: Sequence[Kind], capacity: int, sizes: Callable[[int], list[int]]
-    ) -> None:
-        self.kinds, self.capacity, self._sizes = list(kinds), capacity, sizes
+class InTurns(Generic[Part]):
+    """Slots of several memories as one tier: slot s is number s // n of memory s % n."""
 
-    def _at(self, slot: int) -> tuple[Kind, int]:
-        return self.kinds[slot % len(self.kinds)], slot // len(self.kinds)
+    def __init__(self, memories: Sequence[Part]) -> None:
+        self._memories = list(memories)
+
+    def _at(self, slot: int) -> tuple[Part, int]:
+        count = len(self._memories)
+        return self._memories[slot % count], slot // count
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
         """As `HostSlots.write`."""
@@ -134,10 +133,23 @@ class SlotKinds:
         slots.clear(number)
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another of the same kind."""
+        """Copy one slot to another of the same memory."""
         (slots, number), (same, other) = self._at(source), self._at(target)
         assert slots is same
         slots.move(number, other)
+
+
+class SlotKinds(InTurns[Kind]):
+    """Slots of several sizes, a memory each.
+
+    `sizes(capacity)` says how many there are of each kind in the memory of so many whole experts.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Kind], capacity: int, sizes: Callable[[int], list[int]]
+    ) -> None:
+        super().__init__(kinds)
+        self.kinds, self.capacity, self._sizes = self._memories, capacity, sizes
 
     def trim(self, capacity: int) -> None:
         """Have the slots of so many whole experts; the pages of others go back to the system."""

@@ -13,50 +13,31 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
 from greenroom.runtime import driver
 from greenroom.runtime.kernels import base, eager, fused
 from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots import InTurns
 
 
 class Slots(driver.Slots, base.Slots, Protocol):
     """Those of one device."""
 
 
-class SpreadSlots:
+class SpreadSlots(InTurns[Slots]):
     """The slots of several devices; `shares(capacity)` says how many each of them has."""
 
     def __init__(self, each: Sequence[Slots], shares: Callable[[int], list[int]]) -> None:
-        self.each, self._shares = list(each), shares
+        super().__init__(each)
+        self.each, self._shares = self._memories, shares
 
     @property
     def capacity(self) -> int:
         return sum(slots.capacity for slots in self.each)
-
-    def _at(self, slot: int) -> tuple[Slots, int]:
-        return self.each[slot % len(self.each)], slot // len(self.each)
-
-    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Put bytes into a slot, on the device that has it."""
-        slots, number = self._at(slot)
-        slots.write(number, copies, data, start)
-
-    def clear(self, slot: int) -> None:
-        """A new piece is about to come into this slot."""
-        slots, number = self._at(slot)
-        slots.clear(number)
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot to another of the same device."""
-        (slots, number), (same, other) = self._at(source), self._at(target)
-        assert slots is same
-        slots.move(number, other)
 
     def computed(self, slots: Sequence[int]) -> None:
         """A wave from these slots has been ordered."""
