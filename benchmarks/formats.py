@@ -1,7 +1,7 @@
 """Decode from stored formats, Greenroom beside llama.cpp on the same file.
 
     python benchmarks/formats.py bench-data --llama-bench llama-bench --types BF16 Q8_0 Q4_0
-    ... --kernels numba unrounded
+    ... --kernels numba rounded
 
 A type's file is DIR/MODEL-TYPE.gguf, what llama.cpp's llama-quantize makes of DIR/MODEL.gguf
 (checkpoints.py --gguf), which is BF16. Greenroom serves the same file in place. Two tables:

@@ -83,7 +83,7 @@ def expert_rows(clock: Clock) -> None:
 
 
 STORED = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "mxfp4", "int8", "int4", "fp8")
-ENCODED_KERNELS = ("numba", "unrounded")
+ENCODED_KERNELS = ("numba", "rounded")
 KERNELS_OF = {name: kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
 HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}

@@ -26,7 +26,7 @@ SCOPES = ("shared", "per-layer")
 PRECISIONS = ("off", "int8", "int4")  # that misses may be served in
 CO_COMPUTE = ("auto", "off")
 LOW_SHARE = "12.5%"  # of the cache's memory, for low-precision copies
-KERNELS = ("auto", "eager", "numba", "unrounded", "triton")
+KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def test_load_gives_a_tokenizer_and_generates(tmp_path: Path) -> None:
         model.greenroom.detach()
 
 
-def test_unrounded_kernels_are_near_eager_and_the_same_whatever_the_cache(tmp_path: Path) -> None:
+def test_kernels_are_near_eager_and_the_same_whatever_the_cache(tmp_path: Path) -> None:
     path = str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"}))
     token = ids(1, 1)
 
@@ -107,7 +107,7 @@ def test_unrounded_kernels_are_near_eager_and_the_same_whatever_the_cache(tmp_pa
         with streamed(path, **options) as model, torch.inference_mode():
             return torch.stack([model(input_ids=token + n).logits[0, -1] for n in range(4)])
 
-    mine, again = (logits(capacity=n, kernels="unrounded") for n in (3, 9))
+    mine, again = (logits(capacity=n, kernels="numba") for n in (3, 9))
     assert torch.equal(mine, again)
     eager = logits(capacity=3, kernels="eager")
     assert 0 < (mine - eager).float().norm() < 0.03 * eager.float().norm()

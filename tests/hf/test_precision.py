@@ -184,7 +184,7 @@ def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
     weigh nothing either where an expert is left out."""
     folder = source("gpt_oss") if of is None else with_copies(*of)
     prompt, logits = ids(1, 1), []
-    for kernels in ("eager", "numba", "unrounded"):
+    for kernels in ("eager", "numba", "rounded"):
         model = attached(folder, at, kernels=kernels)
         try:
             with torch.inference_mode():

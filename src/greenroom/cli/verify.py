@@ -151,6 +151,7 @@ def _proof(args: argparse.Namespace) -> None:
                     "compared": "logits" if verdict.whole else "layers",
                     "layer_difference": verdict.layer_differences[0],
                     "grouped_mm_layer_difference": verdict.layer_differences[1],
+                    "layers_as_stored": verdict.as_stored,
                     "kernels": verdict.kernels,
                     "failed": failed,
                 }
@@ -158,9 +159,10 @@ def _proof(args: argparse.Namespace) -> None:
         )
     else:
         ours, grouped_mm = verdict.layer_differences
+        stored = " with the weights as stored" if verdict.as_stored else ""
         print(
             f"{verdict.kernels} kernels, largest difference to transformers' eager (in brackets"
-            f" its own grouped_mm's): of a layer's output {ours:.3g} ({grouped_mm:.3g})"
+            f" its own grouped_mm's): of a layer's output{stored} {ours:.3g} ({grouped_mm:.3g})"
             + (
                 f", of logits {verdict.max_logit_difference:.3g}"
                 f" ({verdict.grouped_mm_difference:.3g})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -87,7 +87,7 @@ from greenroom.runtime.stats import (
 from greenroom.runtime.store import DiskStore
 from greenroom.runtime.timeline import Timeline
 
-COMPILED = "numba", "unrounded"  # kernels that read dense matrices as they are stored
+COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
 LINKS = ("disk -> host", "host -> device")
@@ -525,6 +525,11 @@ class Greenroom:
             self._unnoted = False
             for module in self._modules:
                 del module.forward
+
+    def alone(self) -> AbstractContextManager[None]:
+        """For the while a token's experts give the bits that they give it alone, whoever is beside
+        it in a pass."""
+        return self.kernel.alone() if isinstance(self.kernel, Fused) else nullcontext()
 
     def by_tokens(self) -> bool:
         """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""

@@ -3,6 +3,10 @@
 The inputs of every experts module are recorded in a real run from disk; then, layer by layer, the
 full parameters are loaded by transformers' own loading code and its eager forward is called on the
 same inputs. Equal outputs in every layer make equal logits: all other parts are transformers' own.
+
+What kernels are measured by is eager too. Where weights are stored in a format whose values the
+model's type cannot hold, it is eager in float32 with those values: transformers rounds them when it
+expands a checkpoint, and the distance to that would be its own rounding.
 """
 
 from __future__ import annotations
@@ -20,24 +24,27 @@ from greenroom.hf.build import IMPLEMENTATION, Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.passes import Passes
 from greenroom.hf.reference import load_experts
+from greenroom.runtime.kernels.matrix import exact
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and weights [T, K]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """`expected` is what transformers' eager gives for each of `inputs`."""
+    """`expected` is what transformers' eager gives for each of `inputs`; distances are to
+    `reference`, which is that or eager with the values as stored, see above."""
 
     name: str
     equal: bool
     grouped_mm: float
     inputs: list[Inputs]
     expected: list[Tensor]
+    reference: list[Tensor]
 
     def distance(self, model: PreTrainedModel) -> float:
-        """How far an attached model's layer is from eager on the same inputs."""
+        """How far an attached model's layer is from the reference on the same inputs."""
         module = model.get_submodule(self.name)
-        return max(_gap(module(*i), e) for i, e in zip(self.inputs, self.expected, strict=True))
+        return max(_gap(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True))
 
 
 @torch.inference_mode()
@@ -53,26 +60,48 @@ def compare_layers(
         with _filled(module, load_experts(Draft.of(checkpoint, dtype), layer)):
             expected = _forward(model, module, "eager", inputs[name])
             grouped = _forward(model, module, "grouped_mm", inputs[name])
+        reference = _as_stored(checkpoint, dtype, layer, model, inputs[name]) or expected
         yield LayerCheck(
             name,
             all(map(torch.equal, expected, outputs[name])),
-            max(map(_gap, grouped, expected)),
+            max(map(_gap, grouped, reference)),
             inputs[name],
             expected,
+            reference,
         )
 
 
 @torch.inference_mode()
 def reference_layers(
-    model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
+    source: str, dtype: str, model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
 ) -> Iterator[LayerCheck]:
     """The same of a whole model, computed by transformers' eager."""
     inputs, outputs = _record(model, names, passes)
-    for name in names:
-        grouped = _forward(model, model.get_submodule(name), "grouped_mm", inputs[name], "eager")
-        yield LayerCheck(
-            name, True, max(map(_gap, grouped, outputs[name])), inputs[name], outputs[name]
-        )
+    checkpoint = Checkpoint.open(resolve(source))
+    for layer, name in enumerate(names):
+        given, expected = inputs[name], outputs[name]
+        grouped = _forward(model, model.get_submodule(name), "grouped_mm", given, "eager")
+        reference = _as_stored(checkpoint, dtype, layer, model, given, "eager") or expected
+        yield LayerCheck(name, True, max(map(_gap, grouped, reference)), given, expected, reference)
+
+
+def _as_stored(
+    checkpoint: Checkpoint,
+    dtype: str,
+    layer: int,
+    model: PreTrainedModel,
+    inputs: list[Inputs],
+    afterwards: str = IMPLEMENTATION,
+) -> list[Tensor]:
+    """Eager in float32 with the values that the format says; [] where the model's type has them."""
+    draft = Draft.of(checkpoint, dtype)
+    layout = draft.catalog.layouts[layer]
+    if all(exact(layout.weight(name), draft.dtype) for name in layout.encodings):
+        return []
+    wide = [(x.float(), index, weights.float()) for x, index, weights in inputs]
+    module = model.get_submodule(draft.catalog.layers[layer])
+    with _filled(module, load_experts(Draft.of(checkpoint, "float32"), layer)):
+        return _forward(model, module, "eager", wide, afterwards)
 
 
 def _record(
@@ -102,13 +131,14 @@ def _record(
 @contextmanager
 def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
     """The module with its parameters in memory, for a while."""
+    before = {name: module._parameters.get(name) for name in parameters}
     for name, tensor in parameters.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     try:
         yield
     finally:
         for name in parameters:
-            module.register_parameter(name, None)
+            module.register_parameter(name, before[name])
 
 
 def _forward(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -224,7 +224,8 @@ class Batch:
             had = length_of(own)
             positions += range(had, had + len(each))
             ends.append(len(positions) - 1)
-        with self._attending(), self._head_by_tokens():
+        experts = model.greenroom.alone() if self.exact else nullcontext()
+        with self._attending(), self._head_by_tokens(), experts:
             out = model(
                 input_ids=torch.tensor([[token for each in ids for token in each]],
                                        device=model.device),

@@ -3,7 +3,8 @@
 Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
 transformers' own `experts_implementation="eager"`. With the default kernels: the bits do not
 depend on the cache's size, nor on what is prefetched and when it arrives, and their distance to
-eager is at most twice that of transformers' `grouped_mm`.
+eager is at most twice that of transformers' `grouped_mm` (to eager with the values as stored, where
+the model's type cannot hold them: one_layer.py).
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Verdict:
     """What was found. Differences are of logits, or of layers' outputs where `whole` is False.
 
     Logits differ by leaps where a router's close call falls the other way; so what the kernels
-    promise is judged by layers on the same inputs: `layer_differences` to eager, of our kernels
-    and of grouped_mm, and `resolution`, one unit in the last place of the largest output.
+    promise is judged by layers on the same inputs: `layer_differences` to eager (`as_stored`: with
+    weights that are not rounded), of our kernels and of grouped_mm, and `resolution`, one unit in
+    the last place of the largest output.
     """
 
     whole: bool
@@ -50,6 +52,7 @@ class Verdict:
     grouped_mm_difference: float = 0.0
     kernels: str = ""
     layer_differences: tuple[float, float] = (0.0, 0.0)
+    as_stored: bool = False
     resolution: float = 0.0
     checks: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -140,7 +143,9 @@ class _Trial:
                 self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
         model = whole_model(draft)
         self.reference = greedy(model, ids, self.tokens)
-        self.layers = self.layers or list(reference_layers(model, draft.catalog.layers, [ids]))
+        self.layers = self.layers or list(
+            reference_layers(self.source, self.dtype, model, draft.catalog.layers, [ids])
+        )
         if adapter_of(draft.model) is None:
             model.set_experts_implementation("grouped_mm")
             logits = forced(model, ids, self.reference.tokens)
@@ -210,6 +215,7 @@ class _Trial:
         ours = max(layer.distance(model) for layer in self.layers)
         grouped_mm = max(layer.grouped_mm for layer in self.layers)
         verdict.layer_differences = ours, grouped_mm
+        verdict.as_stored = any(layer.reference is not layer.expected for layer in self.layers)
         largest = max(float(out.abs().max()) for layer in self.layers for out in layer.expected)
         verdict.resolution = torch.finfo(self.layers[0].expected[0].dtype).eps * largest
         if self.reference is not None:

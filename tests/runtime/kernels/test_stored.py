@@ -63,7 +63,7 @@ def pair(stored: Stored, bias: bool = True) -> nn.ModuleList:
 def test_the_bits_of_the_expanded_layer(style: Style) -> None:
     model = pair(matrix(style))
     stored, expanded = model
-    done = accelerate(model)
+    done = accelerate(model, rounded=True)
     assert done.counts == {"linear": 2}
     for rows in (1, 2, 4, FEW, FEW + 1, 40):
         x = torch.randn(rows, COLUMNS).bfloat16()
@@ -80,7 +80,7 @@ def test_the_bits_of_the_expanded_layer(style: Style) -> None:
 @pytest.mark.parametrize("name", ["q8_0", "q6_k", "int4-float16"])
 def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
     model = pair(matrix(BY_NAME[name], dtype=torch.float16), bias=False)
-    accelerate(model)
+    accelerate(model, rounded=True)
     x = torch.randn(1, COLUMNS).half()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -88,13 +88,13 @@ def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "int4-float16", "gguf_mxfp4"])
-def test_unrounded_weights_are_nearer_to_what_the_format_says(name: str) -> None:
+def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
     stored = matrix(BY_NAME[name])
     wide = Stored(stored.layout, torch.float32)
     for place, part in zip(wide.fill(), stored.parts, strict=True):
         place.copy_(part)
     model = pair(stored, bias=False)
-    accelerate(model, rounded=False)
+    accelerate(model)
     x = torch.randn(1, COLUMNS).bfloat16()
     wanted = x.double() @ wide.decoded().double().T
     assert distance(model[0](x), wanted) <= 1.001 * distance(model[1](x), wanted)
@@ -105,7 +105,7 @@ def test_an_embedding_looks_rows_up() -> None:
     stored = matrix(BY_NAME["q4_k"])
     module = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16).requires_grad_(False)
     keep(module, stored)
-    assert accelerate(module).counts == {"embedding": 1}
+    assert accelerate(module, rounded=True).counts == {"embedding": 1}
     ids = torch.randint(0, ROWS, (2, 7))
     assert torch.equal(module(ids), stored.decoded()[ids])
     assert module(ids[:, :0]).shape == (2, 0, COLUMNS)
@@ -131,7 +131,7 @@ def test_modules_that_share_a_matrix_share_a_parameter_again() -> None:
 def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> None:
     model = pair(matrix(BY_NAME["q8_0"]))
     assert expanded_bytes(model) == ROWS * COLUMNS * 2
-    accelerate(model)
+    accelerate(model, rounded=True)
     x = torch.randn(3, FEW, COLUMNS).bfloat16()
     wanted = model[1](x)
     monkeypatch.setattr(accelerated, "EXPANDED", 100 * COLUMNS * 2)
@@ -150,7 +150,7 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
 def test_what_does_not_fit_is_torch_s() -> None:
     model = pair(matrix(BY_NAME["q8_0"]), bias=False)
     stored, expanded = model
-    accelerate(model)
+    accelerate(model, rounded=True)
     odd = torch.randn(COLUMNS, 2).bfloat16().T
     assert torch.equal(stored(odd), expanded(odd))
     with pytest.raises(RuntimeError):
@@ -204,7 +204,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
 def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> None:
     one, other = attention(styles)
     for module in (one, other):
-        assert accelerate(module, reserve).counts["attention"] == 1
+        assert accelerate(module, reserve, rounded=True).counts["attention"] == 1
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for tokens in (1, 40):
@@ -213,10 +213,10 @@ def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> N
             assert torch.equal(mine, other(x, positions, None, copy.deepcopy(cache))[0])
 
 
-def test_attention_unrounded_is_near() -> None:
+def test_attention_with_weights_as_stored_is_near() -> None:
     one, other = attention({"q_proj": "q4_0", "k_proj": "q4_k", "v_proj": "q6_k", "o_proj": "q4_0"})
-    accelerate(one, reserve, rounded=False)
-    accelerate(other, reserve)
+    accelerate(one, reserve)
+    accelerate(other, reserve, rounded=True)
     x, positions, cache = inputs(other, 30, torch.bfloat16)
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
     wanted = other(x, positions, None, copy.deepcopy(cache))[0]

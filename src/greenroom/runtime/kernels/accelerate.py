@@ -78,7 +78,7 @@ def accelerate(
     model: nn.Module,
     reserve: Reserve = lambda cache, layer: None,
     onto: Onto | None = None,
-    rounded: bool = True,
+    rounded: bool = False,
 ) -> Accelerated:
     """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
 

@@ -61,7 +61,7 @@ class OneToken:
         style: Style | None,
         reserve: Reserve,
         tried: dict[Any, bool],
-        rounded: bool = True,
+        rounded: bool = False,
     ) -> None:
         """`tried` remembers the verdict on a class; `rounded` as for `Matrix`."""
         own: Any = module

@@ -34,6 +34,7 @@ from greenroom.runtime.kernels.ir import (
 )
 
 BLOCK = 64  # elements of the intermediate dimension that are summed on their own
+FEW = 4  # rows up to which one by one is faster than widening encoded weights for all
 MANY = 8  # rows from which an expert's weights are widened once and for all
 GROUP = 16  # weight rows widened together
 F = np.float32(0)
@@ -41,13 +42,14 @@ F = np.float32(0)
 # Activations that are computed here; the others are called on the module.
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
-# The words of `wave`. Slots, experts and finished units (one each per expert) follow them.
-WAVE_WORDS = 37
+# The words of `wave`. APART: rows of an expert up to which encoded weights are multiplied with one
+# at a time. Slots, experts and finished units (one each per expert) follow them.
+WAVE_WORDS = 38
 (
     CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
     MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
     WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_PRODUCT, UP_LAYOUT,
-    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW,
+    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW, APART,
 ) = range(WAVE_WORDS)  # fmt: skip
 
 # The words of `combine`.
@@ -191,19 +193,23 @@ def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1
 @njit(inline="always")
 def encoded(
     product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch,
-    packed, after,
+    packed, after, apart,
 ):  # fmt: skip
     """As `plain`, for a matrix that `product` expands (see encoded.py).
 
-    One row of x is multiplied while the weights are in registers; for more, GROUP rows of weights
-    at a time are written to the scratch memory. `packed` is the address of the row of x that lies
-    packed there (0: none); returns that address as it is afterwards. Codes at `after` come next.
+    Up to `apart` rows of x are multiplied one by one, with weights in registers: each has the bits
+    that it has alone. For more, GROUP rows of weights at a time are written to the scratch memory.
+    `packed` is the address of the row of x that lies packed there (0: none);
+    returns that address as it is afterwards. Codes at `after` come next.
     """
-    if j1 - j0 == 1:
-        one, result = row(x, xi, j0, K), row(out, oi, j0, width) + 4 * first
-        return one_row(
-            product, layout, slot, K, first, N, block, carry, one, result, scratch, packed, after
-        )  # fmt: skip
+    if j1 - j0 <= apart:
+        for j in range(j0, j1):
+            one, result = row(x, xi, j, K), row(out, oi, j, width) + 4 * first
+            packed = one_row(
+                product, layout, slot, K, first, N, block, carry, one, result, scratch, packed,
+                after,
+            )  # fmt: skip
+        return packed
     for n in range(0, N, GROUP):
         count = min(GROUP, N - n)
         rows = expanded_rows(product, layout, slot, K, first + n, count, scratch)
@@ -370,7 +376,7 @@ def wave(kind, stamp, by_columns, by_code):
                         after = codes_of(p, word(p, CURSOR), up_total, ups, downs, pairs // runs)
                     packed = encoded(
                         product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
-                        j0, j1, scratch, packed, after,
+                        j0, j1, scratch, packed, after, word(p, APART),
                     )  # fmt: skip
                 elif by_columns:
                     transposed(

@@ -2,9 +2,10 @@
 
 Weights are read in place from the slots, widened in registers and multiplied in float32; values
 are rounded where eager rounds them. Encoded weights are expanded in registers too, to the values
-that their decoder gives. An element of the result depends only on its token, its experts and their
-weights: not on the wave, the slot, the batch, or the number of threads. (Of MXFP4 it depends on the
-batch: an expert's only token is multiplied by whole numbers, see matrix.py.) The down projection is
+that their format says (matrix.py). An element of the result depends only on its token, its experts
+and their weights: not on the wave, the slot, the batch, or the number of threads. (Of encoded
+experts it depends on the batch: those with few tokens multiply them one by one, by whole numbers.
+`alone` makes all do so.) The down projection is
 summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
 into pieces that are computed one after the other, without changing a bit.
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from greenroom.runtime.kernels.matrix import Matrix
 from greenroom.runtime.kernels.openmp import Body, body
 from greenroom.runtime.kernels.routing import Routing
 
+_ALL = 1 << 62
 _SERIAL = 1 << 16  # elements below which the sum over experts is not worth a second thread
 
 
@@ -49,7 +52,7 @@ class Plan:
         *("scratch", "steps", "tail", "up_bias", "wave"),
     )
 
-    def __init__(self, layer: LayerExperts, rounded: bool = True) -> None:
+    def __init__(self, layer: LayerExperts, rounded: bool = False) -> None:
         self.activation: Activation = find_activation(layer)
         self.rounded = rounded
         weights = layer.up_weight, layer.down_weight
@@ -81,7 +84,7 @@ class Plan:
         ]
 
 
-def plan_of(layer: LayerExperts, rounded: bool = True) -> Plan:
+def plan_of(layer: LayerExperts, rounded: bool = False) -> Plan:
     """The layer's plan, made at its first use; `rounded` as for `Matrix`."""
     if not isinstance(layer.plan, Plan) or layer.plan.rounded != rounded:
         layer.plan = Plan(layer, rounded)
@@ -127,11 +130,21 @@ class Fused:
     """`kernels="numba"`; `float32` says whether float32 models are computed here too."""
 
     name = "numba"
-    rounded = True  # are encoded weights rounded to the model's type, as the reference rounds them?
+    rounded = False  # are encoded weights rounded to the model's type, as transformers' expansion?
 
     def __init__(self, float32: bool = False) -> None:
+        self.apart = compiled.FEW  # tokens of an encoded expert up to which each is by itself
         self._float32 = float32
         self._local = threading.local()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For the while every token has the bits that it has alone, of encoded experts too."""
+        before, self.apart = self.apart, _ALL
+        try:
+            yield
+        finally:
+            self.apart = before
 
     def fuses(self, layer: LayerExperts) -> bool:
         """Is a layer computed here, or left to the eager kernel?"""
@@ -259,7 +272,8 @@ class Fused:
             "q",
             [
                 *(0, 0, up, down, count, *step.routing_words, carry, *step.words),
-                *(scratch, stride, *plan.tail, *steps, step.narrow, *slots, *experts, *[0] * count),
+                *(scratch, stride, *plan.tail, *steps, step.narrow, self.apart),
+                *(*slots, *experts, *[0] * count),
             ],
         )
 
@@ -296,13 +310,12 @@ class Fused:
         out[rows] = norm(h).float()
 
 
-class Unrounded(Fused):
-    """`kernels="unrounded"`: encoded weights are what their format says, and not rounded.
+class Rounded(Fused):
+    """`kernels="rounded"`: encoded weights are rounded to the model's type before they are used.
 
-    The reference rounds them to the model's type, and what that changes is the distance to it:
-    some thousandths of the output's norm, or nothing where weights are numbers of that type. In
-    return one token's products are of integers where the processor has them (integer.py).
+    So does transformers, which expands a checkpoint to that type; a layer has the bits of the
+    default kernels on the checkpoint that it would save.
     """
 
-    name = "unrounded"
-    rounded = False
+    name = "rounded"
+    rounded = True

@@ -1,12 +1,14 @@
 """How a compiled wave is told of an encoded matrix, and which matrices it can be told of.
 
-By default weights are rounded to the model's type, as the reference rounds them, and a product has
-the bits of the expanded matrix's. Where rounding changes no weight (`exact`) the faster products of
-`kernels="unrounded"` compute the same sum, and are the default too: of whole numbers where the
-processor has them (integer.py). Then only inputs below a 64th of the largest of their 32 neighbours
-are rounded, to 2^-15 of that one: by less than a rounding of the sum to 16 bits, where grouped_mm
-rounds once more. Of the encodings that is so for MXFP4 in bfloat16 alone: two significant bits
-times a power of two. int8's and q8_0's products have up to 19 bits, int4's and q4_0's up to 14.
+By default weights are what their format says, in float32: codes times scales. One token is
+multiplied by whole numbers where the processor has them (integer.py): then only inputs below a 64th
+of the largest of their 32 neighbours are rounded, to 2^-15 of that one, by less than a rounding of
+the sum to 16 bits, where grouped_mm rounds once more.
+
+`kernels="rounded"` rounds weights to the model's type first, as transformers does when it expands a
+checkpoint, and has the bits of the expanded matrix's product. int8's and q8_0's weights have up to
+19 significant bits, int4's and q4_0's up to 14, bfloat16 has 8. Where rounding changes no weight
+(`exact`: MXFP4 in bfloat16, two bits times a power of two) there is nothing to do first.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Matrix:
 
     __slots__ = ("_layout", "_product", "packs", "words")
 
-    def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = True) -> None:
-        """`rounded`: weights are rounded to `dtype`, the model's, as the reference rounds them."""
+    def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
+        """`rounded`: weights are rounded to `dtype`, the model's, as transformers expands them."""
         rows, columns = weight.shape
         codes, share, together, scale_row = weight.parts[0], 1, 1, 0
         if len(weight.parts) > 1:

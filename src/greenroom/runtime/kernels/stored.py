@@ -121,7 +121,7 @@ class Stored:
 class Record:
     """What compiled bodies know of a matrix: the words at `address` (see layers.py)."""
 
-    def __init__(self, weight: Tensor | Stored, rounded: bool = True) -> None:
+    def __init__(self, weight: Tensor | Stored, rounded: bool = False) -> None:
         """`rounded` as for `Matrix`."""
         spec = weight.spec if isinstance(weight, Stored) else _plain(weight)
         self._matrix = Matrix(spec, weight.dtype, rounded)

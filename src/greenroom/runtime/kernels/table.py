@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from greenroom.errors import UnknownName, UsageError
 from greenroom.runtime.kernels.base import Kernel, LayerExperts
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused, Unrounded
+from greenroom.runtime.kernels.fused import Fused, Rounded
 
 KERNELS: dict[str, type[Eager] | type[Fused]] = {
-    kind.name: kind for kind in (Eager, Fused, Unrounded)
+    kind.name: kind for kind in (Eager, Fused, Rounded)
 }
 ON_GPUS = "triton"  # what computes there; made by a library that only they need
 
