@@ -35,9 +35,10 @@ from safetensors.torch import save_file
 
 from greenroom.config import TopicsConfig, show_bytes
 from greenroom.core.layout import SlotLayout
-from greenroom.hf import attach
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf import places
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Host
@@ -317,7 +318,7 @@ def layout_of(shape: Shape, encoding: str) -> SlotLayout:
 @torch.inference_mode()
 def kernel_rows(name: str, shape: Shape, args: argparse.Namespace) -> None:
     """Experts a second of the kernels, everything in slots, against reading device memory."""
-    engine = attach.engine_for(Parts(None, 1, cuda=True))  # type: ignore[arg-type]
+    engine = places.engine_for(Parts(None, 1, cuda=True))  # type: ignore[arg-type]
     chosen = kernel("eager" if args.fake else "triton")
     device, bfloat16 = engine.device, torch.bfloat16
     big = torch.ones(1 << (16 if args.fake else 28), device=device)
@@ -375,7 +376,7 @@ def main() -> None:
     parser.add_argument("--fake", action="store_true", help="a dry run on a CPU, tiny")
     args = parser.parse_args()
     if args.fake:
-        attach.engine_for = lambda parts: Host()
+        places.engine_for = lambda parts: Host()
         args.layers = min(args.layers, 2)
     elif not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --fake is a dry run")

@@ -18,9 +18,10 @@ from greenroom.core.events import HOST, Routed
 from greenroom.core.rates import Rates
 from greenroom.core.tiers import HostTier
 from greenroom.errors import UnknownName
-from greenroom.hf import attach
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf import places
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from greenroom.hf.report import startup_line
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Host
@@ -94,7 +95,7 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("tests/gpu has the compiled ones")
-    monkeypatch.setattr(attach, "engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Host())
     parts = {"fake": False, "cuda": True, "kernels": kernels}
     for name in ("qwen3_moe", "gpt_oss"):
         with torch.inference_mode():

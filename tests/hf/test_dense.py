@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.errors import CheckpointError
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.dense import _used_by_code
 from greenroom.hf.load import load
+from greenroom.hf.parts import Parts
 from greenroom.hf.reference import whole_model
 from greenroom.runtime.kernels.stored import stored_of
 from tests.gguf_models import write

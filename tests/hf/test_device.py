@@ -17,10 +17,12 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, DeviceError, UsageError
-from greenroom.hf import attach, load
-from greenroom.hf.attach import Greenroom, Parts, kernels_of
+from greenroom.hf import load, places
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import DeviceBudget, Needs, capacity_for, host_slots
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
+from greenroom.hf.places import kernels_of
 from greenroom.runtime.cuda.engine import Host
 from greenroom.runtime.memory import available_bytes, rss_bytes
 from tests.models import cached_tiny, reference
@@ -31,7 +33,7 @@ GIB = 1 << 30
 @contextmanager
 def placed(name: str, monkeypatch, engine: Host | None = None, **parts: Any) -> Iterator[Any]:
     """A tiny model in bfloat16 on the stand-in for a GPU."""
-    monkeypatch.setattr(attach, "engine_for", lambda parts: engine or Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts: engine or Host())
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model = draft.load()
     parts = {"kernels": "eager", "capacity": 3, **parts}
@@ -121,9 +123,9 @@ def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
     assert kernels_of(Parts(catalog, 1)) == "numba"
     with pytest.raises(UsageError, match="numba computes on a CPU"):
         kernels_of(Parts(catalog, 1, cuda=True, kernels="numba"))
-    monkeypatch.setattr(attach, "find_spec", lambda name: object())
+    monkeypatch.setattr(places, "find_spec", lambda name: object())
     assert kernels_of(Parts(catalog, 1, cuda=True)) == "triton"
-    monkeypatch.setattr(attach, "find_spec", lambda name: None)
+    monkeypatch.setattr(places, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         assert kernels_of(Parts(catalog, 1, cuda=True)) == "eager"
     assert "greenroom[gpu]" in caplog.text

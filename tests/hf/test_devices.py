@@ -12,10 +12,11 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig, devices_of
 from greenroom.errors import BudgetError, DeviceError, UnknownName, UsageError
-from greenroom.hf import attach, load
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf import load, places
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import Needs, capacity_for
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from greenroom.runtime.cuda.engine import Host
 from tests.hf.test_device import Broken, ids
 from tests.models import cached_tiny, reference
@@ -29,7 +30,7 @@ def spread(
 ) -> Iterator[Any]:
     """A tiny model in bfloat16 with its experts over two stand-ins for GPUs."""
     both = engines or (Host(), Host())
-    monkeypatch.setattr(attach, "engine_for", lambda parts, number=0: both[number])
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: both[number])
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model: Any = draft.load()
     parts = {"kernels": "eager", "capacity": 4, **parts}

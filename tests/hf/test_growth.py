@@ -12,11 +12,12 @@ import greenroom
 from greenroom.errors import BudgetError
 from greenroom.hf import growth as module
 from greenroom.hf import kv
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import SLACK, Needs, Workspace
 from greenroom.hf.build import Draft
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import kv_bytes
+from greenroom.hf.parts import Parts
 from greenroom.runtime.cuda.engine import Host
 from tests.models import cached_tiny, reference
 
@@ -167,7 +168,7 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
     draft, released = Draft.of(folder), []
     slot = draft.catalog.slot_bytes
     monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 3 * slot)
-    monkeypatch.setattr("greenroom.hf.attach.engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr("greenroom.hf.places.engine_for", lambda parts, number=0: Host())
     monkeypatch.setattr(kv, "BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv_bytes.BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv_bytes.FREED", 0)

@@ -137,7 +137,7 @@ def test_what_a_gpu_s_cache_takes():
 
 def test_keys_and_values_on_the_host_are_of_its_budget(draft):
     from greenroom.config import LoadConfig
-    from greenroom.hf.attach import Parts
+    from greenroom.hf.parts import Parts
 
     away = KVBytes((Layer(1 << 20),) * 8, Kind("offloaded"), on_a_gpu=True)
     parts = Parts(draft.catalog, 4, fake=True, context=1024)

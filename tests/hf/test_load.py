@@ -11,8 +11,8 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, ClosedError, StoreError, UnknownName, UsageError
-from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
+from greenroom.hf.slots import slots_for
 from greenroom.policies import DEFAULT
 from tests.models import cached_tiny, reference
 
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypat
         raise UsageError("no")
 
     before = readers()
-    monkeypatch.setattr("greenroom.hf.attach.accelerate", fail)
+    monkeypatch.setattr("greenroom.hf.bindings.accelerate", fail)
     with pytest.raises(UsageError, match="no"):
         greenroom.load(folder, cache="25%", kernels="numba")
     assert readers() == before

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.forward import BINDING, experts_forward, experts_onto
 from greenroom.runtime.kernels.decoder import OneLayer

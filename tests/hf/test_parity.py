@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
 from tests.models import ARCHITECTURES, MULTIMODAL, cached_tiny, reference
 
 NAMED = (

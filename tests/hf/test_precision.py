@@ -13,11 +13,12 @@ from greenroom.core.events import Compute, Routed
 from greenroom.core.pieces import Copies
 from greenroom.core.precision import EXACT, LEFT_OUT, LOW, Thresholds
 from greenroom.errors import BudgetError, UsageError
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.lesser import copies_of
 from greenroom.hf.load import load_with
 from greenroom.hf.pack.copies import CopiesCatalog
+from greenroom.hf.parts import Parts
 from greenroom.hf.report import startup_line
 from greenroom.policies import policy
 from greenroom.runtime.encodings import ENCODINGS

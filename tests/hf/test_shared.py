@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.events import Predicted, Routed
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.experts import expert_modules
+from greenroom.hf.parts import Parts
 from greenroom.hf.shared import Shared, attach
 from tests.models import cached_tiny, make
 

@@ -16,13 +16,15 @@ import greenroom
 from greenroom.core.cache import group_sizes
 from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageError
 from greenroom.hf import watch
-from greenroom.hf.attach import Greenroom, Parts, pieces_of
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.learned import Learned
 from greenroom.hf.pack.making import pack
 from greenroom.hf.pack.reading import check_whole
+from greenroom.hf.parts import Parts
 from greenroom.hf.reference import whole_model
+from greenroom.hf.slots import pieces_of
 from greenroom.hf.split import nearest, split_experts
 from greenroom.hf.verify import verify
 from tests.hf.pack.rig import fill

@@ -11,9 +11,10 @@ import torch
 
 from greenroom.core.predictor import PassBegins
 from greenroom.hf import together
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.kv_kinds import Kind
+from greenroom.hf.parts import Parts
 from greenroom.hf.together import Batch, causal
 from greenroom.runtime.kernels.decoder import OneLayer
 from tests.models import cached_tiny

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoTokenizer
 
 from greenroom.config import ServeConfig
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import Needs, Workspace
 from greenroom.hf.build import Draft
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import kv_bytes
+from greenroom.hf.parts import Parts
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store import DiskStore
 from greenroom.server.engine import ContinuousEngine, Loaded

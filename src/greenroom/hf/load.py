@@ -19,16 +19,7 @@ from greenroom.core.queue import staging_seats
 from greenroom.core.scope import least_capacity
 from greenroom.errors import CheckpointError, DeviceError, UsageError
 from greenroom.hf import learned
-from greenroom.hf.attach import (
-    COMPILED,
-    Greenroom,
-    Parts,
-    engines_for,
-    kernels_of,
-    lanes_of,
-    pieces_of,
-    slots_for,
-)
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import (
     PREFILL_BLOCK,
     DeviceBudget,
@@ -46,7 +37,10 @@ from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
 from greenroom.hf.lesser import check_copies, copies_of, thresholds
+from greenroom.hf.parts import Parts
+from greenroom.hf.places import COMPILED, engines_for, kernels_of, lanes_of
 from greenroom.hf.settled import settled
+from greenroom.hf.slots import pieces_of, slots_for
 from greenroom.hf.split import split_experts
 from greenroom.hf.watch import START, auto_split
 from greenroom.policies import choose

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
-from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.lesser import LESSER, check_copies
 from greenroom.hf.load import context_of, load_with, tokenizer_of
 from greenroom.hf.passes import Passes
+from greenroom.hf.slots import slots_for
 from greenroom.runtime.memory import give_back
 
 WINDOW = 512  # tokens that are read at a time, without what came before them

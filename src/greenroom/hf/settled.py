@@ -8,8 +8,8 @@ from dataclasses import replace
 from greenroom.config import LoadConfig, scope_of
 from greenroom.core.machine import name_of
 from greenroom.core.scope import least_capacity
-from greenroom.hf.attach import pieces_of
 from greenroom.hf.parts import Parts
+from greenroom.hf.slots import pieces_of
 from greenroom.plan import kept
 from greenroom.runtime.measure import host
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
-from greenroom.hf.attach import slots_for
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
@@ -28,6 +27,7 @@ from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
 from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.passes import Passes
 from greenroom.hf.reference import loads_whole, whole_model
+from greenroom.hf.slots import slots_for
 from greenroom.runtime.memory import available_bytes, give_back
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from greenroom.errors import CheckpointError, OutputError, UnknownName, UsageError
-from greenroom.hf.attach import Greenroom, Parts
+from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.header import read_header
 from greenroom.hf.pack import benches, data, making
 from greenroom.hf.pack.making import pack
+from greenroom.hf.parts import Parts
 from greenroom.hf.reference import whole_model
 from greenroom.runtime.slots import HostSlots
 from tests.gguf_models import write

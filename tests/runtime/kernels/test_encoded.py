@@ -1,4 +1,4 @@
-"""`kernels="rounded"` has the bits of plain experts on the decoder's weights; the default is near."""
+"""The bits of plain experts on the decoder's weights, where those are rounded; near elsewhere."""
 
 from __future__ import annotations
 

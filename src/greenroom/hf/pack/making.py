@@ -21,7 +21,7 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.core.layout import SlotLayout
 from greenroom.errors import OutputError, UnknownName, UsageError
-from greenroom.hf import attach as _registers_the_experts_implementation  # noqa: F401
+from greenroom.hf import bindings as _registers_the_experts_implementation  # noqa: F401
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint

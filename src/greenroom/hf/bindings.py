@@ -1,0 +1,222 @@
+"""What a model's experts modules are bound to: the kernel, the layers' places, what runs beside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from greenroom.core.precision import LOW
+from greenroom.core.predictor import Ids
+from greenroom.hf.build import IMPLEMENTATION
+from greenroom.hf.kv import reserve
+from greenroom.hf.lesser import layer_with_less, memory_of
+from greenroom.hf.pack.format import PackCatalog
+from greenroom.hf.parts import Parts
+from greenroom.hf.shared import Shared
+from greenroom.hf.shared import attach as shared
+from greenroom.hf.slots import AnySlots
+from greenroom.runtime.cuda.both import Both
+from greenroom.runtime.cuda.calibrate import calibrate
+from greenroom.runtime.cuda.engine import Engine, Host
+from greenroom.runtime.cuda.slab import PlacedSlots
+from greenroom.runtime.cuda.spread import Spread, SpreadSlots
+from greenroom.runtime.driver import Driver
+from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
+from greenroom.runtime.kernels import Kernel, LayerExperts, described
+from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
+from greenroom.runtime.kernels.fused import Fused
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.stored import put_back
+from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.lesser import Lessened
+from greenroom.runtime.nested import NestedSlots
+from greenroom.runtime.probes.inputs import GateInputs
+from greenroom.runtime.segments import Segmented, SegmentedExperts
+from greenroom.runtime.slots import HostSlots, SlotKinds
+
+COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
+
+log = logging.getLogger(__name__)
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a model's experts are computed from: the slots, those of the host's processor too where
+    it computes (`slab`), and the GPUs, if there are any."""
+
+    slots: AnySlots
+    slab: PlacedSlots | None
+    engines: Sequence[Engine]
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0] if self.engines else Host()
+
+    @property
+    def computed(self) -> Callable[[Sequence[int]], None] | None:
+        """Is told of the slots of each wave, where the device computes it later."""
+        if isinstance(self.slots, HostSlots | NestedSlots | SlotKinds):
+            return None
+        return self.slots.computed
+
+
+class Bindings:
+    """The experts modules of one model, from `bind` to `detach`."""
+
+    def __init__(
+        self, kernel: Kernel, modules: Sequence[nn.Module], parts: Parts, memory: Memory
+    ) -> None:
+        self.kernel, self.modules = kernel, modules
+        self.accelerated: Accelerated | None = None
+        self.shared: Shared | None = None
+        self._parts, self._memory = parts, memory
+
+    def bind(
+        self,
+        model: PreTrainedModel,
+        driver: Driver,
+        inputs: GateInputs | None,
+        chosen: Callable[[int, Ids], None] | None,
+    ) -> None:
+        """Give every module what it needs to be served. `inputs` are those of the routers, `chosen`
+        is told what each step's tokens chose."""
+        if isinstance(self.kernel, Fused):
+            self.accelerated = accelerate(model, reserve, experts_onto, self.kernel.rounded)
+        else:
+            put_back(model)
+        self.shared = shared(model, self.modules)
+        policy, computing = driver.scheduler.cache.policy, self._computing()
+        for layer, module in enumerate(self.modules):
+            experts = self._experts(layer, module)
+            self._over(computing, experts, model)
+            if layer == 0:
+                self._begin(computing, experts, driver)
+            binding = Binding(
+                driver,
+                computing,
+                layer,
+                experts,
+                policy.weighs,
+                self._parts.thresholds is not None,
+                inputs=partial(inputs.latest, layer) if inputs else None,
+                meanwhile=self.shared.meanwhile[layer],
+                computed=self._memory.computed,
+                chosen=chosen,
+            )
+            setattr(module, BINDING, binding)
+
+    def _computing(self) -> Any:
+        """The kernel, or what has it compute on several devices, on the host too, or in parts."""
+        parts, slots, slab = self._parts, self._memory.slots, self._memory.slab
+        kinds = len(slots.kinds) if isinstance(slots, SlotKinds) else 1
+        spread = Spread(self.kernel, slots) if isinstance(slots, SpreadSlots) else None
+        if slab is not None:
+            return Both(spread or self.kernel, self._memory.engine, slab)
+        if spread is not None:
+            return spread
+        if parts.catalog.layouts[0].segments:
+            return Segmented(self.kernel, kinds)
+        return Lessened(self.kernel, kinds) if parts.thresholds is not None else self.kernel
+
+    def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
+        """A layer's experts as they lie in the slots."""
+        parts, slots = self._parts, self._memory.slots
+        if parts.catalog.layouts[0].segments:
+            return self._in_segments(layer, module)
+        if parts.thresholds is not None:
+            return layer_with_less(parts, module, layer, slots)
+        first = slots.each[0] if isinstance(slots, SpreadSlots) else slots
+        return LayerExperts(module, parts.catalog.layouts[layer], memory_of(first))
+
+    def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
+        """A layer whose experts lie in segments, all in one slot or in those of two parts."""
+        catalog, slots = self._parts.catalog, self._memory.slots
+        layout = catalog.layouts[layer]
+        if not isinstance(slots, SlotKinds):
+            assert isinstance(slots, HostSlots)
+            return SegmentedExperts(module, layout, [slots], 0)
+        assert isinstance(catalog, PackCatalog)
+        tops = slots.kinds[0 if self._parts.scope == "shared" else layer]
+        cut = catalog.cuts[layer]
+        of = [tops, slots.kinds[-1]] if cut < len(layout.segments) else [tops]
+        return SegmentedExperts(module, layout, of, cut)  # type: ignore[arg-type]
+
+    def _over(self, computing: Any, experts: LayerExperts, model: PreTrainedModel) -> None:
+        """Have a layer computed wherever its experts are."""
+        engines, devices = self._memory.engines, len(self._parts.devices)
+        spread = computing.kernel if isinstance(computing, Both) else computing
+        if isinstance(spread, Spread):
+            spread.over(experts, [engine.device for engine in engines] or [model.device] * devices)
+        if isinstance(computing, Both):
+            computing.over(experts)
+
+    def _begin(self, computing: Any, experts: LayerExperts, driver: Driver) -> None:
+        """Measure on the first layer what the scheduler shares misses out by (from there on it sees
+        for itself), and say what a GPU's kernel leaves to the slower, eager one."""
+        memory, rates = self._memory, driver.scheduler.rates
+        if memory.slab is not None:
+            assert rates is not None
+            rates.known(calibrate(computing, experts, memory.engine, memory.slots, memory.slab))
+        if self.kernel.name == ON_GPUS:
+            from greenroom.runtime.cuda.kernels import unread
+
+            if (reason := unread(experts)) is not None:
+                log.warning("%s: the kernels eager compute them, on the GPU too", reason)
+
+    @property
+    def experts(self) -> list[LayerExperts]:
+        """Every layer's."""
+        return [getattr(module, BINDING).experts for module in self.modules]
+
+    def described(self) -> str:
+        """What computes the experts."""
+        return described(self.kernel, self.experts)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A token's experts do not know of others beside it for the while."""
+        return self.kernel.alone() if isinstance(self.kernel, Fused) else nullcontext()
+
+    def by_tokens(self, layers: int) -> bool:
+        """Has every layer of so many a way of its own for single tokens?"""
+        known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
+        return known == layers and not any(experts.unfused for experts in self.experts)
+
+    def compile(self) -> None:
+        """Have the kernels compiled now, for one token and for many."""
+        binding: Binding = getattr(self.modules[0], BINDING)
+        experts, slots, engines = [0], [0], self._memory.engines
+        for tokens in (1, COMPILED_TOKENS):
+            device = engines[0].device if engines else None
+            dtype = binding.experts.dtype
+            x = torch.zeros(tokens, binding.experts.hidden, dtype=dtype, device=device)
+            weights = torch.ones(tokens, 1, dtype=dtype, device=device)
+            routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
+            kernel = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
+            step = kernel.begin(binding.experts, x, routing, weights)
+            kernel.wave(step, experts, slots)
+            kernel.combine(step)
+            if self._parts.copies is not None:
+                step = kernel.begin(binding.experts, x, routing, weights)
+                kernel.wave(step, experts, [1], LOW)  # type: ignore[call-arg]
+                kernel.combine(step)
+
+    def detach(self) -> None:
+        """Take out what was put in; a second call does nothing."""
+        for module in self.modules:
+            if hasattr(module, BINDING):
+                delattr(module, BINDING)
+        for part in (self.shared, self.accelerated):
+            if part is not None:
+                part.detach()
