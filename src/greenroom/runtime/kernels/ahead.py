@@ -29,7 +29,8 @@ def compile_all(dtype: str) -> None:
     machine_code(compiled.wave, dtype, False, False)
     for dense in (layers.gemv, heads.project, heads.attend):
         machine_code(dense, dtype, False)
-    for small in (compiled.combine, layers.rms_norm, layers.join, choice.select):
+    machine_code(choice.select, dtype, False)
+    for small in (compiled.combine, layers.rms_norm, layers.join):
         machine_code(small, dtype)
     for any_type in (layers.in_turn, choice.place):
         machine_code(any_type, "float32")

@@ -1,22 +1,26 @@
-"""From a router's scores to its choice (`select`) and to the slots of its experts (`place`).
+"""From a router's products to its choice (`select`) and to the slots of its experts (`place`).
 
-Compiled, for one token. Not parallel regions' bodies: one thread does it, in less time than Python
-takes for one list.
+Compiled, for one token. One thread does it, in less time than Python takes for one list.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
-from greenroom.runtime.kernels.ir import address_of, get, put, put_word, word
+from greenroom.runtime.kernels.compiled import exp
+from greenroom.runtime.kernels.ir import address_of, claim, get, put, put_word, word
 
 F = np.float32(0)
 
-# The words of `select`: SCORES, float32 [S_NUMBER]; the results go to S_IDS, int64 [S_TOP_K], and
-# S_WEIGHTS [S_TOP_K]. SUMMED: are weights divided by their sum? Room for S_TOP_K + 1 ids and as
-# many float32 follows.
-SELECT_WORDS = 8
-S_FOUND, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_BEST = range(SELECT_WORDS)
+# The words of `select`, after the cursor: the products, [S_NUMBER] of the model's type; SCORES,
+# float32 [S_NUMBER], their softmax, and the results go to S_IDS, int64 [S_TOP_K], and S_WEIGHTS
+# [S_TOP_K]. SUMMED: are weights divided by their sum? Room for S_TOP_K + 1 ids and as many float32
+# follows.
+SELECT_WORDS = 10
+(
+    S_TURN, S_FOUND, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_BEST,
+) = range(SELECT_WORDS)  # fmt: skip
 
 # The words of `place`. From FIRST_PIECE to STEP they are those of core/whole.py's Tables. IDS is
 # the address of the ids chosen [K]; the results go to P_EXPERTS, in ascending order, P_SLOTS and
@@ -28,43 +32,74 @@ PLACE_WORDS = 13
 ) = range(PLACE_WORDS)  # fmt: skip
 
 
-def select(kind, stamp):
-    """The largest scores in descending order and whose they are, rounded to `kind`.
+@njit(inline="always")
+def softmax(kind, products, count, out):
+    """out [count], float32, from products of `kind`; False where one is no number."""
+    largest = get(kind, products, 0)
+    for e in range(count):
+        v = get(kind, products, e)
+        if v != v:
+            return False
+        largest = max(largest, v)
+    total = F
+    for e in range(count):
+        v = exp(get(kind, products, e) - largest)
+        put(F, out, e, v)
+        total += v
+    for e in range(count):
+        put(F, out, e, get(F, out, e) / total)
+    return total == total
 
-    S_FOUND becomes their number. It stays 0 where equal scores leave the order open, which is then
-    its algorithm's, or one is no number. Sums are taken in that order, in float32.
+
+@njit(inline="always")
+def largest(scores, number, most, best, ids):
+    """The `most` largest scores in descending order and whose they are; of equal ones those with
+    the lowest ids, in ascending order. Returns how many there are."""
+    count = 0
+    for e in range(number):
+        v = get(F, scores, e)
+        if count == most and v <= get(F, best, most - 1):
+            continue
+        i = min(count, most - 1)
+        while i > 0 and get(F, best, i - 1) < v:
+            put(F, best, i, get(F, best, i - 1))
+            put_word(ids, i, word(ids, i - 1))
+            i -= 1
+        put(F, best, i, v)
+        put_word(ids, i, e)
+        count = min(count + 1, most)
+    return count
+
+
+def select(kind, stamp, wide):
+    """The softmax of a router's products, in float32, its largest scores and whose they are.
+
+    S_FOUND becomes their number; weights are rounded to `kind`, or `wide`. It stays 0 where the last one
+    chosen and the next are equal, so that another could as well be chosen, or one is no number.
     """
 
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
-        count, most, scores = 0, word(p, S_TOP_K) + 1, word(p, SCORES)
-        ids = p + 8 * S_BEST
-        best = ids + 8 * most
-        for e in range(word(p, S_NUMBER)):
-            v = get(F, scores, e)
-            if v != v:  # not a number
-                return
-            if count == most and v <= get(F, best, most - 1):
-                continue
-            i = min(count, most - 1)
-            while i > 0 and get(F, best, i - 1) < v:
-                put(F, best, i, get(F, best, i - 1))
-                put_word(ids, i, word(ids, i - 1))
-                i -= 1
-            put(F, best, i, v)
-            put_word(ids, i, e)
-            count = min(count + 1, most)
+        if claim(p, S_TURN, 1) != 0:
+            return
+        top, scores, ids = word(p, S_TOP_K), word(p, SCORES), p + 8 * S_BEST
+        best = ids + 8 * (top + 1)
+        if not softmax(kind, word(p, PRODUCTS), word(p, S_NUMBER), scores):
+            return
+        count = largest(scores, word(p, S_NUMBER), top + 1, best, ids)
+        if count > top and get(F, best, top - 1) == get(F, best, top):
+            return
         total = F
-        for i in range(most - 1):
-            if i + 1 < count and get(F, best, i) == get(F, best, i + 1):
-                return
+        for i in range(top):
             total += get(F, best, i)
-        for i in range(most - 1):
+        for i in range(top):
             v = get(F, best, i)
-            put(kind, word(p, S_WEIGHTS), i, v / total if word(p, SUMMED) != 0 else v)
+            if word(p, SUMMED) != 0:
+                v = v / total
+            put(F if wide else kind, word(p, S_WEIGHTS), i, v)
             put_word(word(p, S_IDS), i, word(ids, i))
-        put_word(p, S_FOUND, most - 1)
+        put_word(p, S_FOUND, top)
 
     return enter
 

@@ -1,8 +1,8 @@
 """A decoder layer of the common kind for the one token of a decode step, in two parallel regions.
 
 The first goes from the hidden state over norm, attention and residual sum to the block's input; the
-router chooses, with torch's bits (router.py); the second goes from the experts to the layer's
-output. Where all experts of a token are in their slots nothing but the router runs in Python
+router chooses (router.py) in the first, where it is of a known kind; the second goes from the
+experts to the layer's output. Where all experts of a token are in their slots nothing is computed
 between: after a wave of experts has gone through the caches each of its small operations takes as
 long as a matrix. The bits are those of the accelerated modules called one by one.
 """
@@ -20,7 +20,7 @@ from greenroom.runtime.kernels import layers, sequence
 from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import routed
-from greenroom.runtime.kernels.router import Router
+from greenroom.runtime.kernels.router import Asked, Router
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -115,10 +115,17 @@ class OneLayer:
             return None
         # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
         residual, state = (torch.empty(1, self._one.hidden, dtype=x.dtype) for _ in range(2))
-        self._attend(x, kwargs["position_embeddings"], room, residual, state)
+        stages, _work = self._stages(x, kwargs["position_embeddings"], room, residual, state)
         if self._experts is None or self._onto is None or not self._plain():
+            sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        index, weights = self._choose(state)
+        if self._choice is not None and self._choice.intact():
+            asked = Asked(self._choice, state.data_ptr())
+            sequence.run((*stages, *asked.stages))
+            index, weights = asked.answer()
+        else:
+            sequence.run(stages)
+            index, weights = self._choose(state)
         return self._onto(self._experts, state, index, weights, residual).view(x.shape)
 
     def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
@@ -167,18 +174,6 @@ class OneLayer:
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
         return self._onto(self._experts, state[0], index, weights, total[0]).view(state.shape)
 
-    def _attend(
-        self,
-        x: Tensor,
-        positions: Positions,
-        room: tuple[Tensor, Tensor],
-        total: Tensor,
-        out: Tensor,
-    ) -> None:
-        """total = x + attention(norm(x)), out = its norm."""
-        stages, _ = self._stages(x, positions, room, total, out)
-        sequence.run(stages)
-
     def _stages(
         self,
         x: Tensor,
@@ -187,7 +182,7 @@ class OneLayer:
         total: Tensor,
         out: Tensor,
     ) -> Attending:
-        """What `_attend` does, and the memory that it works in until it is done."""
+        """total = x + attention(norm(x)), out = its norm, and the memory that this works in."""
         one = self._one
         work = one.work(room[0].shape[2], beside=one.hidden)  # two rows of the model's type
         normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
