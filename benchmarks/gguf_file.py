@@ -2,10 +2,13 @@
 
 The weights are the same bits; norms and routers become float32, as llama.cpp wants them. Tensors
 are written one after another, so memory stays at one layer's experts. Needs the package gguf.
+
+    python benchmarks/gguf_file.py MODEL-Q4_0.gguf LARGER-Q4_0.gguf --layers 128
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +132,50 @@ def _tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
     writer.add_token_merges(merges)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+
+
+def deepen(path: Path, larger: Path, layers: int) -> None:
+    """A larger file of the same kind: the layers of a GGUF file over and over, byte for byte; one
+    that is there already is kept."""
+    if larger.exists():
+        return
+    reader = gguf.GGUFReader(path)
+    architecture = str(reader.get_field("general.architecture").contents())
+    own = int(reader.get_field(f"{architecture}.block_count").contents())
+    beside = larger.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(beside), architecture)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kind = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        value = layers if field.name.endswith(".block_count") else field.contents()
+        writer.add_key_value(field.name, value, field.types[0], kind)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    entries = [(name, tensor) for name, tensor in stored.items() if not name.startswith("blk.")]
+    for layer in range(layers):
+        source = f"blk.{layer % own}."
+        entries += [
+            (f"blk.{layer}.{name.removeprefix(source)}", tensor)
+            for name, tensor in stored.items()
+            if name.startswith(source)
+        ]
+    for name, tensor in entries:
+        data = tensor.data
+        raw = tensor.tensor_type if data.dtype == np.uint8 else None
+        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor in entries:
+        writer.write_tensor_data(tensor.data)
+    writer.close()
+    beside.replace(larger)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A GGUF file of more layers, from its own.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("larger", type=Path)
+    parser.add_argument("--layers", type=int, required=True)
+    chosen = parser.parse_args()
+    deepen(chosen.path, chosen.larger, chosen.layers)
