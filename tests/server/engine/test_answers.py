@@ -171,14 +171,14 @@ def test_hits_and_misses_of_each_layer_add_up(served: Any) -> None:
 
 
 def test_a_prompt_waits_for_others_as_long_as_it_is_told(served: Any) -> None:
-    s = served(batch_delay=400.0, journal=Journal(), max_batch=3)
+    s = served(batch_delay=1000.0, journal=Journal(), max_batch=3)
     first = s.ask(draw(6), 2)
     time.sleep(0.05)
     second = s.ask(draw(6, 1), 2)
-    assert first.end().ttft_s >= 0.39
-    assert second.end().ttft_s < 0.39
+    assert first.end().ttft_s >= 0.99
+    assert second.end().ttft_s < first.end().ttft_s  # it came later, and waited for nobody else
     assert s.engine.journal.events[0] == Pass(((0, 0, 6), (1, 0, 6)))
     begin = time.monotonic()
     for each in [s.ask(draw(6, seed), 2) for seed in (2, 3, 4)]:  # no place is left to wait for
         each.end()
-    assert time.monotonic() - begin < 0.39
+    assert time.monotonic() - begin < 0.99
