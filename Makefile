@@ -59,7 +59,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" --durations=10 -n 2
+	$(BIN)/python -m pytest -m "not slow" --durations=10 -n 2 --dist worksteal
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -27,6 +27,7 @@ from greenroom.core.reshape import kinds_of
 from greenroom.core.scheduler import Scheduler
 from greenroom.policies import policy
 from tests.core.reference import ReferenceCache
+from tests.core.strategies import steps
 
 LAYERS, EXPERTS = 2, 6
 OFFSETS = [0, 6, 12]
@@ -245,14 +246,7 @@ class Theatre:
 
 
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, LAYERS - 1),
-            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-            st.integers(0, 9),
-        ),
-        max_size=20,
-    ),
+    steps=steps(LAYERS, EXPERTS),
     capacity=st.integers(2, 13),
     lanes=st.sampled_from([(1,), (2,), (3,), (1, 1), (2, 1), (1, 2)]),
     chunks=st.integers(1, 3),

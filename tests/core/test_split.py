@@ -17,6 +17,7 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
+from tests.core.strategies import steps
 from tests.core.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids
 
 N = OFFSETS[-1]
@@ -179,14 +180,7 @@ def test_no_tier_in_between():
 
 
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, LAYERS - 1),
-            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-            st.integers(0, 9),
-        ),
-        max_size=20,
-    ),
+    steps=steps(LAYERS, EXPERTS),
     capacity=st.integers(0, 11),
     lanes=st.sampled_from([(1,), (2,), (3,), (2, 1)]),
     chunks=st.integers(1, 3),

@@ -15,6 +15,7 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.core.tiers import HostTier
 from greenroom.policies import policy
 from greenroom.sim.simulate import TraceStep, simulate
+from tests.core.strategies import steps
 from tests.core.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
 
 
@@ -164,14 +165,7 @@ class TwoTiers(Theatre):
 
 
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, LAYERS - 1),
-            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-            st.integers(0, 9),
-        ),
-        max_size=20,
-    ),
+    steps=steps(LAYERS, EXPERTS),
     device=st.integers(2, 13),
     host=st.integers(1, 13),
     lanes=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),

@@ -24,10 +24,11 @@ def test_the_table_says_tested_where_there_is_a_test():
 
 @pytest.mark.parametrize("name", TYPES)
 def test_logits_and_greedy_tokens(name):
-    folder = cached_tiny(name, dtype="bfloat16" if len(name) % 2 else "float32")
+    """From the fake device's slots, which are poisoned when their bytes are stale."""
+    folder = cached_tiny(name, dtype="bfloat16")
     wanted = greedy(reference(folder), ids(1, 9), 3)
     assert torch.isfinite(wanted.logits).all()
-    with streamed(folder, capacity=2, kernels="eager") as model:
+    with streamed(folder, capacity=2, kernels="eager", fake=True) as model:
         mine = greedy(model, ids(1, 9), 3)
         stats = model.greenroom.stats()
     assert mine.tokens == wanted.tokens

@@ -28,6 +28,7 @@ from greenroom.errors import CheckpointError, NotMoE, UnsupportedModel
 from greenroom.hf.build import Draft
 from greenroom.hf.experts import expert_modules
 from tests.hf.conftest import one_line, write_safetensors
+from tests.hf.test_parity import NAMED
 from tests.models import ARCHITECTURES, MULTIMODAL, OTHERWISE, cached_tiny, read_expert, reference
 
 
@@ -41,8 +42,17 @@ def assert_experts_equal(catalog: Catalog, model: PreTrainedModel) -> None:
                 assert torch.equal(tensor, wanted), (name, expert_id, key)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *MULTIMODAL} - OTHERWISE))
+INDEXED = sorted({*ARCHITECTURES, *MULTIMODAL} - OTHERWISE)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in INDEXED),
+        *((name, "float32") for name in NAMED),
+        *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in INDEXED if n not in NAMED),
+    ],
+)
 def test_every_architecture(name: str, dtype: str) -> None:
     folder = cached_tiny(name, dtype=dtype)
     catalog = Draft.of(folder).catalog

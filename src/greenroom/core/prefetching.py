@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 
 from greenroom.core.buffer import Use
@@ -24,8 +25,9 @@ class Prefetching(Residence):
                 self.lookahead.expect(event.layer, event.experts)
             self._pump(actions)
 
+    @abstractmethod
     def _pump(self, actions: list[Action]) -> None:
-        raise NotImplementedError
+        """Begin whatever can begin now."""
 
     def _judge(self, event: Routed) -> Expected | None:
         """A layer's routing is known: its wrong prefetches are dropped, those under way at once."""

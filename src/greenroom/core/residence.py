@@ -6,6 +6,7 @@ The part of the event machine that asks nobody why: who needs a piece is decided
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from greenroom.core.bottoms import Bottoms
@@ -23,7 +24,7 @@ from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
 
 
-class Residence:
+class Residence(ABC):
     """One tier of slots, filled over a link, or a chain of them, with so many lanes."""
 
     def __init__(
@@ -92,8 +93,9 @@ class Residence:
             )  # fmt: skip
         self._note_link()
 
+    @abstractmethod
     def _joins(self, transfer: Transfer) -> int:
-        raise NotImplementedError
+        """The slot of the copy that a piece is joined with as its first chunk starts; else -1."""
 
     def _note_link(self, landed: bool = False) -> None:
         if self.buffer.size:

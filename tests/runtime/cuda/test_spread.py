@@ -18,7 +18,7 @@ from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.kernels import Kernel, Routing, kernel
+from greenroom.runtime.kernels import Kernel, LayerExperts, Routing, kernel
 from greenroom.runtime.store import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
 from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
@@ -156,12 +156,17 @@ def test_marks_are_left_on_the_devices_that_computed():
 
 # ---- bits
 
+HIDDEN, INNER = 40, 24  # Triton's interpreter takes its time
 
-def spread(family: str, dtype: torch.dtype, kind: Kernel) -> tuple[Spread, object, list[int]]:
+
+def toys(family: str, seed: int) -> tuple[LayerExperts, list[int]]:
+    return layer_of(experts(family, torch.bfloat16, HIDDEN, INNER), seed=seed)
+
+
+def spread(family: str, kind: Kernel) -> tuple[Spread, object, list[int]]:
     """A layer's experts over two devices with slots of their own, and each one's slot."""
-    module = experts(family, dtype)
-    first, places = layer_of(module, seed=1)
-    second, others = layer_of(module, seed=2)
+    first, places = toys(family, seed=1)
+    second, others = toys(family, seed=2)
     slots = SpreadSlots([first.slots, second.slots], SHARES)  # type: ignore[list-item]
     over = Spread(kind, slots)
     over.over(first, [torch.device("cpu")] * 2)
@@ -179,12 +184,12 @@ def test_the_bits_are_those_of_one_device(family, named):
     if named == "triton" and torch.cuda.is_available():
         pytest.skip("tests/gpu has the compiled ones")
     for tokens in (1, 5):
-        case = inputs(torch.bfloat16, tokens, seed=tokens)
-        layer, places = layer_of(experts(family, torch.bfloat16), seed=3)
+        case = inputs(torch.bfloat16, tokens, hidden=HIDDEN, seed=tokens)
+        layer, places = toys(family, seed=3)
         want = compute(kernel(named), layer, places, *case)
         count = len(case[1].unique())
         for waves in (None, [[i] for i in range(count)][::-1]):
-            over, first, at = spread(family, torch.bfloat16, kernel(named))
+            over, first, at = spread(family, kernel(named))
             assert torch.equal(compute(over, first, at, *case, waves=waves), want)
 
 
@@ -193,16 +198,16 @@ def test_the_bits_are_those_of_one_device(family, named):
 def test_a_step_may_be_on_one_device_alone(named, home):
     if named == "triton" and torch.cuda.is_available():
         pytest.skip("tests/gpu has the compiled ones")
-    x, index, weights = inputs(torch.bfloat16, 2, top_k=2)
+    x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=HIDDEN)
     index[:] = torch.tensor([[home, home + 2], [home + 4, home]])
-    layer, places = layer_of(experts("qwen3_moe", torch.bfloat16))
+    layer, places = toys("qwen3_moe", seed=0)
     want = compute(kernel(named), layer, places, x, index, weights)
-    over, first, at = spread("qwen3_moe", torch.bfloat16, kernel(named))
+    over, first, at = spread("qwen3_moe", kernel(named))
     assert torch.equal(compute(over, first, at, x, index, weights), want)
 
 
 def test_nothing_routed_here_is_nothing():
-    over, first, _ = spread("qwen3_moe", torch.bfloat16, kernel("eager"))
-    x, index, weights = inputs(torch.bfloat16, 2)
+    over, first, _ = spread("qwen3_moe", kernel("eager"))
+    x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
     step = over.begin(first, x, Routing.of(index.numpy() * 0 + TOYS, TOYS), weights)
     assert not over.combine(step).any()

@@ -1,0 +1,60 @@
+"""Amounts of memory, as users write them and as they are shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from greenroom.errors import BudgetError, UsageError
+
+UNITS = {
+    "": 1, "B": 1,
+    "K": 1 << 10, "KIB": 1 << 10, "KB": 10**3,
+    "M": 1 << 20, "MIB": 1 << 20, "MB": 10**6,
+    "G": 1 << 30, "GIB": 1 << 30, "GB": 10**9,
+    "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """An amount of memory: bytes, or a share of something. Exactly one of them is set."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, value: Amount | str | int, what: str) -> Amount:
+        """`8GiB`, `500MB`, `60%`, or a number of bytes. `what` names the option in the error."""
+        if isinstance(value, Amount):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value <= 0:
+                raise BudgetError(f"{what} must be more than 0 bytes, got {value}")
+            return cls(nbytes=value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
+        if match is None or (match[2] != "%" and match[2].upper() not in UNITS):
+            raise UsageError(f"{what} is {value!r}: write bytes as 8GiB or 500MB, a share as 60%")
+        number = float(match[1])
+        if number <= 0:
+            raise BudgetError(f"{what} must be more than 0, got {value!r}")
+        if match[2] == "%":
+            if number > 100:
+                raise UsageError(f"{what} is {value!r}: a share is at most 100%")
+            return cls(share=number / 100)
+        return cls(nbytes=int(number * UNITS[match[2].upper()]))
+
+    def of(self, whole: int) -> int:
+        """In bytes (or whatever `whole` counts), rounded down."""
+        if self.share is not None:
+            return int(whole * self.share + 1e-9)
+        assert self.nbytes is not None
+        return self.nbytes
+
+
+def show_bytes(n: float) -> str:
+    """A size for people: 3.2 GiB, 18 MiB."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(n) >= size:
+            return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
+    return f"{n:.0f} B"

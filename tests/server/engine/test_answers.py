@@ -1,0 +1,184 @@
+"""Several requests at once: what they get, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from greenroom.errors import (
+    UsageError,
+)
+from greenroom.server.journal import Journal, Pass
+from greenroom.server.requests import Busy, Sampling, TooLong
+from tests.server.engine.conftest import MIXED
+from tests.server.rig import PATIENCE, Served, draw, greedy
+
+
+def test_several_at_once_get_what_transformers_answers_each_alone(served: Any, model: Any) -> None:
+    s = served(prefill_chunk=16, max_batch=4)
+    asked = [(draw(prompt, seed), new) for seed, (prompt, new) in enumerate(MIXED)]
+    heard = [s.ask(ids, new) for ids, new in asked]
+    for each, (ids, new) in zip(heard, asked, strict=True):
+        finished = each.end()
+        assert each.ids == greedy(model, ids, new)
+        assert (finished.reason, finished.new_tokens) == ("length", new)
+        assert (finished.prompt_tokens, finished.reused_tokens) == (len(ids), 0)
+        assert finished.ttft_s is not None
+        assert 0 <= finished.queued_s <= finished.ttft_s <= finished.duration_s
+        assert finished.hit_ratio is not None
+        assert 0 <= finished.hit_ratio <= 1
+    assert s.engine.summary.startswith("up to 4 requests together, with ")
+    assert (s.engine.model_type, s.engine.end_ids) == ("qwen3_moe", (1,))
+    stats = s.engine.stats()
+    assert stats["requests"] == {"length": len(MIXED)}
+    assert stats["tokens"]["new"] == sum(new for _, new in MIXED)
+    assert stats["passes"]["count"] < sum(new for _, new in MIXED)  # they shared passes
+    assert stats["passes"]["apart"] == ""
+    assert stats["kv"]["reserved_bytes"] == 0
+
+
+def test_one_token_of_each_is_one_step_of_the_experts(served: Any) -> None:
+    s = served(journal=Journal())
+    heard = [s.ask(draw(4, seed), 6) for seed in range(3)]
+    for each in heard:
+        each.end()
+    passes = [event for event in s.engine.journal.events if isinstance(event, Pass)]
+    assert max(len(event.shares) for event in passes) == 3
+    assert s.engine.stats()["passes"]["count"] == len(passes)
+
+
+def test_a_long_prompt_is_read_beside_answers_that_go_on(served: Any) -> None:
+    s = served(prefill_chunk=16, journal=Journal(), no_prefix_reuse=True)
+    answers = s.ask(draw(4), 200)
+    assert answers.first.wait(PATIENCE)
+    long = s.ask(draw(150, 1), 2)
+    long.end()
+    answers.cancel()
+    shares = [event.shares for event in s.engine.journal.events]
+    of_long = [share for each in shares for share in each if share[0] == 1 and share[2] > 1]
+    assert max(count for _, _, count in of_long) <= 16
+    assert sum(count for _, _, count in of_long) >= 150 - 1
+    for each in shares:
+        numbers = {number for number, _, _ in each}
+        assert numbers != {1} or answers.finished is not None  # never without the answer's token
+
+
+def test_the_first_of_a_prompt_is_whole_where_nobody_waits(served: Any) -> None:
+    s = served(prefill_chunk=16, journal=Journal())
+    s.ask(draw(150), 1).end()
+    assert s.engine.journal.events[0] == Pass(((0, 0, 150),))
+
+
+def test_an_end_token_ends_an_answer_and_is_told(plain: Served, model: Any) -> None:
+    ids = draw(9, 3)
+    wanted = greedy(model, ids, 12)
+    heard = plain.ask(ids, 12, ends=(wanted[4],))
+    assert heard.end().reason == "stop"
+    assert heard.ids == wanted[: wanted.index(wanted[4]) + 1]
+
+
+def test_the_model_s_own_end_where_none_is_said(served: Any, folder: Any, model: Any) -> None:
+    ids = draw(9, 3)
+    wanted = greedy(model, ids, 12)
+    s = served()
+    s.engine.end_ids = (wanted[2],)  # random weights seldom give the real one
+    heard = s.ask(ids, 12, ends=None)
+    assert heard.end().reason == "stop"
+    assert heard.ids == wanted[: wanted.index(wanted[2]) + 1]
+
+
+def test_sampled_tokens_do_not_depend_on_who_else_is_there(served: Any) -> None:
+    sampling = Sampling(temperature=0.9, top_p=0.9, seed=11)
+    s = served()
+    alone = s.ask(draw(12), 20, sampling=sampling)
+    alone.end()
+    others = [s.ask(draw(9, seed), 25, sampling=Sampling(1.0, seed=seed)) for seed in range(3)]
+    again = s.ask(draw(12), 20, sampling=sampling)
+    other = s.ask(draw(12), 20, sampling=Sampling(temperature=0.9, top_p=0.9, seed=12))
+    assert again.end().new_tokens == 20
+    assert again.ids == alone.ids
+    other.end()
+    assert other.ids != alone.ids
+    for each in others:
+        each.end()
+
+
+def test_a_grammar_is_followed(plain: Served) -> None:
+    pytest.importorskip("llguidance")
+    heard = plain.ask(draw(5), 40, grammar='start: "abc" /[0-9]{2,4}/ "z"')
+    assert heard.end().reason == "stop"
+    text = plain.engine.tokenizer.decode(heard.ids, skip_special_tokens=True)
+    assert text.startswith("abc")
+    assert text.endswith("z")
+    assert text[3:-1].isdigit()
+    with pytest.raises(UsageError, match=r"^grammar: "):
+        plain.ask(draw(5), 4, grammar="start: nothing-that-is-defined")
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "said"),
+    [
+        ({"ids": []}, UsageError, "the prompt is empty"),
+        ({"ids": [5, 9999]}, UsageError, r"tokens that the model has not \(0 to 319\)"),
+        ({"ids": [-1]}, UsageError, "tokens that the model has not"),
+        ({"ids": [5], "new": 0}, UsageError, "max_new_tokens must be at least 1, got 0"),
+        ({"ids": [5], "timeout_s": 0.0}, UsageError, "timeout_s must be above 0"),
+        ({"ids": [5] * 300}, TooLong, "300 tokens and 8 new ones: there is room for 300"),
+        ({"ids": [5], "new": 1 << 40}, TooLong, "there is room for 300"),
+        ({"ids": [5], "sampling": Sampling(top_p=2.0)}, UsageError, "top_p must be above 0 to 1"),
+        ({"ids": [5], "top_logprobs": 1000}, UsageError, "top_logprobs must be from 0 to 100"),
+    ],
+)
+def test_what_cannot_be_answered(plain: Served, request_: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        plain.ask(request_.pop("ids"), request_.pop("new", 8), **request_)
+    assert plain.engine.state() == ("ready", 1.0, "")
+
+
+def test_the_same_request_twice_is_two_answers(plain: Served) -> None:
+    both = [plain.ask(draw(6), 5, name="same") for _ in range(2)]
+    assert [each.end().reason for each in both] == ["length", "length"]
+    assert both[0].ids == both[1].ids
+
+
+def test_one_more_than_may_wait_is_told_when_to_come_again(served: Any) -> None:
+    s = served(max_batch=1, max_queue=2, store={"latency": 0.005}, capacity=2)
+    first = s.ask(draw(4), 100)
+    assert first.first.wait(PATIENCE)
+    waiting = [s.ask(draw(4, seed), 2) for seed in (1, 2)]
+    with pytest.raises(Busy, match="2 requests wait already") as busy:
+        s.ask(draw(4, 3), 2)
+    assert busy.value.retry_after_s >= 1
+    assert s.engine.stats()["queue"]["waiting"] == 2
+    first.cancel()
+    assert first.end().reason == "cancelled"
+    assert [each.end().reason for each in waiting] == ["length", "length"]
+    s.ask(draw(4, 3), 2).end()
+
+
+def test_hits_and_misses_of_each_layer_add_up(served: Any) -> None:
+    s = served(capacity=5, parts={"prefetch": "off"})
+    for seed in range(3):
+        s.ask(draw(9, seed), 10).end()
+    found = s.engine.stats()["experts"]
+    layers = found["layers"]
+    assert len(layers) == 2
+    assert sum(each["requests"] for each in layers) == found["requests"] > 0
+    assert sum(each["hits"] for each in layers) == found["hits"]
+    assert all(each["hits"] + each["misses"] == each["requests"] for each in layers)
+
+
+def test_a_prompt_waits_for_others_as_long_as_it_is_told(served: Any) -> None:
+    s = served(batch_delay=1000.0, journal=Journal(), max_batch=3)
+    first = s.ask(draw(6), 2)
+    time.sleep(0.05)
+    second = s.ask(draw(6, 1), 2)
+    assert first.end().ttft_s >= 0.99
+    assert second.end().ttft_s < first.end().ttft_s  # it came later, and waited for nobody else
+    assert s.engine.journal.events[0] == Pass(((0, 0, 6), (1, 0, 6)))
+    begin = time.monotonic()
+    for each in [s.ask(draw(6, seed), 2) for seed in (2, 3, 4)]:  # no place is left to wait for
+        each.end()
+    assert time.monotonic() - begin < 0.99
