@@ -28,8 +28,8 @@ class Stats(Mapping[str, Any]):
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
     is how experts are cut (see `split_stats`), None where they are whole; `lesser` what misses were
     served with instead of the exact expert (see `lesser_stats`), None where all is exact.
-    `co_compute` says how many misses the host's processor computed, in how many seconds, and how
-    many of these followed to the device; None where all of them are moved.
+    `co_compute` says how many misses were moved and how many the host's processor computed (see
+    `host_stats`); None where all of them are moved.
     """
 
     policy: str
@@ -112,10 +112,17 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """What the host's processor computed, in so many seconds."""
+    """Misses that were `moved` to a device, and those that were computed `on_host`, in so many
+    seconds; `adopted` ones of these followed to the device. The share is None before the first."""
     if driver.scheduler.rates is None:
         return None
-    return {"on_host": counts.on_host, "adopted": counts.adopted, "host_s": seconds}
+    return {
+        "moved": counts.misses - counts.on_host,
+        "on_host": counts.on_host,
+        "adopted": counts.adopted,
+        "host_s": seconds,
+        "on_host_share": counts.on_host / counts.misses if counts.misses else None,
+    }
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:
