@@ -211,7 +211,7 @@ class Greenroom:
             chunks += [store.chunks(piece) for piece in catalog.pieces[catalog.experts :]]
         both = self._both()
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both:
+        if both or (parts.thresholds is not None and parts.thresholds.follow):
             self._ahead = slots_ahead(experts_per_token(model))
         pieces = pieces_of(parts, [len(each) for each in chunks])
         slots = self._slots(pieces)

@@ -88,7 +88,8 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
 
     `low` were computed from a copy in `precision`, which `low_hits` times was there; `left_out`
     were not computed; `substituted` were computed with another expert's weights. `joined` misses
-    were exact, and fetched only what their copy lacked. Shares are None before the first request.
+    were exact, and fetched only what their copy lacked; `adopted` experts followed their copies.
+    Shares are None before the first request.
     """
     scheduler = driver.scheduler
     at, copies = scheduler.thresholds, scheduler.pieces.copies
@@ -106,6 +107,7 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
         **given,
         "low_hits": counts.low_hits,
         "joined": counts.joined,
+        "adopted": counts.adopted,
         **{f"{name}_share": n / of if of else None for name, n in given.items()},
         "inexact_share": sum(given.values()) / of if of else None,
     }
