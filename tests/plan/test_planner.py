@@ -132,14 +132,16 @@ def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(planner, "configure", chosen)
     packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
-    found = [e.setting for e in compare(packed, 24) if "," in e.setting.split]
-    assert [each.split for each in found] == ["0.75,0.5,1,0.75"]
-    assert found[0].scope == "6,6,6,6"
+    *alike, own = planner._cut(packed, DEFAULT, 24)
+    assert [each.split for each in alike] == list(SPLITS)
+    assert own == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
+    assert packed.fits(own, 24)
+    assert packed.of(replace(own, prefetch=OFF), 24).tpot > 0
     assert seen == [(half.layers, 24.0, MODEL.top_k)]
     made[:] = [replace(each, ratio=0.99) for each in made]  # nothing is cut
-    assert not [e for e in compare(packed, 20) if "," in e.setting.split]
+    assert planner._cut(packed, DEFAULT, 24) == alike
     guessed = Estimator(replace(MODEL, segments=True), COSTS, stand_ins(MODEL))
-    assert {e.setting.split for e in compare(guessed, 24)} == {OFF, *SPLITS}
+    assert planner._cut(guessed, DEFAULT, 24) == alike
 
 
 def test_what_has_no_room_for_its_bottoms_is_left_out():
@@ -147,7 +149,7 @@ def test_what_has_no_room_for_its_bottoms_is_left_out():
     assert not packed.fits(replace(PLAIN, split="0.5"), 2)  # four bottoms take all of it
     assert packed.fits(replace(PLAIN, split="0.5"), 3)
     assert not packed.fits(replace(PLAIN, scope="per-layer"), 3)
-    assert {e.setting.split for e in compare(packed, 2)} == {OFF}
+    assert {e.setting.split for e in compare(packed, 2)} == {OFF, "0.75"}
 
 
 def test_low_precision_is_among_them_where_it_is_allowed():

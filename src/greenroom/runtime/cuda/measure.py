@@ -18,14 +18,14 @@ from torch.nn.functional import linear, silu
 
 from greenroom.core.cost import CHUNK_BYTES, Link
 from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.runtime import measure_kernels as kernels
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.measure_kernels import DENSE, SHAPES, TOKENS, table_of, typical
+from greenroom.runtime.measure_kernels import table_of, typical
 
 SMALL = 64 << 10  # bytes of a copy that little but its latency takes
 MEMORY = 256 << 20  # bytes that are copied within the device: more than any cache has
 LANES = 2  # of a link to a device, as a run has them
 TOGETHER = 4  # experts, or layers, that are ordered at once: their launches overlap
-STREAMED = 96 << 20  # bytes of weights that take turns
 
 
 def with_device(machine: Machine, engine: Engine, seconds: float) -> Machine:
@@ -109,8 +109,8 @@ def expert_times(engine: Engine, seconds: float) -> Table:
             gate, h = linear(x, up).chunk(2, dim=-1)
             linear(silu(gate) * h, down)
 
-    sizes = [6 * hidden * inner for hidden, inner in SHAPES]
-    shapes = [(((2 * inner, hidden), (hidden, inner)), hidden) for hidden, inner in SHAPES]
+    sizes = [6 * hidden * inner for hidden, inner in kernels.SHAPES]
+    shapes = [(((2 * inner, hidden), (hidden, inner)), hidden) for hidden, inner in kernels.SHAPES]
     return _times(engine, seconds, sizes, shapes, steps)
 
 
@@ -122,19 +122,19 @@ def dense_times(engine: Engine, seconds: float) -> Table:
         for (weight,) in weights:
             linear(x, weight)
 
-    sizes = [2 * rows * columns for rows, columns in DENSE]
-    return _times(engine, seconds, sizes, [(((r, c),), c) for r, c in DENSE], steps)
+    sizes = [2 * rows * columns for rows, columns in kernels.DENSE]
+    return _times(engine, seconds, sizes, [(((r, c),), c) for r, c in kernels.DENSE], steps)
 
 
 def _times(engine: Engine, seconds: float, sizes: list[int], shapes: Any, steps: Any) -> Table:
     """Medians, of weights that take turns; one of TOGETHER that are ordered at once."""
     rows = []
     for nbytes, (matrices, width) in zip(sizes, shapes, strict=True):
-        count = max(1, STREAMED // nbytes // TOGETHER)
+        count = max(1, kernels.STREAMED // nbytes // TOGETHER)
         every = [[tuple(_ones(engine, *m) for m in matrices) for _ in range(TOGETHER)]
                  for _ in range(count)]  # fmt: skip
         row = []
-        for tokens in TOKENS:
+        for tokens in kernels.TOKENS:
             x, turns = _ones(engine, tokens, width), _turns(every)
             work = awaited(engine, lambda x=x, turns=turns: steps(x, next(turns)))  # type: ignore[misc]
             row.append(typical(work, seconds) / TOGETHER)
