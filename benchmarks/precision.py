@@ -64,9 +64,12 @@ def ways(packs: list[str]) -> Iterator[Way]:
         yield Way(pack, {})
         for low in (0.2, 0.4, 0.8):
             yield Way(pack, {"miss_precision": precision, "low_below": low})
+    yield Way(packs[0], {"miss_precision": "int4", "low_below": 0.4, "low_follow": True})
     yield Way(packs[0], {"miss_precision": "int4", "low_below": 0.4, "skip_below": 0.1})
-    yield Way(packs[0], {"skip_below": 0.1})
-    yield Way(packs[0], {"substitute_below": 0.2})
+    for below in (0.1, 0.2):
+        yield Way(packs[0], {"skip_below": below})
+    for below in (0.2, 0.4):
+        yield Way(packs[0], {"substitute_below": below})
 
 
 def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, seed: int) -> None:

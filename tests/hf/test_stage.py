@@ -21,6 +21,7 @@ from greenroom.hf.stage import Session, Stage
 from greenroom.plan import kept
 from greenroom.runtime.measure import host
 from greenroom.trace.prompts import Prompt
+from tests.hf.test_split import packed
 from tests.models import cached_tiny
 from tests.plan.models import MACHINE
 
@@ -179,6 +180,28 @@ def test_a_run_takes_what_was_measured_and_says_so(remembered: str, no_threads_l
     assert "--policy lcp" in line
     assert "--prefetch off" in line
     assert "--scope per-layer" in line
+
+
+def test_a_run_takes_a_split_that_was_measured(remembered: str, no_threads_left: None):
+    folder = str(packed())
+    config = LoadConfig(cache="60%", device="cpu", kernels="eager")
+    model, _ = load_with(folder, config, remember=True)
+    made, capacity = model.greenroom.parts, model.greenroom.capacity
+    model.greenroom.detach()
+    assert made.split is None
+    keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
+    model, _ = load_with(folder, config, remember=True)
+    line, parts = startup_line(folder, model, config), model.greenroom.parts
+    model.greenroom.detach()
+    assert parts.split is not None
+    assert parts.split.tops[0] < parts.split.whole
+    assert "settings measured by tune" in line
+    flag = line.partition("--split ")[2].split()[0]
+    assert [float(share) for share in flag.split(",")] == pytest.approx([0.5, 0.5], abs=0.15)
+    skipping = LoadConfig(cache="60%", device="cpu", kernels="eager", skip_below=0.1)
+    model, _ = load_with(folder, skipping, remember=True)
+    assert model.greenroom.parts.split is None  # misses of split experts are not judged
+    model.greenroom.detach()
 
 
 @pytest.mark.parametrize(
