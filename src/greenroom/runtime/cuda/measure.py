@@ -56,7 +56,7 @@ def link_of(engine: Engine, seconds: float) -> tuple[Link, dict[str, Any]]:
         pinned = CHUNK_BYTES / copy_time(engine, source, target, CHUNK_BYTES, seconds)
         small = copy_time(engine, source, target, SMALL, seconds)
     rate = pageable if refused else pinned
-    found = {"pinned": None if refused else pinned, "pageable": pageable}
+    found: dict[str, Any] = {"pinned": None if refused else pinned, "pageable": pageable}
     if refused:
         found["unpinned"] = refused
     return Link(rate, max(0.0, small - SMALL / rate), LANES), found
