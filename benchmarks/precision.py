@@ -64,9 +64,12 @@ def ways(packs: list[str]) -> Iterator[Way]:
         yield Way(pack, {})
         for low in (0.2, 0.4, 0.8):
             yield Way(pack, {"miss_precision": precision, "low_below": low})
+    yield Way(packs[0], {"miss_precision": "int4", "low_below": 0.4, "low_follow": True})
     yield Way(packs[0], {"miss_precision": "int4", "low_below": 0.4, "skip_below": 0.1})
-    yield Way(packs[0], {"skip_below": 0.1})
-    yield Way(packs[0], {"substitute_below": 0.2})
+    for below in (0.1, 0.2):
+        yield Way(packs[0], {"skip_below": below})
+    for below in (0.2, 0.4):
+        yield Way(packs[0], {"substitute_below": below})
 
 
 def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, seed: int) -> None:
@@ -177,7 +180,9 @@ def of_traces(args: argparse.Namespace) -> None:
         "exact": None,
         "int8 0.4": Lesser.of(Thresholds(low=0.4), "int8", 0.125, nested=False),
         "int4 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=False),
+        "int4, follow": Lesser.of(Thresholds(low=0.4, follow=True), "int4", 0.125, nested=False),
         "nested 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=True),
+        "nested, follow": Lesser.of(Thresholds(low=0.4, follow=True), "int4", 0.125, nested=True),
         "int4 0.4, skip 0.1": Lesser.of(Thresholds(0.4, 0.1), "int4", 0.125, nested=False),
         "skip 0.1": Lesser.of(Thresholds(skip=0.1), "off", 0.0, nested=False),
         "substitute 0.2": Lesser.of(Thresholds(substitute=0.2), "off", 0.0, nested=False),

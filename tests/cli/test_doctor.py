@@ -11,6 +11,7 @@ import pytest
 from greenroom.core.machine import Machine
 from greenroom.hf import rehearse
 from greenroom.runtime import doctor, measure_kernels
+from greenroom.runtime.cuda.engine import Host
 from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.sim import small
@@ -21,7 +22,8 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Little of everything, and a home of its own."""
     monkeypatch.setattr(doctor, "QUICK", doctor.Effort(1 << 20, 1, 8 << 20, 0.01, 0.001))
     monkeypatch.setattr(doctor, "LEAST_BYTES", 8 << 20)
-    monkeypatch.setattr(rehearse, "SHAPE", rehearse.Shape(64, 64, 2, 8, 2, 64))
+    for name in ("SHAPE", "SMALLEST"):
+        monkeypatch.setattr(rehearse, name, rehearse.Shape(64, 64, 2, 8, 2, 64))
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
     monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
@@ -66,6 +68,23 @@ def test_plain_words_about_this_machine(cli: Run, fast: Path):
     said = cli("doctor", "--quick").out
     for shown in ("from the disk it comes in", "Memory delivers", "of memory were free"):
         assert shown in said
+
+
+def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "engines", lambda: [Host()])
+    ran = cli("doctor", "--quick")
+    assert ran.code == 0, ran.err
+    for shown in ("from host memory, pinned", "from host memory, pageable", "its own memory",
+                  "gpu, one expert, ms", "the host has"):  # fmt: skip
+        assert shown in ran.out
+    machine = Machine.load(fast / "cache" / "greenroom" / "machine.json")
+    assert [route.target for route in machine.routes] == ["host", "device"]
+    assert machine.processors[0].layer > 0  # the rehearsal is the CPU's
+
+
+def test_without_a_gpu_no_device_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert doctor.engines() == []
 
 
 def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):

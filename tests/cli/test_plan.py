@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from greenroom.cli.plan import keep, seconds
+from greenroom.cli.tune import _entry as tuned
+from greenroom.cli.tune import candidates
 from greenroom.config import LoadConfig
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table, name_of
@@ -18,7 +21,7 @@ from greenroom.plan import kept
 from greenroom.plan.costs import Observed
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.planner import Plan
-from greenroom.plan.settings import PLAIN, Setting
+from greenroom.plan.settings import DEFAULT, PLAIN, Setting
 from greenroom.runtime.measure import host
 from greenroom.trace import save
 from tests.cli.conftest import Run
@@ -141,7 +144,24 @@ def test_what_cannot_be_measured(cli: Run, folder: Path, home: Path):
     assert "there is nothing to choose" in cli("bench", folder, "--cache", "100%").mistake
     assert "--tokens must be at least 16" in cli(*asked, "--tokens", 4).mistake
     assert "--rounds must be at least 1" in cli(*asked, "--rounds", 0).mistake
-    assert "is what tune chooses" in cli("tune", folder, "--policy", "lru").mistake
+    for chosen in (("--policy", "lru"), ("--split", "0.5")):
+        assert "is what tune chooses" in cli("tune", folder, *chosen).mistake
+
+
+def test_what_tune_measures(monkeypatch: pytest.MonkeyPatch):
+    """Plain LRU and the default are first; of a plan's others the best two, split or not."""
+    cut = replace(DEFAULT, scope="6,6", split="0.5,0.75")
+    others = [cut, DEFAULT, replace(PLAIN, split="0.5"), PLAIN, Setting("lcp", "shared", "off")]
+    found = [Estimate(s, 8, 1.0, 1.0, 1.0, None, 0.5, 1.0, 0.5, np.ones(1)) for s in others]
+    monkeypatch.setattr("greenroom.plan.planner.compare", lambda estimator, capacity: found)
+    chosen = candidates(None, 8)
+    assert chosen == [PLAIN, DEFAULT, cut, replace(PLAIN, split="0.5")]
+    entries = [tuned(setting, LoadConfig(cache="50%")) for setting in chosen]
+    assert [each.name for each in entries] == [
+        "plain LRU", "next-use, shared, prefetching",
+        "next-use, sizes by layer, prefetching, split by layer", "lru, shared, split at 0.5",
+    ]  # fmt: skip
+    assert [each.config.split for each in entries] == ["off", "off", "0.5,0.75", "0.5"]
 
 
 def test_tune_keeps_a_winner_that_a_run_takes(cli: Run, folder: Path, home: Path):

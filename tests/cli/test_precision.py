@@ -75,11 +75,20 @@ def test_packing_running_and_what_it_costs(
     assert none["kl_mean"] == 0
 
 
+def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
+    ran = cli("run", folder, "hello", "--cache", "50%", *LOW, "--low-follow", *ANSWER)
+    assert ran.code == 0, ran.err
+    assert "in int4 (" in ran.err
+    assert "exact later)" in ran.err
+    assert " --low-follow" in ran.err.partition("same again:")[2]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--low-below", 0.3), "--low-below is for --miss-precision, which is off"),
         (("--low-share", "20%"), "--low-share is for --miss-precision, which is off"),
+        (("--low-follow",), "--low-follow is for --miss-precision, which is off"),
         (("--miss-precision", "int2"), "unknown miss_precision 'int2'"),
         (("--skip-below", 1.5), "--skip-below is a share of the gate weights, from 0 to 1: 1.5"),
         ((*LOW, "--skip-below", 0.95), "--skip-below 0.95 must be less than --low-below 0.9"),
@@ -101,6 +110,7 @@ def test_mistakes_of_a_run(cli: Run, folder: Path, options: tuple, said: str) ->
         (("--miss-precision", "int2"), "unknown miss precision 'int2'"),
         (("--nested",), "--nested is for --miss-precision int4"),
         (("--low-share", "10%"), "--low-share is for --miss-precision, which is off"),
+        (("--low-follow",), "--low-follow is for --miss-precision, which is off"),
     ],
 )
 def test_mistakes_of_simulate(cli: Run, tmp_path: Path, options: tuple, said: str) -> None:

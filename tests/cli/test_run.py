@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,12 @@ def test_a_closing_line_of_one_token() -> None:
         "2 prompt + 1 new tokens · TTFT 1.50 s · hit ratio 50.0% · 1 MiB read per token"
         " · peak memory 1 GiB"
     )
+
+
+def test_a_closing_line_of_misses_that_were_shared_out() -> None:
+    both = {"moved": 1500, "on_host": 500, "on_host_share": 0.25}
+    line = closing_line(Answer("a", [1], 2, 1.5), replace(stats(), co_compute=both))
+    assert " · misses: 500 computed in host memory (25.0%), 1,500 moved · " in line
 
 
 def stats(**did: int) -> Stats:

@@ -145,12 +145,32 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
     end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     actions = s.on(Routed(1, 0, ids(0, 1), tails=floats(0.3, 1.0)))
     (start,) = [a for a in actions if isinstance(a, Start)]
-    assert (start.piece, start.joins) == (2 * N + 1, s._seat(s.bottoms.slot_of[1]))
+    assert (start.piece, start.joins) == (2 * N + 1, s._seat(s.extras.slot_of[1]))
     assert start.begins
     waves, _ = end(s, actions)
     assert waves[-1] == ([1], EXACT)
     assert s.cache.residents().tolist() == [0, 1]
     assert s.counts.joined == 1
+
+
+def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
+    s = scheduler(10, Thresholds(low=0.4, follow=True), ahead=2)
+    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    assert moved == [0, N + 1, 1]  # behind the demands
+    assert sorted(waves) == [([0], EXACT), ([1], LOW)]
+    s.on(Landed(0, 1))
+    assert s.cache.residents().tolist() == [0, 1]
+    assert (s.counts.low, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
+    waves, moved = end(s, s.on(Routed(1, 0, ids(1), tails=floats(0.2))))
+    assert (waves, moved) == ([([1], EXACT)], [])
+    assert (s.counts.hits, s.counts.low) == (1, 1)
+
+
+def test_nothing_follows_unless_it_was_asked_for():
+    s = scheduler(10, Thresholds(low=0.4), ahead=2)
+    _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    assert moved == [0, N + 1]
+    assert len(s.queue) == 0
 
 
 def test_the_memory_of_copies_comes_from_the_experts():
@@ -265,6 +285,7 @@ class Stage(Theatre):
     chunks=st.integers(1, 3),
     scope=st.sampled_from(["shared", "per-layer", (3.0, 1.0)]),
     nested=st.booleans(),
+    follow=st.booleans(),
     at=st.sampled_from(
         [(0.4, 0.0, 0.0), (0.9, 0.1, 0.0), (0.5, 0.0, 0.9), (0.9, 0.2, 0.5), (0.0, 0.3, 0.6)]
     ),
@@ -276,14 +297,14 @@ class Stage(Theatre):
 )
 @settings(max_examples=100, deadline=None)
 def test_any_order_of_events_computes_every_request_once(
-    steps, capacity, lanes, chunks, scope, nested, at, seats, ahead, failing, named, seed
+    steps, capacity, lanes, chunks, scope, nested, follow, at, seats, ahead, failing, named, seed
 ):
     kinds = 3 if nested else 2
     every = Pieces.with_copies(OFFSETS, copies(nested, seats), [chunks] * kinds * N)
     least = least_capacity(every, scope)
     s = Scheduler(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
-        thresholds=Thresholds(*at),
+        thresholds=Thresholds(*at, follow=follow),
     )  # fmt: skip
     stage, rng = Stage(s, random.Random(seed), failing), np.random.default_rng(seed)
     for number, (layer, chosen, chance) in enumerate(steps):
@@ -304,18 +325,18 @@ def test_any_order_of_events_computes_every_request_once(
         for piece in s.cache.residents().tolist():
             there = stage.memory[int(s.place[s.cache.state.slot_of[piece]])]
             assert there in (piece, 2 * N + piece)
-        for expert, slot in s.bottoms.slot_of.items():
-            if s.bottoms.whole(expert):
+        for expert, slot in s.extras.slot_of.items():
+            if s.extras.whole(expert):
                 assert stage.memory[s._seat(slot)] == N + expert
         assert not s.cache.state.pinned.any()
         assert not s.joining
-        assert not s.bottoms._busy
+        assert not s.extras._busy
     while stage.moving:
         stage.land()
     assert len(s.queue) == 0
     assert not s._resizing
     assert sorted(s.place) == sorted(first_places(s.cache))
-    assert len(s.bottoms.slot_of) + len(s.bottoms._free) == seats
+    assert len(s.extras.slot_of) + len(s.extras._free) == seats
     c = s.counts
     assert c.low + c.left_out + c.substituted <= c.misses
     assert c.low_hits <= c.low

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.bottoms import Bottoms
 from greenroom.core.cache import group_sizes
 from greenroom.core.events import Compute, Computed, Finish, Landed, Predicted, Resized, Routed
 from greenroom.core.events import StartChunk as Start
+from greenroom.core.extras import Extras
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.reshape import first_places
 from greenroom.core.scheduler import Scheduler
@@ -104,7 +104,7 @@ def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
     s = scheduler(11, ahead=2, of=split(seats=2))
     for number, expert in enumerate((7, 8, 9)):
         serve(s, number, 1, expert)
-    assert not s.bottoms.whole(7)
+    assert not s.extras.whole(7)
     serve(s, 3, 0, 0)
     started = [a for a in s.on(Predicted(1, ids(7))) if isinstance(a, Start)]
     assert [(a.piece, a.demand) for a in started] == [(N + 7, False)]
@@ -137,7 +137,7 @@ def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
 
 
 def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
-    b = Bottoms(2)
+    b = Extras(2)
     assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
     b.landed(1)
     b.done(1)
@@ -150,7 +150,7 @@ def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
 
 
 def test_prefetches_have_half_of_the_slots():
-    b = Bottoms(4)
+    b = Extras(4)
     assert [b.bring(e, 0) for e in range(3)] == [0, 1, -1]
     b.landed(0)
     assert sorted(b.passed(0, {1})) == [(0, True)]
@@ -216,8 +216,8 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
             theatre.tell(Resized(least + seed % 12, number % 4))
         for piece in s.cache.residents().tolist():
             assert theatre.memory[int(s.place[s.cache.state.slot_of[piece]])] == piece
-        for expert, slot in s.bottoms.slot_of.items():
-            if s.bottoms.whole(expert):
+        for expert, slot in s.extras.slot_of.items():
+            if s.extras.whole(expert):
                 assert theatre.memory[s._seat(slot)] == N + expert
         assert not s.cache.state.pinned.any()
     while theatre.moving:
@@ -228,9 +228,9 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
     assert sum(group_sizes(every, s.capacity, scope)) == s.cache.capacity
     c = s.counts
     over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
-    waiting = len(s.buffer.held) + len(s.bottoms._ahead)
+    waiting = len(s.buffer.held) + len(s.extras._ahead)
     assert over + waiting == c.prefetches
-    assert len(s.bottoms.slot_of) + len(s.bottoms._free) == seats
+    assert len(s.extras.slot_of) + len(s.extras._free) == seats
 
 
 def fits(every: Pieces, capacity: int, scope) -> bool:

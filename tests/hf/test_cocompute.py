@@ -70,6 +70,10 @@ def test_the_bits_are_the_same_wherever_an_expert_is_computed(name, kernels):
             found = model.greenroom.stats().co_compute
             assert (found["on_host"] > 0) is (host == QUICK)
             assert (found["host_s"] > 0) is (host == QUICK)
+            stats = model.greenroom.stats()
+            misses = stats.expert_requests - stats.expert_hits
+            assert found["moved"] + found["on_host"] == misses
+            assert found["on_host_share"] == found["on_host"] / misses
     for tokens, logits in answers[1:]:
         assert torch.equal(tokens, answers[0][0])
         assert torch.equal(logits, answers[0][1])

@@ -135,6 +135,8 @@ CASES = [
     (("same", "int4"), Thresholds(low=0.9, skip=0.3)),
     (("same", "int8"), Thresholds(low=0.5, substitute=0.4)),
     (("fp8", "int4"), Thresholds(low=0.9)),
+    (("int8", "int4"), Thresholds(low=0.9, follow=True)),
+    (("same", "int4"), Thresholds(low=0.9, follow=True)),
 ]
 
 

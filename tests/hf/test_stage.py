@@ -10,6 +10,7 @@ import pytest
 from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
 from greenroom.hf import contest as contests
+from greenroom.hf import rehearse
 from greenroom.hf import settled as settling
 from greenroom.hf.contest import Entry, contest, entry, winner
 from greenroom.hf.load import load_with
@@ -20,6 +21,7 @@ from greenroom.hf.stage import Session, Stage
 from greenroom.plan import kept
 from greenroom.runtime.measure import host
 from greenroom.trace.prompts import Prompt
+from tests.hf.test_split import packed
 from tests.models import cached_tiny
 from tests.plan.models import MACHINE
 
@@ -121,16 +123,34 @@ def test_built_in_prompts_differ():
     assert len({p.content for p in contests.PROMPTS}) == len(contests.PROMPTS)
 
 
-def test_a_rehearsal_tells_what_matrices_do_not(tmp_path: Path):
+def test_a_rehearsal_tells_what_matrices_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, words=64)
+    monkeypatch.setattr(rehearse, "SMALLEST", shape)
     found = rehearsed(MACHINE, tmp_path, shape).processors[0]
     assert found.layer >= 0
     assert found.fetch >= 0
     assert found.copy >= 0
+    assert found.wake >= 0
     assert found.expert.at(1 << 20).seconds(1) <= MACHINE.processors[0].expert.at(1 << 20).seconds(
         1
     )
     assert list(tmp_path.iterdir()) == []  # the model is gone
+
+
+def test_what_waits_cost_is_told_by_two_runs_that_wait():
+    """Ten tokens with three misses each: waits of 1 ms against 2 ms; of longer ones 4 ms count."""
+
+    def ran(wait: float, computed: float) -> Session:
+        stall = 10 * 3 * wait
+        gaps = (computed + 3 * wait,) * 10
+        return Session((0.1,), gaps, ((1,),), 80, 30, 0, stall, 0.0)
+
+    short, long = ran(1e-3, 0.010), ran(2e-3, 0.0106)
+    assert rehearse.waited(long) == pytest.approx(6e-3)
+    assert rehearse.waiting(short, long) == pytest.approx(0.2)
+    assert rehearse.waiting(long, short) == 0
+    assert rehearse.waiting(short, ran(1.0, 0.0118)) == pytest.approx(0.2)
+    assert rehearse.waiting(short, ran(2e-3, 0.009)) == 0
 
 
 @pytest.fixture
@@ -162,6 +182,28 @@ def test_a_run_takes_what_was_measured_and_says_so(remembered: str, no_threads_l
     assert "--scope per-layer" in line
 
 
+def test_a_run_takes_a_split_that_was_measured(remembered: str, no_threads_left: None):
+    folder = str(packed())
+    config = LoadConfig(cache="60%", device="cpu", kernels="eager")
+    model, _ = load_with(folder, config, remember=True)
+    made, capacity = model.greenroom.parts, model.greenroom.capacity
+    model.greenroom.detach()
+    assert made.split is None
+    keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
+    model, _ = load_with(folder, config, remember=True)
+    line, parts = startup_line(folder, model, config), model.greenroom.parts
+    model.greenroom.detach()
+    assert parts.split is not None
+    assert parts.split.tops[0] < parts.split.whole
+    assert "settings measured by tune" in line
+    flag = line.partition("--split ")[2].split()[0]
+    assert [float(share) for share in flag.split(",")] == pytest.approx([0.5, 0.5], abs=0.15)
+    skipping = LoadConfig(cache="60%", device="cpu", kernels="eager", skip_below=0.1)
+    model, _ = load_with(folder, skipping, remember=True)
+    assert model.greenroom.parts.split is None  # misses of split experts are not judged
+    model.greenroom.detach()
+
+
 @pytest.mark.parametrize(
     ("config", "capacity", "machine"),
     [
@@ -191,6 +233,6 @@ def test_nothing_is_taken_where_nothing_is_remembered(remembered: str, no_thread
     parts = model.greenroom.parts
     model.greenroom.detach()
     keep(parts.fingerprint, 8, policy="lcp")
-    assert settled(parts, config, 8) is parts
+    assert settled(parts, config, 8, 2) is parts
     assert settling.TOLD[0] == "policy"
     assert np.isfinite(parts.capacity)

@@ -12,6 +12,7 @@ import pytest
 from greenroom.core.cost import Link, Work
 from greenroom.errors import BudgetError, UsageError
 from greenroom.plan import estimate, planner
+from greenroom.plan.configurator import Choice
 from greenroom.plan.estimate import BAND, UNMEASURED, Estimate, Estimator
 from greenroom.plan.evidence import Evidence, recorded, stand_ins
 from greenroom.plan.page import page, said
@@ -117,6 +118,38 @@ def test_splits_are_among_them_where_experts_are_packed_for_it():
     )  # fmt: skip
     assert still.gaps[: played.times.gaps.size].tolist() == played.times.gaps.tolist()
     assert {e.setting.split for e in made().compared} == {OFF}
+
+
+def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch):
+    """What it makes of the first half of the recording, as options of a run."""
+    half = trace().select(range(3))
+    made = [Choice(6.0, 8, share, 1.0, 0.0, 0.0) for share in (0.75, 0.5, 1.0, 0.75)]
+    seen = []
+
+    def chosen(layers, budget, latency):
+        seen.append((len(layers), budget, int(layers[0].top_k)))
+        return made
+
+    monkeypatch.setattr(planner, "configure", chosen)
+    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
+    *alike, own = planner._cut(packed, DEFAULT, 24)
+    assert [each.split for each in alike] == list(SPLITS)
+    assert own == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
+    assert packed.fits(own, 24)
+    assert packed.of(replace(own, prefetch=OFF), 24).tpot > 0
+    assert seen == [(half.layers, 24.0, MODEL.top_k)]
+    made[:] = [replace(each, ratio=0.99) for each in made]  # nothing is cut
+    assert planner._cut(packed, DEFAULT, 24) == alike
+    guessed = Estimator(replace(MODEL, segments=True), COSTS, stand_ins(MODEL))
+    assert planner._cut(guessed, DEFAULT, 24) == alike
+
+
+def test_what_has_no_room_for_its_bottoms_is_left_out():
+    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
+    assert not packed.fits(replace(PLAIN, split="0.5"), 2)  # four bottoms take all of it
+    assert packed.fits(replace(PLAIN, split="0.5"), 3)
+    assert not packed.fits(replace(PLAIN, scope="per-layer"), 3)
+    assert {e.setting.split for e in compare(packed, 2)} == {OFF, "0.75"}
 
 
 def test_low_precision_is_among_them_where_it_is_allowed():

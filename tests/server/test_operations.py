@@ -82,6 +82,21 @@ def test_metrics_of_what_is_not_exact() -> None:
     assert found == {("low",): 3, ("left_out",): 1, ("substituted",): 0}
 
 
+def test_metrics_of_misses_that_are_shared_out() -> None:
+    both = {"moved": 7, "on_host": 3, "adopted": 2, "host_s": 0.25, "on_host_share": 0.3}
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in engine_metrics({**STATS, "co_compute": both})
+        for sample in family.samples
+        if sample.name.startswith(("greenroom_miss_", "greenroom_host_"))
+    }
+    assert found == {
+        ("greenroom_miss_evaluations_total", "moved"): 7,
+        ("greenroom_miss_evaluations_total", "on_host"): 3,
+        ("greenroom_host_computed_seconds_total",): 0.25,
+    }
+
+
 def test_metrics_of_the_engine() -> None:
     found = {
         (sample.name, tuple(sample.labels.values())): sample.value

@@ -78,6 +78,17 @@ def test_less_takes_less_time():
     assert times[0] > times[1] > times[2]
 
 
+def test_more_is_exact_where_experts_follow_their_copies():
+    of = weighed()
+    alone, followed = (
+        run(of, Lesser(Thresholds(low=0.5, follow=follow), 0.25)) for follow in (False, True)
+    )
+    assert "adopted" not in alone.as_json()
+    assert followed.as_json()["adopted"] == followed.counts.adopted > 0
+    assert followed.counts.low < alone.counts.low
+    assert followed.times.bytes_moved > alone.times.bytes_moved
+
+
 def test_the_event_machine_alone_counts_the_same():
     of = weighed()
     lesser = Lesser.of(Thresholds(skip=0.2, substitute=0.5), "off", 0.125, nested=False)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.cost import COOLED, Costs, Link, Work
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
 from greenroom.sim.simulate import simulate
@@ -22,6 +22,7 @@ COSTS = Costs(
     Work(((1, 0.1), (4, 0.15), (16, 0.9))),
     Work(((1, 0.2), (9, 0.5))),
     handling=0.03,
+    wake=0.2,
 )
 
 
@@ -62,6 +63,21 @@ def test_what_is_fetched_is_handled_by_the_processor():
     assert found.ttft.tolist() == pytest.approx([5.5 + 0.125])
     assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
     assert found.compute == pytest.approx(6.0 + 4 * 0.25 + 4 * 0.25 + 4 * 0.125)
+
+
+def test_what_follows_a_wait_takes_longer():
+    """The first request's first token again: an eighth of its only wait, which is capped, more. The
+    waits of the prompt are 1 s for 0, then 0.75 s each."""
+    trace = small.of([[[0, 2]], [[1, 2]], [[0, 1]], [[3, 1]]], [[-2, 1, 1]])
+    costs = Costs(
+        (Link(NBYTES, lanes=1),), Work(((1, 0.25),)), Work.constant(2.0), wake=0.125 / COOLED
+    )
+    found = run(trace, 3, costs, chunk_bytes=NBYTES)
+    assert found.ttft.tolist() == pytest.approx([5.5 + 3 * 0.125])
+    assert found.gaps.tolist() == pytest.approx([2.5, 3.25 + 0.125])
+    assert found.seconds == pytest.approx(11.25 + 4 * 0.125)
+    assert found.stall == pytest.approx(found.seconds - found.compute)
+    assert costs.after(COOLED / 2) == pytest.approx(0.0625)
 
 
 def test_passes_of_requests():

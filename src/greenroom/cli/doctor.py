@@ -76,11 +76,12 @@ def measure(
 
     from greenroom.cli.progress import bars
     from greenroom.hf.rehearse import rehearsed
+    from greenroom.runtime import doctor
     from greenroom.runtime.doctor import QUICK, THOROUGH, examine, model_files, models_folder
 
     terminal = shown and sys.stderr.isatty()
     say = _say if terminal else _silent
-    machine = examine(path, QUICK if quick else THOROUGH, say)
+    machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
     say("a small model")
     bars(loading=False)
     # Beside the disk that was measured, but never into a model's folder.
@@ -144,6 +145,7 @@ def _say(text: str) -> None:
 def table(machine: Machine) -> str:
     """All figures, for people."""
     from greenroom.cli.output import columns
+    from greenroom.core.cost import COOLED
 
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
@@ -174,6 +176,18 @@ def table(machine: Machine) -> str:
         f" latency {link.latency * 1e6:.0f} us, {link.lanes} lanes",
         "",
     ]
+    if (device := measured.get("device")) is not None:
+        lines += [
+            columns(
+                (device["name"], "GB/s"),
+                [(name, "refused" if rate is None else f"{rate / 1e9:.1f}") for name, rate in (
+                    ("from host memory, pinned", device["pinned"]),
+                    ("from host memory, pageable", device["pageable"]),
+                    ("its own memory", device["memory"]),
+                )],
+            ),
+            "",
+        ]  # fmt: skip
     for processor in machine.processors:
         lines += [
             _times(f"{processor.name}, one expert", processor.expert),
@@ -185,7 +199,8 @@ def table(machine: Machine) -> str:
             handled = processor.fetch + processor.copy * processor.expert.nbytes[0]
             lines += [
                 f"beyond that: {processor.layer * 1e3:.2f} ms a layer, {handled * 1e3:.2f} ms for"
-                f" an expert of {show_bytes(processor.expert.nbytes[0])} that is fetched",
+                f" an expert of {show_bytes(processor.expert.nbytes[0])} that is fetched,"
+                f" {processor.wake * COOLED * 1e3:.2f} ms after each wait of {COOLED * 1e3:g} ms",
                 "",
             ]
     return "\n".join([*lines, f"{measured['seconds']:.1f} s"])

@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> None:
     found = plan(estimator, memory, target)
     facts = facts_of(model, machine, evidence, here, measured)
     setting = found.best.setting
-    off = setting.split == setting.miss_precision == setting.co_compute == "off"
-    if here and found.sure and off:
+    lossless = setting.miss_precision == setting.co_compute == "off"
+    if here and found.sure and lossless:
         keep(model, machine, found)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))

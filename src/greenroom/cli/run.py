@@ -181,13 +181,14 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "links": stats.links,
         **({"split": stats.split} if stats.split is not None else {}),
         **({"lesser": stats.lesser} if stats.lesser is not None else {}),
+        **({"co_compute": stats.co_compute} if stats.co_compute is not None else {}),
     }
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
     """One line: tokens, times, hits, prefetches, bytes, memory."""
     from greenroom.cli.live import prefetched
-    from greenroom.cli.summary import inexact_line
+    from greenroom.cli.summary import inexact_line, shared_line
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
@@ -199,6 +200,8 @@ def closing_line(result: Answer, stats: Stats) -> str:
     parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
     if stats.lesser is not None:
         parts.append(f"inexact: {inexact_line(stats.lesser)}")
+    if stats.co_compute is not None:
+        parts.append(f"misses: {shared_line(stats.co_compute)}")
     if stats.capacity_least < stats.capacity_most:  # as keys and values came and went
         parts.append(
             f"{stats.capacity:,} slots, {stats.capacity_least:,} at least,"

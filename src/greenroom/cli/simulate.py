@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 HELP = "replay a trace against policies and capacities"
 ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
-LESSER = ("miss_precision", "nested", "low_below", "low_share", "skip_below", "substitute_below")
+LESSER = ("miss_precision", "nested", "low_below", "low_share", "low_follow", "skip_below",
+          "substitute_below")  # fmt: skip
 
 
 def add_to(commands: Any) -> None:
@@ -84,6 +85,9 @@ def add_to(commands: Any) -> None:
                        " misses below this share of the gate weights (default: 0.4)")  # fmt: skip
     times.add_argument("--low-share", metavar="SHARE", help="with --miss-precision: share of the"
                        " cache's memory that copies have (default: 12.5%%)")  # fmt: skip
+    times.add_argument("--low-follow", action="store_true", default=None, help="with"
+                       " --miss-precision: the exact expert follows a copy that was used, while"
+                       " the link is idle")  # fmt: skip
     times.add_argument("--skip-below", type=float, metavar="SHARE",
                        help="leave out misses below this share of the gate weights")  # fmt: skip
     times.add_argument(
@@ -162,7 +166,8 @@ def lesser_of(args: argparse.Namespace, trace: Trace) -> Lesser | None:
         return None
     check_weights(trace)
     precision = args.miss_precision or "off"
-    return Lesser.of(Thresholds(*at), precision, share, nested=bool(args.nested))
+    follow = bool(args.low_follow)
+    return Lesser.of(Thresholds(*at, follow=follow), precision, share, nested=bool(args.nested))
 
 
 def thresholds(args: argparse.Namespace) -> tuple[tuple[float, float, float], float]:
@@ -179,6 +184,8 @@ def thresholds(args: argparse.Namespace) -> tuple[tuple[float, float, float], fl
     )
     if precision == "off" and args.low_share is not None:
         raise UsageError("--low-share is for --miss-precision, which is off: give both")
+    if precision == "off" and args.low_follow:
+        raise UsageError("--low-follow is for --miss-precision, which is off: give both")
     return at, share_of(args.low_share or LOW_SHARE, "--low-share")
 
 

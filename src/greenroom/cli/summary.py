@@ -33,6 +33,14 @@ def inexact_line(lesser: dict[str, Any]) -> str:
     return f"{', '.join(of) or 'none'} of the evaluations"
 
 
+def shared_line(both: dict[str, Any]) -> str:
+    """How misses were shared out between a device and the host, for people."""
+    return (
+        f"{both['on_host']:,} computed in host memory ({both['on_host_share'] or 0:.1%}),"
+        f" {both['moved']:,} moved"
+    )
+
+
 def _of_model(stats: dict[str, Any]) -> list[str]:
     memory, experts, kv = stats["memory"], stats["experts"], stats["kv"]
     budget = memory["budget_bytes"]
@@ -40,12 +48,14 @@ def _of_model(stats: dict[str, Any]) -> list[str]:
     did = stats["prefetch"]
     links = ", ".join(f"{link['link']} {show_bytes(link['bytes'])}" for link in stats["links"])
     lesser = stats.get("lesser")
-    inexact = [f"inexact   {inexact_line(lesser)}"] if lesser else []
+    both = stats.get("co_compute")
+    misses = [f"inexact   {inexact_line(lesser)}"] if lesser else []
+    misses += [f"misses    {shared_line(both)}"] if both else []
     return [
         f"experts   {memory['slots']:,} of {memory['experts']:,} in slots"
         f" ({show_bytes(memory['resident_bytes'])}), hit ratio {experts['hit_ratio']:.1%},"
         f" policy {experts['policy']}",
-        *inexact,
+        *misses,
         f"prefetch  {did['predictor']}: {did['useful']:,} useful, {did['late']:,} late,"
         f" {did['wasted']:,} wasted",
         f"links     {links or 'none'}; waited {stats['stall_s']:.2f} s",

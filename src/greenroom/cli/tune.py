@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = "measure the best few settings on real tokens, and keep the winner for later runs"
 FEW = 2  # of a plan's best, beside plain LRU and the default
-CHOSEN = ("policy", "scope", "prefetch", "predictor", "no_guard")  # what is tuned
+CHOSEN = ("policy", "scope", "split", "prefetch", "predictor", "no_guard")  # what is tuned
 
 
 def add_to(commands: Any) -> None:
@@ -87,23 +87,25 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
-    """Plain LRU, the default, and the best of a plan's others that need no other pack."""
+    """Plain LRU, the default, and the best of a plan's others; of a pack in segments these may be
+    splits."""
     from greenroom.plan.planner import compare
-    from greenroom.plan.settings import DEFAULT, OFF, PLAIN
+    from greenroom.plan.settings import DEFAULT, PLAIN
 
-    best = [each.setting for each in compare(estimator, capacity)]
     known = (PLAIN, DEFAULT)
-    others = [each for each in best if each not in known and each.split == OFF]
-    return [PLAIN, DEFAULT, *others[:FEW]]
+    others = [e.setting for e in compare(estimator, capacity) if e.setting not in known]
+    return [*known, *others[:FEW]]
 
 
 def _entry(setting: Setting, load: LoadConfig) -> Entry:
     from greenroom.hf.contest import entry
-    from greenroom.plan.settings import PLAIN, SCOPES
+    from greenroom.plan.settings import OFF, PLAIN, SCOPES
 
     scope = setting.scope if setting.scope in SCOPES else "sizes by layer"
     name = "plain LRU" if setting == PLAIN else f"{setting.policy}, {scope}"
-    name += ", prefetching" if setting.prefetch != "off" else ""
+    name += ", prefetching" if setting.prefetch != OFF else ""
+    if setting.split != OFF:
+        name += f", split {'by layer' if ',' in setting.split else f'at {setting.split}'}"
     return entry(name, load, setting.options())
 
 
@@ -119,6 +121,8 @@ def keep(
 
     machine = name_of(host())
     options = {name: getattr(best.config, name) for name in kept.OPTIONS}
+    if options["split"] == "off":  # as a plan leaves it
+        del options["split"]
     found = kept.Kept(
         stage.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
         date.today().isoformat(),

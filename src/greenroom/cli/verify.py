@@ -20,7 +20,8 @@ from greenroom.errors import UsageError, VerifyError
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
-LESSER = ("miss_precision", "low_below", "low_share", "skip_below", "substitute_below")
+LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
+          "substitute_below")  # fmt: skip
 QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
 
 
@@ -71,6 +72,12 @@ def add_to(commands: Any) -> None:
 def _add(group: Any, name: str) -> None:
     """An option of a run, for the model and not for what it is compared with."""
     option = LoadConfig.__dataclass_fields__[name]
+    if option.default is False:
+        group.add_argument(
+            f"--{name.replace('_', '-')}", action="store_true", default=None,
+            help=option.metadata["help"],
+        )  # fmt: skip
+        return
     group.add_argument(
         f"--{name.replace('_', '-')}", help=option.metadata["help"],
         type=str if "str" in str(option.type) else float,

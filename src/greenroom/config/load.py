@@ -67,6 +67,10 @@ class LoadConfig:
     low_share: str = option(
         LOW_SHARE, "with --miss-precision: share of the cache's memory that copies have", "SHARE"
     )
+    low_follow: bool = option(
+        False, "with --miss-precision: the exact expert follows a copy that was used, while the"
+        " link is idle, so that more is exact; tokens take longer",
+    )  # fmt: skip
     skip_below: float = option(
         0.0, "leave out misses below this share of the gate weights, which changes the output:"
         " HOBBIT's T2 = 0.9 is 0.1 (default: none)", "SHARE",
@@ -138,5 +142,7 @@ class LoadConfig:
         share_of(self.low_share, "--low-share")
         if self.miss_precision == "off" and self.low_share != LOW_SHARE:
             raise UsageError("--low-share is for --miss-precision, which is off: give both")
+        if self.miss_precision == "off" and self.low_follow:
+            raise UsageError("--low-follow is for --miss-precision, which is off: give both")
         if self.miss_precision != "off" and self.split != "off":
             raise UsageError("--miss-precision and --split exclude each other: give one of them")

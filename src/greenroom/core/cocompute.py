@@ -6,8 +6,7 @@ What the host computes gets no slot on the device and moves nothing: it is read 
 tier between two links, first from the store where it is not there.
 
 Left at that, what is asked for often would be computed on the host for ever. So what it has
-computed of a token follows to its device while the link is idle, into a slot on loan, and is a
-resident once it is there.
+computed of a token follows to its device while the link is idle (`following`).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import numpy as np
 from greenroom.core.buffer import Held, Use
 from greenroom.core.cache import NOBODY, Flags
 from greenroom.core.events import HOST, Action, Routed
-from greenroom.core.halves import Halves
+from greenroom.core.following import Following
 from greenroom.core.processors import Miss, Queues, assign
-from greenroom.core.queue import Entry, Urgency
+from greenroom.core.queue import Entry
 from greenroom.core.rates import Rates
 from greenroom.core.step import Step
 from greenroom.core.tiers import HostTier
 from greenroom.errors import UsageError
 
 
-class CoCompute(Halves):
+class CoCompute(Following):
     """Without `rates` nothing of this happens."""
 
     def __init__(self, *args: Any, rates: Rates | None = None, **options: Any) -> None:
@@ -36,7 +35,6 @@ class CoCompute(Halves):
         self.rates = rates
         if rates is not None and self.queue.host is None:
             raise UsageError("co-compute needs experts in host memory: give it slots there")
-        self._followers: dict[int, int] = {}  # pieces to be brought -> layer, the latest last
 
     @property
     def _tier(self) -> HostTier:
@@ -126,11 +124,7 @@ class CoCompute(Halves):
         """The host has computed a piece: its slot there may be another's."""
         step.lent.remove(piece)
         self._tier.leave(piece, True)
-        if not step.prefill and self.buffer.size and self.cache.policy.preload is None:
-            self._followers.pop(piece, None)
-            self._followers[piece] = step.layer
-            if len(self._followers) > self.buffer.size:
-                del self._followers[next(iter(self._followers))]
+        self._note_follower(step, piece)
 
     def _return(self, step: Step) -> None:
         """The step is over, computed or not: slots between the links that it still keeps."""
@@ -141,33 +135,6 @@ class CoCompute(Halves):
         """What the host computes, or will: it has the slots that a transfer would come from."""
         step = self.step
         return set() if step is None else {int(step.experts[r]) for r in step.on_host}
-
-    # ---- what follows to the device
-
-    def _follow(self) -> bool:
-        """Begin to move what the host computed last; False where there is none, or no way open."""
-        while self._followers:
-            piece, layer = next(reversed(self._followers.items()))
-            if self.buffer.full or not self.queue.open_for(Urgency.PREFETCH, self._home[piece]):
-                return False
-            del self._followers[piece]
-            if self._top_there(piece) or piece in self.queue:
-                continue
-            slot, _ = self.cache.borrow(piece)
-            if slot < 0:
-                return False
-            self.buffer.bring(piece, slot, layer, 1.0, stays=True)
-            self._begin(piece, int(self.place[slot]))
-            return True
-        return False
-
-    def _ahead_landed(self, piece: int) -> None:
-        """A piece has come into a slot on loan before it was asked for again."""
-        if self.buffer.held[piece].stays:
-            self.cache.admit(piece, self.buffer.release(piece))
-            self.counts.adopted += 1
-        else:
-            self.buffer.landed(piece)
 
     # ---- what is measured
 

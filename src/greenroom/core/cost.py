@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 CHUNK_BYTES = 4 << 20  # what the store cuts an expert into
+COOLED = 4e-3  # seconds of a wait after which a processor is as slow as it gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Costs:
     ahead:  seconds that a layer takes more while a predictor runs: it asks, and books
     host:   one expert by the tokens that chose it, on the processor beside the place between two
             links; None where nobody computes there
+    wake:   what follows a step takes so much longer for every second of each of its waits, up to
+            COOLED: threads have fallen asleep, and caches and clocks have cooled
     """
 
     links: tuple[Link, ...]
@@ -77,6 +80,11 @@ class Costs:
     handling: float = 0.0
     ahead: float = 0.0
     host: Work | None = None
+    wake: float = 0.0
+
+    def after(self, wait: float) -> float:
+        """Seconds that computing takes longer because of a wait of so many."""
+        return self.wake * min(wait, COOLED)
 
     @property
     def lanes(self) -> tuple[int, ...]:

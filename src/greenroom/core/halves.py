@@ -10,25 +10,25 @@ class Halves(Prefetching):
     """A request gets a slot for its bottom when it has one for its top, and is over when both are
     computed. Nothing of this happens where experts are whole."""
 
-    def _claim_bottoms(self, step: Step) -> None:
+    def _claim_extras(self, step: Step) -> None:
         """Give slots to bottoms whose tops have theirs, in the order of the requests."""
         # Those whose tops have no slot yet, or one that is another's until that is computed.
         later = {*step.waiting, *step.blocked.values()}
-        for request in list(step.bottomless):
+        for request in list(step.lacking):
             if request in later:
                 continue
             expert = int(step.experts[request])
-            there, whole = expert in self.bottoms.slot_of, self.bottoms.whole(expert)
-            ahead = self.bottoms.awaits_use(expert)
-            slot = self.bottoms.claim(expert)
+            there, whole = expert in self.extras.slot_of, self.extras.whole(expert)
+            ahead = self.extras.awaits_use(expert)
+            slot = self.extras.claim(expert)
             if slot < 0:
                 continue
-            step.bottomless.remove(request)
+            step.lacking.remove(request)
             step.seats[request] = slot
-            piece = self._bottom_of(expert)
+            piece = self._extra_of(expert)
             if whole:
                 self.counts.useful += ahead
-                self._bottom_landed(step, request)
+                self._extra_landed(step, request)
                 continue
             if there:  # a prefetch that is under way; one that was dropped is begun again
                 self.counts.late += not self.queue.entries[piece].dropped
@@ -36,7 +36,7 @@ class Halves(Prefetching):
             step.missing[piece] = request
             self._add(piece, self._seat(slot))
 
-    def _bottom_landed(self, step: Step, request: int) -> None:
+    def _extra_landed(self, step: Step, request: int) -> None:
         """A bottom is there; it is computed when its top has been."""
         if step.stage[request] == 1:
             step.ready.append(request)
@@ -48,15 +48,15 @@ class Halves(Prefetching):
         expert = int(step.experts[request])
         if self.pieces.split is None:
             if request in step.seats:
-                self.bottoms.done(expert)
+                self.extras.done(expert)
                 del step.seats[request]
             return False
         step.stage[request] += 1
-        if step.stage[request] == 1 and self._bottom_of(expert) >= 0:
-            if request in step.seats and self.bottoms.whole(expert):
+        if step.stage[request] == 1 and self._extra_of(expert) >= 0:
+            if request in step.seats and self.extras.whole(expert):
                 step.ready.append(request)
             return True
         if request in step.seats:
-            self.bottoms.done(expert)
+            self.extras.done(expert)
             del step.seats[request]
         return False

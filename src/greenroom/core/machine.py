@@ -28,7 +28,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import ProfileError, UnknownName, UsageError
 
 FORMAT, VERSION = "greenroom-machine", 1
-BEYOND = ("layer", "fetch", "copy", "ahead")  # of a processor, beside its tables
+BEYOND = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, beside its tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Processor:
 
     What a model that runs takes beyond its matrices: `layer` seconds for each layer of a pass
     (attention, norms, router, Python), `ahead` seconds more while a predictor runs, `fetch` seconds
-    for each expert that comes and `copy` seconds for each byte of it. They are 0 in a profile that
-    knows nothing of them.
+    for each expert that comes and `copy` seconds for each byte of it; `wake` seconds more for each
+    second of a wait before (see `Costs`). They are 0 in a profile that knows nothing of them.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Processor:
     fetch: float = 0.0
     copy: float = 0.0
     ahead: float = 0.0
+    wake: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Machine:
             chosen.fetch + chosen.copy * expert_bytes,
             chosen.ahead,
             beside.expert.at(expert_bytes) if beside is not None and len(links) > 1 else None,
+            chosen.wake,
         )
 
     def _beside(self, memory: str) -> Processor | None:

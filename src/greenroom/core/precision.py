@@ -8,6 +8,7 @@ prefetch has begun the last chunk of; others are given up. The policy hears of e
 
 Copies have slots of their own, the least recently used makes room. Where copy and expert are
 nested, an exact miss whose copy is there fetches only what the copy lacks, and joins the two.
+Where that was asked for, the exact expert follows a copy that was computed (`following`), whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from greenroom.core.buddies import Buddies
 from greenroom.core.events import Routed
-from greenroom.core.halves import Halves
+from greenroom.core.following import Following
 from greenroom.core.pieces import Ints
 from greenroom.core.queue import Transfer
 from greenroom.core.step import Step
@@ -28,11 +29,13 @@ EXACT, LOW, LEFT_OUT = 0, 1, 2  # the part of a request that a wave computes
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Tails below which a miss is left out, replaced, or served by its copy; 0: never."""
+    """Tails below which a miss is left out, replaced, or served by its copy; 0: never. `follow`:
+    the exact expert comes after a copy that was computed, while the link is idle."""
 
     low: float = 0.0
     skip: float = 0.0
     substitute: float = 0.0
+    follow: bool = False
 
     @property
     def most(self) -> float:
@@ -49,7 +52,7 @@ class Lesser:
     buddies: dict[int, int]
 
 
-class Precision(Halves):
+class Precision(Following):
     """Serves misses of small tails with less. Nothing of this happens without thresholds."""
 
     thresholds: Thresholds
@@ -127,14 +130,14 @@ class Precision(Halves):
         step.stage += [LEFT_OUT] * len(lesser.left_out) + [EXACT] * len(buddies)
         step.uncomputed = step.experts.size
         step.ready += range(lows, step.uncomputed)
-        step.bottomless = list(range(exact, lows))
+        step.lacking = list(range(exact, lows))
         step.buddies = [*{*lesser.buddies.values()}]
         counts = self.counts
         counts.low += len(lesser.low)
-        counts.low_hits += sum(map(self.bottoms.whole, lesser.low))
+        counts.low_hits += sum(map(self.extras.whole, lesser.low))
         counts.left_out += len(lesser.left_out)
         counts.substituted += len(buddies)
-        self._claim_bottoms(step)
+        self._claim_extras(step)
 
     def _unpin_buddies(self, step: Step) -> None:
         for buddy in step.buddies:
@@ -142,13 +145,18 @@ class Precision(Halves):
 
     # ---- copies that become exact
 
+    def _goes_on(self, step: Step, request: int) -> bool:
+        if self.thresholds.follow and step.stage and step.stage[request] == LOW:
+            self._note_follower(step, int(step.experts[request]))
+        return super()._goes_on(step, request)
+
     def _ask(self, step: Step, request: int, slot: int) -> None:
         """Demand a request's expert: all of it, or what its copy lacks."""
         expert = int(step.experts[request])
         copies = self.pieces.copies
-        if copies is not None and copies.rest and self.bottoms.whole(expert):
+        if copies is not None and copies.rest and self.extras.whole(expert):
             piece = 2 * self.pieces.experts + expert
-            self.joining[piece] = self._seat(self.bottoms.claim(expert))
+            self.joining[piece] = self._seat(self.extras.claim(expert))
             self.counts.joined += 1
         else:
             piece = expert
@@ -160,12 +168,12 @@ class Precision(Halves):
         """The slot of the copy that a piece is joined with as its first chunk starts; else -1."""
         slot = self.joining.pop(transfer.entry.piece, -1) if self.joining else -1
         if slot >= 0:
-            self.bottoms.done(transfer.entry.piece % self.pieces.experts)
+            self.extras.done(transfer.entry.piece % self.pieces.experts)
         return slot
 
     def _forget_join(self, piece: int) -> None:
         if self.joining.pop(piece, -1) >= 0:
-            self.bottoms.done(piece % self.pieces.experts)
+            self.extras.done(piece % self.pieces.experts)
 
 
 def _ids(values: list[int]) -> Ints:

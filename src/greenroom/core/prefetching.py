@@ -42,11 +42,11 @@ class Prefetching(Residence):
             else:
                 self.counts.wasted += 1
                 self._give_back(held.piece)
-        for expert, whole in self.bottoms.passed(event.layer, used):
+        for expert, whole in self.extras.passed(event.layer, used):
             if whole:
                 self.counts.wasted += 1
             else:
-                self._drop(self._bottom_of(expert))
+                self._drop(self._extra_of(expert))
         return expected
 
     def _prefetch(self) -> bool:
@@ -72,14 +72,14 @@ class Prefetching(Residence):
                 return False
             self.buffer.bring(wish.piece, slot, wish.layer, wish.chance)
             self._begin(wish.piece, int(self.place[slot]))
-        elif self.bottoms.room:
+        elif self.extras.room:
             self.lookahead.fulfil(wish)
         else:
             return False
-        if not self._bottom_there(wish.piece):
-            slot = self.bottoms.bring(wish.piece, wish.layer)
+        if not self._extra_there(wish.piece):
+            slot = self.extras.bring(wish.piece, wish.layer)
             if slot >= 0:
-                self._begin(self._bottom_of(wish.piece), self._seat(slot))
+                self._begin(self._extra_of(wish.piece), self._seat(slot))
         return True
 
     def _held_back(self) -> Collection[int]:
@@ -93,16 +93,16 @@ class Prefetching(Residence):
     def _top_there(self, piece: int) -> bool:
         return bool(self.cache.state.slot_of[piece] >= 0) or piece in self.buffer.held
 
-    def _bottom_there(self, piece: int) -> bool:
+    def _extra_there(self, piece: int) -> bool:
         if self.pieces.split is None:
             return True
-        return piece in self.bottoms.slot_of or self._bottom_of(piece) < 0
+        return piece in self.extras.slot_of or self._extra_of(piece) < 0
 
     def _chunks_of(self, piece: int) -> int:
         """Chunks of an expert that are not there."""
         chunks = 0 if self._top_there(piece) else int(self.pieces.chunks[piece])
-        if not self._bottom_there(piece):
-            chunks += int(self.pieces.chunks[self._bottom_of(piece)])
+        if not self._extra_there(piece):
+            chunks += int(self.pieces.chunks[self._extra_of(piece)])
         return chunks
 
     def _loan(self, wish: Wish) -> int:
@@ -121,7 +121,7 @@ class Prefetching(Residence):
     def _note_in_time(self, step: Step, expected: Expected) -> None:
         """Of the right predictions, those that were there when they were asked for."""
         experts, n = step.experts.tolist(), self.pieces.experts
-        lacking = step.waiting + step.bottomless + list(step.on_host)
+        lacking = step.waiting + step.lacking + list(step.on_host)
         here = (
             {*experts} - {p % n for p in step.missing} - {experts[request] for request in lacking}
         )
@@ -137,4 +137,4 @@ class _There:
 
     def __contains__(self, piece: object) -> bool:
         assert isinstance(piece, int)
-        return self._of._top_there(piece) and self._of._bottom_there(piece)
+        return self._of._top_there(piece) and self._of._extra_there(piece)

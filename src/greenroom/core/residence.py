@@ -1,4 +1,4 @@
-"""What is where: the cache's slots, those on loan, bottoms, and what is on its way to them.
+"""What is where: the cache's slots, those on loan, extras, and what is on its way to them.
 
 The part of the event machine that asks nobody why: who needs a piece is decided by the steps
 (`scheduler`) and the predictions (`prefetching`).
@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from greenroom.core.bottoms import Bottoms
 from greenroom.core.buffer import Buffer, Held, Use
 from greenroom.core.cache import Cache
 from greenroom.core.events import Action, StartChunk
+from greenroom.core.extras import Extras
 from greenroom.core.lookahead import Lookahead
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
@@ -53,7 +53,7 @@ class Residence(ABC):
         self._kinds = kinds_of(self.cache)
         self.buffer = Buffer(self._loans())
         beside = pieces.split or pieces.copies
-        self.bottoms = Bottoms(beside.seats if beside is not None else 0)
+        self.extras = Extras(beside.seats if beside is not None else 0)
         chain = (lanes,) if isinstance(lanes, int) else lanes
         self.queue = TransferQueue(chain, seats, host, pieces.devices)
         self._home: list[int] = pieces.home.tolist()
@@ -111,17 +111,17 @@ class Residence(ABC):
 
     def _vacate(self, piece: int) -> None:
         """A piece did not come: its slot is free."""
-        if self._is_bottom(piece):
-            self.bottoms.lose(piece - self.pieces.experts)
+        if self._is_extra(piece):
+            self.extras.lose(piece - self.pieces.experts)
         elif piece in self.buffer.held:
             self._give_back(piece)
 
-    # ---- bottoms, and low-precision copies, which have slots of the same kind
+    # ---- extras: bottoms of split experts, or low-precision copies
 
-    def _is_bottom(self, piece: int) -> bool:
+    def _is_extra(self, piece: int) -> bool:
         return self.pieces.experts <= piece < 2 * self.pieces.experts
 
-    def _bottom_of(self, expert: int) -> int:
+    def _extra_of(self, expert: int) -> int:
         """The piece that is an expert's bottom, or its copy; -1 where it has none."""
         if self.pieces.copies is not None:
             return self.pieces.experts + expert

@@ -13,7 +13,7 @@ Misses may be served with less than the exact expert, where that was asked for (
 
 Where experts are split, a request is over when its top and then its bottom are computed: the top of
 a hit while its bottom arrives. The policy decides about tops; bottoms have slots of their own
-(`bottoms`), which a request gets when it has one for its top.
+(`extras`), which a request gets when it has one for its top.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class Scheduler(CoCompute, Precision, Straight):
         )
         if self.pieces.split is not None:
             step.stage = [0] * size
-            step.bottomless = [r for r in range(size) if self._bottom_of(int(step.experts[r])) >= 0]
-            self.counts.bottoms += len(step.bottomless)
-            self.counts.bottom_hits += sum(self.bottoms.whole(e) for e in step.experts.tolist())
+            step.lacking = [r for r in range(size) if self._extra_of(int(step.experts[r])) >= 0]
+            self.counts.bottoms += len(step.lacking)
+            self.counts.bottom_hits += sum(self.extras.whole(e) for e in step.experts.tolist())
         if misses:
             step.ready = np.flatnonzero(served.hits).tolist()
             absent = [r for r in np.flatnonzero(served.hits == 0).tolist() if r not in on_host]
@@ -170,11 +170,11 @@ class Scheduler(CoCompute, Precision, Straight):
             step.ready = list(range(event.experts.size))
         if lesser is not None:
             self._serve_lesser(step, lesser)
-        elif step.bottomless:
-            self._claim_bottoms(step)
+        elif step.lacking:
+            self._claim_extras(step)
         if expected is not None:
             self._note_in_time(step, expected)
-        if misses or ahead or self.bottoms:
+        if misses or ahead or self.extras:
             self._pump(actions)
         self._advance(actions)
 
@@ -251,10 +251,10 @@ class Scheduler(CoCompute, Precision, Straight):
         piece, step = entry.piece, self.step
         asked = step is not None and piece in step.missing
         if entry.arrived:
-            if self._is_bottom(piece):
-                self.bottoms.landed(piece - self.pieces.experts)
+            if self._is_extra(piece):
+                self.extras.landed(piece - self.pieces.experts)
                 if step is not None and asked:
-                    self._bottom_landed(step, step.missing.pop(piece))
+                    self._extra_landed(step, step.missing.pop(piece))
             elif step is not None and asked:
                 step.ready.append(step.missing.pop(piece))
                 if entry.stays:
@@ -318,7 +318,7 @@ class Scheduler(CoCompute, Precision, Straight):
         """Let nothing more of the step start."""
         step.ending = True
         step.waiting.clear()
-        step.bottomless.clear()
+        step.lacking.clear()
         for piece in step.missing:
             if piece in self.queue:
                 self.queue.drop(piece)
@@ -335,20 +335,20 @@ class Scheduler(CoCompute, Precision, Straight):
         for piece in step.missing:
             expert = piece % self.pieces.experts
             self._forget_join(piece)
-            if self._is_bottom(piece):
-                self.bottoms.lose(expert)
+            if self._is_extra(piece):
+                self.extras.lose(expert)
             elif self.cache.state.slot_of[expert] >= 0:
                 self.cache.remove(expert, step.now)
         self._unpin_buddies(step)
         for request in step.seats:  # of a step that was given up
             expert = int(step.experts[request])
-            if expert in self.bottoms.slot_of:
-                self.bottoms.done(expert)
+            if expert in self.extras.slot_of:
+                self.extras.done(expert)
         self.step = None
         self._settle(actions)
         self._pump(actions)
         actions.append(Finish(step.failed))
-        if self.cache.capacity >= len(self.pieces) and not self.bottoms:
+        if self.cache.capacity >= len(self.pieces) and not self.extras:
             self._whole = Whole.of(self.cache)
 
     def _fetch(self, step: Step, misses: list[int], here: dict[int, Held]) -> None:
@@ -404,10 +404,10 @@ class Scheduler(CoCompute, Precision, Straight):
         step = self.step
         if step is not None and step.waiting:
             self._stream(step)
-        if step is not None and step.bottomless:
-            self._claim_bottoms(step)
+        if step is not None and step.lacking:
+            self._claim_extras(step)
         self._start(actions)
-        waits = step is not None and (step.waiting or step.bottomless)
+        waits = step is not None and (step.waiting or step.lacking)
         if self.buffer.size and not waits and not self._resizing:
             while self._prefetch() or self._follow():
                 self._start(actions)
@@ -437,11 +437,11 @@ class Scheduler(CoCompute, Precision, Straight):
             else:
                 self.counts.displaced += 1
                 self._give_back(piece)
-        for expert, whole in self.bottoms.waiting():
+        for expert, whole in self.extras.waiting():
             if whole:
                 self.counts.displaced += 1
             else:
-                self._drop(self._bottom_of(expert))
+                self._drop(self._extra_of(expert))
         if not len(self.queue):
             self.place, moves = reshape(self.cache, self.place, self._capacity)
             self._sized = self._capacity

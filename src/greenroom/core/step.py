@@ -26,7 +26,8 @@ class Counts:
     `left_out` not computed at all, and `substituted` computed with another expert's weights;
     `joined` ones came as what their copy lacked.
     Of the misses `on_host` were computed by the host's processor. What follows such a one to the
-    device is counted as a prefetch; `adopted` ones are there, and residents from then on.
+    device, or an exact expert its copy, is counted as a prefetch; `adopted` ones are there, and
+    residents from then on.
     """
 
     steps: int = 0
@@ -74,7 +75,7 @@ class Step:
     part: int = 0  # that the wave under way computes; where there are parts there is one device
     stage: list[int] = field(default_factory=list)  # the part of each request that is to come
     seats: dict[int, int] = field(default_factory=dict)  # request -> slot of its bottom
-    bottomless: list[int] = field(default_factory=list)  # requests whose bottom has no slot yet
+    lacking: list[int] = field(default_factory=list)  # requests whose extra has no slot yet
     buddies: list[int] = field(default_factory=list)  # pinned to stand in for others
     late: set[int] = field(default_factory=set)  # pieces that were being prefetched
     on_host: dict[int, int] = field(default_factory=dict)  # request -> slot between two links

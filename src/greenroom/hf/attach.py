@@ -79,7 +79,7 @@ class Greenroom:
         self._watch = Watch(parts.catalog.offsets, known) if parts.watch else None
         both = host_computes(parts)
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both:
+        if both or (parts.thresholds is not None and parts.thresholds.follow):
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None

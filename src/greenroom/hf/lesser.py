@@ -20,7 +20,8 @@ from greenroom.runtime.lesser import WithCopies
 from greenroom.runtime.nested import NestedSlots
 from greenroom.runtime.slots import HostSlots, SlotKinds
 
-LESSER = ("miss_precision", "low_below", "low_share", "skip_below", "substitute_below")
+LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
+          "substitute_below")  # fmt: skip
 
 
 def thresholds(config: LoadConfig) -> Thresholds | None:
@@ -28,7 +29,8 @@ def thresholds(config: LoadConfig) -> Thresholds | None:
     found = Thresholds(
         *thresholds_of(
             config.miss_precision, config.low_below, config.skip_below, config.substitute_below
-        )
+        ),
+        follow=config.low_follow,
     )
     return found if found.most else None
 

@@ -184,7 +184,7 @@ def _load(
         over = max(1, len(engines))
         room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
         parts = replace(parts, budget_bytes=budget)
-    parts = settled(parts, config, room)
+    parts = settled(parts, config, room, top_k)
     chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
@@ -223,8 +223,7 @@ def _load(
             else:
                 need = replace(need, process=rss_bytes(), dense=0)
             release = trim_heap if engine is None else engine.release
-            if parts.copies is not None:
-                least = max(least, least_capacity(pieces_of(parts), parts.scope))
+            least = max(least, least_capacity(pieces_of(parts), parts.scope))
             growth = Growth(
                 parts.budget_bytes, need, catalog, keys_values, Workspace.of(model, catalog),
                 context=context, least=least, of=of, devices=over, release=release,

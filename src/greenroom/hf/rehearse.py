@@ -1,8 +1,8 @@
 """A rehearsal: a small random model that is run here, to learn what its matrices alone do not tell.
 
-A layer takes more than its weights (attention, norms, router, Python between kernels), and an
-expert that is fetched takes time of the cores that compute. Both are measured with the code that
-runs any other model, and go into the machine's profile.
+A layer takes more than its weights (attention, norms, router, Python between kernels), an expert
+that is fetched takes time of the cores that compute, and these are slower after a wait. All of it
+is measured with the code that runs any other model, and goes into the machine's profile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from greenroom.config import LoadConfig
+from greenroom.core.cost import COOLED
 from greenroom.core.machine import Machine
 from greenroom.errors import OutputError
 from greenroom.hf.stage import Session, Stage
@@ -26,6 +27,7 @@ from greenroom.trace.prompts import Prompt
 
 SHARE = 0.5  # of the experts, in memory in the second part
 TOKENS, SETTLE = 40, 8
+WAIT = 2e-3  # seconds that an expert of the smallest model comes in, where waits are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Shape:
 
 
 SHAPE = Shape()
+SMALLEST = Shape(hidden=128, inner=64, layers=8, experts=32, top_k=4)  # it does little but wait
 
 
 def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Machine:
@@ -56,16 +59,18 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
     shape = shape or SHAPE
     with small_model(folder, shape) as model:
         whole, part, ahead = sessions(str(model), shape)
+    with small_model(folder, SMALLEST) as model:
+        wake = waiting(*waits(str(model), SMALLEST))
     processor = machine.processors[0]
     matrices = shape.layers * (
         shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
         + processor.dense.at(_dense_bytes(shape)).seconds(1)
     )
-    base = computed(whole)
-    fetched = part.misses / len(part.gaps)
-    handling = max(0.0, (computed(part) - base) / fetched) if fetched >= 1 else 0.0
+    base, fetched = computed(whole), part.misses / len(part.gaps)
+    busy = computed(part) - wake * waited(part)
+    handling = max(0.0, (busy - base) / fetched) if fetched >= 1 else 0.0
     more = ahead.bytes_read / len(ahead.gaps) / shape.expert_bytes - fetched
-    predicted = computed(ahead) - computed(part) - handling * max(0.0, more)
+    predicted = computed(ahead) - wake * waited(ahead) - busy - handling * max(0.0, more)
     copied = min(handling, shape.expert_bytes / _copies(machine))
     # What runs is the judge: matrices alone cannot take longer than all of a token.
     factor = min(1.0, base / matrices)
@@ -77,6 +82,7 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
         fetch=handling - copied,
         copy=copied / shape.expert_bytes,
         ahead=max(0.0, predicted / shape.layers),
+        wake=wake,
     )
     return replace(machine, processors=(judged, *machine.processors[1:]))
 
@@ -84,6 +90,17 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
 def computed(session: Session) -> float:
     """Seconds a token that are no stall."""
     return session.tpot_s - session.stall_s / len(session.gaps)
+
+
+def waited(session: Session) -> float:
+    """Seconds a token of its waits, of each no more than counts (see `Costs.wake`)."""
+    return min(session.stall_s, COOLED * session.misses) / len(session.gaps)
+
+
+def waiting(short: Session, long: Session) -> float:
+    """`Costs.wake`, from two runs that waited for about as many experts."""
+    more = waited(long) - waited(short)
+    return max(0.0, (computed(long) - computed(short)) / more) if more > 0 else 0.0
 
 
 def _copies(machine: Machine) -> float:
@@ -103,6 +120,21 @@ def sessions(model: str, shape: Shape) -> tuple[Session, Session, Session]:
         part = stage.play(prompts, TOKENS, SETTLE)
         stage.attach(LoadConfig(policy="lru", prefetch="next-gate", no_guard=True), slots)
         return whole, part, stage.play(prompts, TOKENS, SETTLE)
+    finally:
+        stage.close()
+
+
+def waits(model: str, shape: Shape) -> tuple[Session, Session]:
+    """With a part of the experts in memory: from the disk, and each in WAIT seconds."""
+    stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device="cpu", context=256))
+    prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
+    slots, found = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []
+    try:
+        for limit in (None, int(shape.expert_bytes / WAIT)):
+            stage.parts = replace(stage.parts, read_limit=limit)
+            stage.attach(LoadConfig(policy="lru", prefetch="off"), slots)
+            found.append(stage.play(prompts, TOKENS, SETTLE))
+        return found[0], found[1]
     finally:
         stage.close()
 

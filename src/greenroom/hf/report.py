@@ -48,6 +48,9 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
         flags.append(f"--pin {config.pin}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
+    elif parts.split is not None:  # as it was left to this run
+        cut = zip(parts.split.tops, parts.split.bottoms, strict=True)
+        flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
     flags += _lesser_flags(config)
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
@@ -82,7 +85,7 @@ def _lesser(greenroom: Greenroom) -> str:
         for share, how in (
             (at.skip, "left out"),
             (at.substitute, "replaced by experts that are there"),
-            (at.low, f"in {parts.precision} ({seats} slots)"),
+            (at.low, f"in {parts.precision} ({seats} slots{', exact later' * at.follow})"),
         )
         if share
     ]
@@ -97,7 +100,7 @@ def _lesser_flags(config: LoadConfig) -> list[str]:
     fields = LoadConfig.__dataclass_fields__
     given = [(name, getattr(config, name)) for name in LESSER]
     return [
-        f"--{name.replace('_', '-')} {value}"
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
         for name, value in given
         if value != fields[name].default
     ]

@@ -1,8 +1,9 @@
 """What a model costs on a machine: from the machine's profile, or from runs of this very model.
 
 Of a run four figures are kept for each token that was decoded: its seconds, those of them stalled,
-the experts that were fetched, and how fast the link delivered while it did. What is no stall is
-`base + handling * fetched`: least squares over runs give both.
+the experts that were fetched, and how fast the link delivered while it did. What is no stall, and
+does not follow from one (`Costs.wake`), is `base + handling * fetched`: least squares over runs
+give both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.core.cost import CHUNK_BYTES, Costs, Link, Work
+from greenroom.core.cost import CHUNK_BYTES, COOLED, Costs, Link, Work
 from greenroom.core.machine import Machine
 from greenroom.plan.model import Model
 
@@ -47,6 +48,11 @@ class Observed:
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)
+
+    def computed(self, wake: float) -> float:
+        """Seconds that are no stall, and not longer because of one: what was fetched was waited
+        for, each as long as the others."""
+        return self.seconds - self.stall - wake * min(self.stall, COOLED * self.fetched)
 
 
 def of_machine(
@@ -83,9 +89,10 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     if not runs:
         return costs
     fetched = np.array([run.fetched for run in alone])
-    computed = np.array([run.seconds - run.stall for run in alone])
+    computed = np.array([run.computed(costs.wake) for run in alone])
     base, handling = _line(fetched, computed, costs.handling)
-    ahead = _ahead([run for run in runs if run.predicted], base, handling, model, costs.ahead)
+    costs = replace(costs, handling=handling)
+    ahead = _ahead([run for run in runs if run.predicted], base, model, costs)
     experts = model.top_k * model.layers * costs.expert.seconds(1)
     own = max(base - experts, 0.1 * base)
     expert = costs.expert
@@ -95,7 +102,7 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     layer = own / model.layers
     work = scaled(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
     first, *rest = costs.links
-    return Costs((_link(first, runs), *rest), expert, work, handling, ahead, costs.host)
+    return replace(costs, links=(_link(first, runs), *rest), expert=expert, dense=work, ahead=ahead)
 
 
 def scaled(work: Work, factor: float) -> Work:
@@ -112,12 +119,10 @@ def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
     return (at, slope) if at > 0 else (float(np.min(y)), 0.0)
 
 
-def _ahead(
-    runs: Sequence[Observed], base: float, handling: float, model: Model, known: float
-) -> float:
+def _ahead(runs: Sequence[Observed], base: float, model: Model, costs: Costs) -> float:
     """What a predictor takes of each layer: what its runs computed more than fetching explains."""
-    more = [run.seconds - run.stall - base - handling * run.fetched for run in runs]
-    return max(0.0, float(np.median(more)) / model.layers) if more else known
+    more = [run.computed(costs.wake) - base - costs.handling * run.fetched for run in runs]
+    return max(0.0, float(np.median(more)) / model.layers) if more else costs.ahead
 
 
 def _link(link: Link, runs: Sequence[Observed]) -> Link:

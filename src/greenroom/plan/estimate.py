@@ -9,17 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.config import scope_of, split_of, thresholds_of
+from greenroom.core.cache import group_sizes
 from greenroom.core.cost import Costs
 from greenroom.core.precision import Thresholds
 from greenroom.core.stream import Stream
-from greenroom.errors import UsageError
+from greenroom.errors import BudgetError
 from greenroom.plan.evidence import Evidence
 from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
 from greenroom.policies import choose, policy
 from greenroom.predictors import predictor
 from greenroom.sim.lesser import Lesser, check_weights
-from greenroom.sim.proactive import automatic, chosen, proactive
+from greenroom.sim.proactive import automatic, chosen, parts_of, proactive
 from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
 
@@ -104,6 +105,19 @@ class Estimator:
             self._known[key] = self._estimate(setting, capacity, bracket)
         return self._known[key]
 
+    def fits(self, setting: Setting, capacity: int) -> bool:
+        """Whether every group of slots that a setting asks for has one."""
+        scope, shares = scope_of(setting.scope), split_of(setting.split)
+        if shares is None:
+            return scope == "shared" or capacity >= self.model.layers
+        assert not isinstance(shares, str)  # a plan has shares to split at
+        try:
+            cut = parts_of(self.evidence.traces[0], self.model.expert_bytes, shares)
+            group_sizes(cut, capacity, scope)
+        except BudgetError:
+            return False
+        return True
+
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         every = list(zip(self.evidence.traces, self._streams, strict=True))
         runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
@@ -142,8 +156,7 @@ class Estimator:
         part = trace.head(_first(trace, PLAYED))
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
-        if isinstance(shares, str):
-            raise UsageError(f"a plan needs shares to split at, not --split {shares}")
+        assert not isinstance(shares, str)  # a plan has shares to split at
         played = proactive(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,

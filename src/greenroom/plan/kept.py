@@ -25,7 +25,7 @@ FORMAT, VERSION = "greenroom-kept", 1
 SWITCH = "GREENROOM_LEARNED"
 NEAR = 0.15  # a setting holds for sizes of the cache that differ by no more than this share
 MOST_RUNS = 12  # of a machine, the latest
-OPTIONS = ("policy", "scope", "prefetch")  # that a kept setting has
+OPTIONS = ("policy", "scope", "prefetch", "split")  # that a kept setting has
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,16 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.errors import UsageError
 from greenroom.plan.budgets import marginal, miss_tables
+from greenroom.plan.configurator import Latency, configure, layers_of
 from greenroom.plan.estimate import Estimate, Estimator
+from greenroom.plan.recorded import activity_of
 from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SCOPES, SPLITS, Setting, grid
-from greenroom.trace import stream
+from greenroom.trace import Trace, stream
 
 MARGIN = 0.03  # of a token's time: what is less is not worth another setting
 LEVEL, DRAWS = 0.05, 400  # of the bootstrap
 FINALISTS = 2  # settings without prefetching that are also tried with it
+WATCHED = 2048  # tokens of a recording that Algorithm 1 looks at: half a millisecond each
 SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts, of the curve
 
 
@@ -72,15 +75,13 @@ def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
     """The grid at one size, fastest first; prefetching is added to the best of it."""
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
-    fits = [s for s in grid() if s.scope == "shared" or capacity >= estimator.model.layers]
-    found = [estimator.of(setting, capacity) for setting in fits]
+    found = [estimator.of(s, capacity) for s in grid() if estimator.fits(s, capacity)]
     found.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
     more = [*best, DEFAULT, *_sized(estimator, best[0], capacity)]
     if estimator.both:
         more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
-    if estimator.model.segments:
-        more += [replace(best[0], scope="shared", split=split) for split in SPLITS]
+    more += [each for each in _cut(estimator, best[0], capacity) if estimator.fits(each, capacity)]
     if estimator.precision != OFF:
         lower = {"miss_precision": estimator.precision, "low_below": estimator.low_below}
         more += [replace(best[0], prefetch=ahead, **lower) for ahead in (OFF, AUTO)]  # type: ignore[arg-type]
@@ -91,12 +92,37 @@ def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
 def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     """Sizes of layers by marginal gain, where routing is recorded: found on the first half of its
     requests, so that they are not made for what they are compared on."""
-    trace = estimator.evidence.traces[0]
-    if not estimator.evidence.own or trace.requests < 2 or capacity < estimator.model.layers:
+    half = _first_half(estimator)
+    if half is None or capacity < estimator.model.layers:
         return []
-    half = trace.select(range(trace.requests // 2))
     slots = marginal(miss_tables(stream(half, "runtime"), half.offsets), capacity)
     return [Setting(best.policy, ",".join(map(str, slots)), OFF)]
+
+
+def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
+    """Where experts are packed in segments: one share for all, and what MoEpic's Algorithm 1 makes
+    of the first half of what is recorded, where that cuts any."""
+    if not estimator.model.segments:
+        return []
+    found = [replace(best, scope="shared", split=split) for split in SPLITS]
+    half = _first_half(estimator)
+    if half is None or half.pass_prefill.all():
+        return found
+    layers = layers_of(activity_of(half.head(WATCHED)))
+    latency = Latency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
+    chosen = configure(layers, float(capacity), latency)
+    if all(round(8 * each.ratio) >= 8 for each in chosen):
+        return found
+    scope = ",".join(f"{each.budget:.4g}" for each in chosen)
+    return [*found, replace(best, scope=scope, split=",".join(f"{c.ratio:.3g}" for c in chosen))]
+
+
+def _first_half(estimator: Estimator) -> Trace | None:
+    """The first half of the requests of the model's own routing, where there is one."""
+    trace = estimator.evidence.traces[0]
+    if not estimator.evidence.own or trace.requests < 2:
+        return None
+    return trace.select(range(trace.requests // 2))
 
 
 def choice(estimator: Estimator, compared: tuple[Estimate, ...]) -> tuple[Estimate, bool]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from greenroom.config import show_bytes
 from greenroom.core.machine import Machine
 from greenroom.plan.model import Model
@@ -39,6 +42,8 @@ def of_machine(machine: Machine) -> list[str]:
             f"Memory delivers {best / 1e9:.1f} GB/s: a token that reads 1 GB of weights takes"
             f" {show_time(1e9 / best)} at least."
         )
+    if (device := machine.measured.get("device")) is not None:
+        lines.append(_of_device(device, size))
     if available := host.get("available_bytes"):
         lines.append(
             f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
@@ -49,6 +54,22 @@ def of_machine(machine: Machine) -> list[str]:
             " these figures are too low. Measure again on a quiet machine."
         )
     return lines
+
+
+def _of_device(device: Mapping[str, Any], size: int) -> str:
+    """What a GPU has, and how long an expert takes to come to it."""
+    pinned = device["pinned"]
+    rate = device["pageable"] if pinned is None else pinned
+    how = (
+        f"host memory cannot be pinned ({device['unpinned']}), which slows every transfer"
+        if pinned is None
+        else f"pinned, {pinned / device['pageable']:.1f} times as fast as without"
+    )
+    return (
+        f"{device['name']} has {show_bytes(device['memory_bytes'])} of memory at"
+        f" {device['memory'] / 1e9:.0f} GB/s; from host memory an expert of {show_bytes(size)}"
+        f" comes in {show_time(size / rate)}: {how}."
+    )
 
 
 def of_model(model: Model, available: int) -> list[str]:

@@ -6,15 +6,18 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from greenroom.core.machine import Machine, Processor, Route
 from greenroom.errors import UsageError
 from greenroom.runtime import measure
+from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.measure import READ_SIZES, READ_THREADS
 
 LEAST_BYTES = 64 << 20  # fewer say nothing about a disk
@@ -38,10 +41,21 @@ THOROUGH = Effort(512 << 20, 12, 2 << 30, read_s=1.5, kernel_s=0.8)
 Say = Callable[[str], None]
 
 
+def engines() -> list[Engine]:
+    """The GPU that a run would take, where there is one."""
+    if not torch.cuda.is_available():
+        return []
+    return [Cuda(0)]
+
+
 def examine(
-    path: Path | None = None, effort: Effort = THOROUGH, say: Say = lambda _: None
+    path: Path | None = None,
+    effort: Effort = THOROUGH,
+    say: Say = lambda _: None,
+    devices: Sequence[Engine] = (),
 ) -> Machine:
-    """Memory, disk and kernels of this machine. `say` is told what is being measured.
+    """Memory, disk and kernels of this machine, and what a device of it can do. `say` is told what
+    is being measured.
 
     `path` is a model's folder or file, which is read, or any other folder, where a file is written
     and read back (default: where models are downloaded to). UsageError, OutputError.
@@ -79,14 +93,20 @@ def examine(
                 for (size, threads), rate in reads.items()
             ],
         },
-        "seconds": time.perf_counter() - begin,
     }
-    return Machine(
+    machine = Machine(
         (Route("disk", "host", measure.fit_link(reads)),),
         (Processor("cpu", "host", expert, dense),),
         facts,
         measured,
     )
+    for engine in devices:
+        say(f"the device: {engine.name}")
+        from greenroom.runtime.cuda.measure import with_device
+
+        machine = with_device(machine, engine, effort.kernel_s)
+    seconds = time.perf_counter() - begin
+    return replace(machine, measured={**machine.measured, "seconds": seconds})
 
 
 @contextmanager

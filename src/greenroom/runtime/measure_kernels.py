@@ -80,7 +80,7 @@ def expert_times(seconds: float) -> Table:
         layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
         sizes.append(nbytes)
         rows.append([_step_time(layer, tokens, seconds) / TOGETHER for tokens in TOKENS])
-    return _table(sizes, rows)
+    return table_of(sizes, rows)
 
 
 def _step_time(layer: LayerExperts, tokens: int, seconds: float) -> float:
@@ -111,7 +111,7 @@ def dense_times(seconds: float) -> Table:
             done.detach()
         sizes.append(nbytes)
         rows.append(times)
-    return _table(sizes, rows)
+    return table_of(sizes, rows)
 
 
 def _linear(width: int, height: int) -> nn.Linear:
@@ -133,7 +133,7 @@ def typical(work: Callable[[], object], seconds: float) -> float:
     return statistics.median(times)
 
 
-def _table(sizes: list[int], rows: list[list[float]]) -> Table:
+def table_of(sizes: list[int], rows: list[list[float]]) -> Table:
     """More tokens are never faster: what noise says otherwise is levelled."""
     level = [tuple(itertools.accumulate(row, max)) for row in rows]
     return Table(tuple(sizes), TOKENS, tuple(level))

@@ -28,8 +28,8 @@ class Stats(Mapping[str, Any]):
     memory behind a device: its slots, what it was asked for, and how much of that it had; `split`
     is how experts are cut (see `split_stats`), None where they are whole; `lesser` what misses were
     served with instead of the exact expert (see `lesser_stats`), None where all is exact.
-    `co_compute` says how many misses the host's processor computed, in how many seconds, and how
-    many of these followed to the device; None where all of them are moved.
+    `co_compute` says how many misses were moved and how many the host's processor computed (see
+    `host_stats`); None where all of them are moved.
     """
 
     policy: str
@@ -88,7 +88,8 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
 
     `low` were computed from a copy in `precision`, which `low_hits` times was there; `left_out`
     were not computed; `substituted` were computed with another expert's weights. `joined` misses
-    were exact, and fetched only what their copy lacked. Shares are None before the first request.
+    were exact, and fetched only what their copy lacked; `adopted` experts followed their copies.
+    Shares are None before the first request.
     """
     scheduler = driver.scheduler
     at, copies = scheduler.thresholds, scheduler.pieces.copies
@@ -106,16 +107,24 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
         **given,
         "low_hits": counts.low_hits,
         "joined": counts.joined,
+        "adopted": counts.adopted,
         **{f"{name}_share": n / of if of else None for name, n in given.items()},
         "inexact_share": sum(given.values()) / of if of else None,
     }
 
 
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
-    """What the host's processor computed, in so many seconds."""
+    """Misses that were `moved` to a device, and those that were computed `on_host`, in so many
+    seconds; `adopted` ones of these followed to the device. The share is None before the first."""
     if driver.scheduler.rates is None:
         return None
-    return {"on_host": counts.on_host, "adopted": counts.adopted, "host_s": seconds}
+    return {
+        "moved": counts.misses - counts.on_host,
+        "on_host": counts.on_host,
+        "adopted": counts.adopted,
+        "host_s": seconds,
+        "on_host_share": counts.on_host / counts.misses if counts.misses else None,
+    }
 
 
 def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) -> dict[str, Any]:

@@ -121,6 +121,7 @@ COUNTERS = (
     ("prefixes_evicted", "prefixes.evicted", "prefixes that made room for others"),
     ("expert_bytes_read", "experts.bytes_read", "bytes of experts that were read"),
     ("stalled_seconds", "stall_s", "seconds with nothing to compute"),
+    ("host_computed_seconds", "co_compute.host_s", "seconds that the host computed experts"),
 )
 # (name, where, label, key, text)
 ROWS = (
@@ -134,11 +135,13 @@ ROWS = (
 TABLES = (
     ("prefetches", "prefetch", "outcome", "prefetches by what became of them"),
     ("inexact_evaluations", "lesser", "kind", "experts computed with less than their own weights"),
+    ("miss_evaluations", "co_compute", "where", "misses that were moved, or computed on the host"),
     ("stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
 )
 OF_LESSER = ("low_below", "skip_below", "substitute_below", "seats", "low_hits", "joined")
 SHARES = ("low_share", "left_out_share", "substituted_share", "inexact_share")
-NO_COUNTS = frozenset({"distance", "accuracy", "goodpred", *OF_LESSER, *SHARES})
+OF_BOTH = ("adopted", "host_s", "on_host_share")
+NO_COUNTS = frozenset({"distance", "accuracy", "goodpred", *OF_LESSER, *SHARES, *OF_BOTH})
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

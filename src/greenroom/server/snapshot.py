@@ -105,6 +105,7 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
         },
         "prefetch": stats.prefetch,
         **({"lesser": stats.lesser} if stats.lesser is not None else {}),
+        **({"co_compute": stats.co_compute} if stats.co_compute is not None else {}),
         "stalls": stats.stalls,
         "stall_s": stats.stall_s,
         "links": stats.links,

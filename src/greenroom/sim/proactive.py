@@ -35,7 +35,8 @@ from greenroom.trace import Trace
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
 OF_SPLITS = ("bottoms", "bottom_hits")
 OF_LESSER = ("low", "low_hits", "left_out", "substituted", "joined")
-OF_BOTH = ("on_host", "adopted")
+OF_BOTH = ("on_host",)
+OF_FOLLOWERS = ("adopted",)
 NEVER = ("failed",)  # and those of what no simulated link does
 
 
@@ -52,10 +53,12 @@ class Proactive:
     split: bool = False
     lesser: bool = False
     co_compute: bool = False
+    follow: bool = False
 
     def as_json(self) -> dict[str, Any]:
         left_out = ELSEWHERE + NEVER + (() if self.split else OF_SPLITS)
         left_out += (() if self.lesser else OF_LESSER) + (() if self.co_compute else OF_BOTH)
+        left_out += () if self.co_compute or self.follow else OF_FOLLOWERS
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
@@ -121,7 +124,8 @@ def proactive(
         pieces = parts_of(trace, expert_bytes, split, chunk_bytes)
     if ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < offsets[-1] else 0
-    if prefetch == OFF and not co_compute:
+    follow = lesser is not None and lesser.thresholds.follow
+    if prefetch == OFF and not (co_compute or follow):
         ahead = 0
     elif prefetch != OFF:
         costs = replace(costs, dense=costs.dense.later(costs.ahead))
@@ -164,7 +168,7 @@ def proactive(
     )
     return Proactive(
         times, counts, scheduler.buffer.size, accuracy.share(), accuracy.good(), split is not None,
-        lesser is not None, co_compute,
+        lesser is not None, co_compute, follow,
     )  # fmt: skip
 
 

@@ -146,6 +146,7 @@ class Clock:
     ) -> None:
         self.scheduler, self.costs, self.foresight = scheduler, costs, foresight
         self.now = self.stall = self.compute = 0.0
+        self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
         self.bytes_moved = 0
         self.fetched: list[int] = []
         self._heap: list[tuple[float, int, Event]] = []
@@ -186,8 +187,13 @@ class Clock:
             due, _, event = heapq.heappop(self._heap)
             if idle:
                 self.stall += due - self.now
+                self._waited += due - self.now
             self.now = due
             finished = self._tell(event)
+        if self._slowed:
+            self.compute += self._slowed
+            self._until(self.now + self._slowed)
+            self._slowed = 0.0
 
     def _until(self, end: float) -> None:
         """Links go on while something else is computed."""
@@ -209,6 +215,8 @@ class Clock:
                 case Compute(experts, _, device, part):
                     seconds = self._seconds(experts, part, device)
                     seconds += self._handling(experts, part, device)
+                    self._slowed += self.costs.after(self._waited)
+                    self._waited = 0.0
                     self.compute += seconds
                     self._at(self.now + seconds, Computed(device))
                 case Finish():

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiled_files import njit
-from greenroom.core.cost import Costs, Work
+from greenroom.core.cost import COOLED, Costs, Work
 from greenroom.core.pieces import Ints
 from greenroom.core.queue import staging_seats
 
@@ -46,6 +46,7 @@ def step_times(
         np.array(costs.lanes),
         staging_seats(costs.lanes),
         costs.handling,
+        costs.wake,
         expert_bytes,
         chunks,
     )
@@ -84,6 +85,7 @@ def _step_times(
     lanes: Ints,
     seats: int,
     handling: float,
+    wake: float,
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
@@ -97,7 +99,7 @@ def _step_times(
         dense = _work(dense_at, dense_seconds, tokens[s])
         free[:] = 0.0
         landed[:], seated[:], turn[:] = 0.0, 0.0, 0
-        seat, compute, stall, now = 0, 0.0, 0.0, 0.0
+        seat, stall, slowed, now = 0, 0.0, 0.0, 0.0
         for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
             if not missed[i]:
                 now += _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
@@ -115,11 +117,12 @@ def _step_times(
                     turn[k] = (turn[k] + 1) % lanes[k]
                 seated[seat] = there
                 seat = (seat + 1) % seats
-            if there > now:
-                stall += there - now
-                now = there
+            wait = max(0.0, there - now)
+            stall += wait
+            now += wait
             seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1) + handling
+            slowed += wake * min(wait, COOLED)
             now += seconds
             compute += seconds
-        out[s, 0], out[s, 1], out[s, 2] = dense + now, stall, dense + compute
+        out[s] = dense + now + slowed, stall, dense + compute + slowed
     return out

@@ -74,8 +74,9 @@ def largest(scores, number, most, best, ids):
 def select(kind, stamp, wide):
     """The softmax of a router's products, in float32, its largest scores and whose they are.
 
-    S_FOUND becomes their number; weights are rounded to `kind`, or `wide`. It stays 0 where the last one
-    chosen and the next are equal, so that another could as well be chosen, or one is no number.
+    S_FOUND becomes their number; weights are rounded to `kind`, or left in float32 (`wide`). It
+    stays 0 where the last one chosen and the next are equal, so that another could as well be
+    chosen, or one is no number.
     """
 
     def enter(pointer):

@@ -1,10 +1,11 @@
-"""Slots of bottoms: the parts of split experts that do not stay (MoEpic, section 2.3).
+"""Slots of extras: what computes an expert beside what the policy keeps, while a step needs it.
 
-A bottom is fetched when its expert is asked for, or ahead of that, and has a slot until it is
+Of a split expert that is its bottom (MoEpic, section 2.3), of one that may be served with less its
+low-precision copy (`precision`).
+
+An extra is fetched when its expert is asked for, or ahead of that, and has a slot until it is
 computed. What it leaves there stays of use until somebody needs the slot, the least recently used
 first. Prefetches have at most half of the slots, so that a step always finds some.
-
-Low-precision copies have such slots too (`precision`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 
-class Bottoms:
-    """Which expert's bottom is in which slot, whole or on its way. No slots: none are split."""
+class Extras:
+    """Which expert's extra is in which slot, whole or on its way. No slots: there are none."""
 
     def __init__(self, seats: int = 0) -> None:
         self.seats = seats
