@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_decoded_experts(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_path: Path) -> None:
+def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_path: Path) -> None:
     folder, batch = packed(kind), ids(2, 9)
     whole = whole_model(Draft.of(source()))
     fill(whole, folder)
@@ -62,7 +62,10 @@ def test_compiled_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_
     outputs = []
     for where in (folder, tmp_path):
         for capacity in (2, 16):
-            with streamed(where, capacity=capacity) as model, torch.inference_mode():
+            with (
+                streamed(where, capacity=capacity, kernels="rounded") as model,
+                torch.inference_mode(),
+            ):
                 assert not any(layer.unfused for layer in _layers(model))
                 outputs.append(model(input_ids=batch, use_cache=False).logits)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
