@@ -147,18 +147,19 @@ def _make_loop(stamp: int) -> Callable[..., int]:
         pinned already. `anew`: a prompt begins with the first step, whosever it was before.
         """
         stamp  # noqa: B018 - part of the key on disk
-        misses, request = 0, np.int64(-1) if begin == 0 else np.int64(stream.request[begin - 1])
+        # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
+        misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0
         for s in range(begin, end):
             a, b = stream.starts[s], stream.starts[s + 1]
-            clock, token, layer = stream.now[s], stream.token[s], np.int64(stream.layer[s])
-            now = Now(clock, token, np.int64(stream.request[s]), layer, a)
+            clock, token, layer = stream.now[s], stream.token[s], stream.layer[s] + 0
+            now = Now(clock, token, stream.request[s] + 0, layer, a)
             if stream.request[s] != request or (anew and s == begin):
-                request = np.int64(stream.request[s])
+                request = stream.request[s] + 0
                 on_request(state, own, now)
             on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
             pinned = False
             for i in range(a, b):
-                piece = np.int64(stream.pieces[i])
+                piece = stream.pieces[i] + 0
                 at = Now(clock, token, request, layer, i)
                 if state.slot_of[piece] >= 0:
                     on_hit(state, own, piece, at)
