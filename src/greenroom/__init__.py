@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from greenroom.threads import wait_briefly
+from greenroom.environment import large_pages, wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.hf.load import load as load
@@ -35,6 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
     wait_briefly()  # before torch is imported
+    large_pages()
     return getattr(import_module(_WHERE[name]), name)
 
 

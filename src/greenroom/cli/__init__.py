@@ -10,8 +10,8 @@ import sys
 from typing import NoReturn
 
 from greenroom import __version__
+from greenroom.environment import large_pages, wait_briefly
 from greenroom.errors import GreenroomError, UsageError, VerifyError
-from greenroom.threads import wait_briefly
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     wait_briefly()
+    large_pages()
     collecting, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()  # importing makes a million objects and no garbage
     try:
