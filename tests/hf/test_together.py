@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from greenroom.hf.build import Draft
 from greenroom.hf.kv_kinds import Kind
 from greenroom.hf.parts import Parts
 from greenroom.hf.together import Batch, causal
+from greenroom.runtime.kernels import whole
+from greenroom.runtime.kernels.compiled import FEW
 from greenroom.runtime.kernels.decoder import OneLayer
+from tests.gguf_models import write
 from tests.models import cached_tiny
 
 WIDE = {"hidden_size": 64, "head_dim": 16}
@@ -38,7 +42,16 @@ APART = {
 @contextmanager
 def served(name: str, dtype: str = "float32", **options: Any) -> Iterator[Any]:
     parts = options.pop("parts", {})
-    draft = Draft.of(cached_tiny(name, dtype=dtype, **options))
+    with attached(cached_tiny(name, dtype=dtype, **options), **parts) as model:
+        yield model
+
+
+@contextmanager
+def attached(path: Path, stored: bool = False, **parts: Any) -> Iterator[Any]:
+    """A checkpoint's model; `stored`: its dense matrices as well stay as they are in the file."""
+    draft = Draft.of(path)
+    if stored:
+        draft.keep_stored()
     model: Any = draft.load()
     model.greenroom = Greenroom(model, Parts(draft.catalog, **{"capacity": 6, **parts}))
     try:
@@ -133,6 +146,28 @@ def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> N
             assert len(calls) == 3 * model.config.num_hidden_layers
     finally:
         torch.set_num_threads(before)
+
+
+def test_they_do_where_many_of_a_stored_format_have_one_expert(tmp_path: Path) -> None:
+    """One token of an expert is multiplied by whole numbers, many by its rows, expanded."""
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    prompt, count = draw(9)[0], 3 * FEW
+    found = {}
+    with attached(path, stored=True) as model:
+        for exact in (True, False):
+            batch = Batch(model, exact=exact)
+            assert batch.apart == ""
+            own = caches(batch, count + 1)
+            with torch.inference_mode():
+                for place in range(count + 1):
+                    batch([prompt[:6]], own[place : place + 1])
+                (alone,) = batch([prompt[6:7]], own[count:])
+                found[exact] = [
+                    torch.equal(logits, alone)
+                    for logits in batch([prompt[6:7]] * count, own[:count])
+                ]
+    assert all(found[True])
+    assert any(found[False]) != whole.INTEGERS
 
 
 def test_a_sequence_may_begin_with_one_token_beside_others() -> None:
