@@ -278,7 +278,7 @@ MISTAKES = {
     "no slot a layer": (("--capacity", "1", "--scope", "per-layer"), "a slot for each of 2 layers"),
     "no tokens": (("--limit", "0"), "--limit must be at least 1 token, got 0"),
     "a size without a machine": (("--expert-bytes", "1MB"), "--expert-bytes is of use with --mach"),
-    "no such profile": (("--machine", "none.json"), "cannot read the profile none.json: No such"),
+    "no such profile": (("--machine", "none.json"), "cannot read none.json: No such"),
     "no such folder": (("--report", "/nowhere/out.html"), "there is no folder /nowhere"),
     "a folder as a report": (("--report", "/"), "cannot write /: it is a folder"),
     "prefetching without times": (("--prefetch", "off"), "--prefetch is of use with --mach"),

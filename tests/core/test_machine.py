@@ -80,7 +80,7 @@ def changed(*path: str | int, to: Any) -> str:
 
 DAMAGE = {
     "{": "it is not JSON",
-    "[]": "no machine profile: make one with greenroom doctor",
+    "[]": "no machine profile: greenroom doctor -o makes such files",
     changed("format", to="other"): "no machine profile",
     changed("version", to=9): "version 9, this Greenroom reads version 1: measure again",
     changed("version", to=None): "version None",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import Any
 
 from greenroom.config.amounts import Amount
 from greenroom.errors import UnknownName, UsageError
+from greenroom.json_file import read_json
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
@@ -123,15 +123,7 @@ BUDGETS = "greenroom-budgets"  # the format of such a file
 def budgets_file(path: str | Path) -> dict[str, Any]:
     """What `greenroom trace budgets` wrote: `slots` and, where experts are split, `split` of each
     layer. UsageError where it cannot be read, or is another file."""
-    try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} holds no budgets: it is not JSON") from error
-    if not isinstance(found, dict) or found.get("format") != BUDGETS:
-        raise UsageError(f"{path} holds no budgets: greenroom trace budgets makes such files")
-    return found
+    return read_json(path, BUDGETS, "holds no budgets", "greenroom trace budgets", UsageError)
 
 
 def _numbers(values: Any, what: str) -> tuple[float, ...]:

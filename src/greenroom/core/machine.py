@@ -15,7 +15,6 @@ is for people.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ import numpy as np
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import ProfileError, UnknownName, UsageError
+from greenroom.json_file import read_json
 
 FORMAT, VERSION = "greenroom-machine", 1
 BEYOND = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, beside its tables
@@ -165,14 +165,9 @@ class Machine:
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         """Read a profile. ProfileError says what is wrong with it."""
-        try:
-            found = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ProfileError(f"{path} is no machine profile: it is not JSON") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ProfileError(f"{path} is no machine profile: make one with greenroom doctor -o")
+        found = read_json(
+            path, FORMAT, "is no machine profile", "greenroom doctor -o", ProfileError
+        )
         if found.get("version") != VERSION:
             raise ProfileError(
                 f"{path} is a machine profile of version {found.get('version')!r}, this Greenroom"

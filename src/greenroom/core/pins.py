@@ -14,7 +14,6 @@ the layer's experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 from greenroom.errors import UsageError
+from greenroom.json_file import read_json
 
 FORMAT, VERSION = "greenroom-pins", 1
 Floats = NDArray[np.float64]
@@ -84,14 +84,7 @@ class Pins:
     @classmethod
     def load(cls, path: str | Path, offsets: Sequence[int]) -> Pins:
         """Read a file for a model with these layers. UsageError says what is wrong with it."""
-        try:
-            found = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise UsageError(f"{path} holds no pins: it is not JSON") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise UsageError(f"{path} holds no pins: greenroom trace hot makes such files")
+        found = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
         if found.get("version") != VERSION:
             raise UsageError(f"{path}: pins of version {found.get('version')!r}: make them again")
         try:

@@ -28,7 +28,10 @@ from greenroom.runtime.kernels.emit import (
     store,
     vector_of,
 )
-from greenroom.runtime.kernels.expand import EXPANDERS, GROUP, NAMES, VECTORS, Row
+from greenroom.runtime.kernels.expand import (
+    EXPANDERS,
+    NAMES,
+)
 from greenroom.runtime.kernels.ir import (
     address_of,
     bits_of,
@@ -37,6 +40,11 @@ from greenroom.runtime.kernels.ir import (
     get,
     put_word,
     word,
+)
+from greenroom.runtime.kernels.row import (
+    GROUP,
+    VECTORS,
+    Row,
 )
 
 F = np.float32(0)

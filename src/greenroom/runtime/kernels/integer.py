@@ -51,16 +51,16 @@ from greenroom.runtime.kernels.encoded import (
     prepare_times,
     shared_by,
 )
-from greenroom.runtime.kernels.expand import (
-    Row,
-    Value,
-    at_byte,
-    constant,
-)
 from greenroom.runtime.kernels.ir import address_of, word
 from greenroom.runtime.kernels.packing import (
     pack,
     powers_at,
+)
+from greenroom.runtime.kernels.row import (
+    Row,
+    Value,
+    at_byte,
+    constant,
 )
 from greenroom.runtime.kernels.whole import (
     BLOCK,

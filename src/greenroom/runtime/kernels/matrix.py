@@ -21,8 +21,13 @@ import torch
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
 from greenroom.runtime.kernels import encoded, integer, packing, whole
-from greenroom.runtime.kernels.expand import GROUP, NAMES
+from greenroom.runtime.kernels.expand import (
+    NAMES,
+)
 from greenroom.runtime.kernels.openmp import Body, body
+from greenroom.runtime.kernels.row import (
+    GROUP,
+)
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits

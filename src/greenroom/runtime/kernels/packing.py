@@ -29,7 +29,7 @@ from greenroom.runtime.kernels.emit import (
     store,
     vector_of,
 )
-from greenroom.runtime.kernels.expand import (
+from greenroom.runtime.kernels.row import (
     Builder,
     Value,
     at_byte,

@@ -34,6 +34,8 @@ from greenroom.runtime.kernels.emit import (
 from greenroom.runtime.kernels.expand import (
     E2M1,
     NAMES,
+)
+from greenroom.runtime.kernels.row import (
     Builder,
     Row,
     Value,
