@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cache" / "greenroom").mkdir(parents=True)
     (tmp_path / "cache" / "greenroom" / "machine.json").write_text(json.dumps(mine.as_json()))
     return tmp_path
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes the same however many tests have run in it."""
+    for module in ("budget", "load"):
+        monkeypatch.setattr(f"greenroom.hf.{module}.rss_bytes", lambda: 400 << 20)
 
 
 def trace_of(folder: Path, path: Path, top_k: int = 2) -> Path:
@@ -93,11 +101,44 @@ def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
 
     best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
     found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
-    keep(models.MODEL, models.MACHINE, found)
+    keep(models.MODEL, models.MACHINE, found, "cpu")
     left = kept.load("abc", name_of(models.HOST)).near(21)
     assert left is not None
     assert left.options == {"policy": "lcp", "scope": "per-layer", "prefetch": "off"}
     assert (left.by, left.tpot, left.plain) == ("plan", 0.08, 0.1)
+
+
+def test_what_a_plan_was_made_for_is_in_the_command(cli: Run, folder: Path, home: Path):
+    ran = cli("plan", folder, "--memory", "2GiB", "--read-limit", "5MB", "--context", 96)
+    assert "B --context 96 --read-limit 5MB --policy" in ran.out
+    assert "TTFT" in ran.out
+    usual = cli("plan", folder, "--memory", "2GiB")
+    assert re.search(r"--memory \d+B --policy", usual.out)
+
+
+def test_a_plan_for_other_circumstances_is_not_left_to_runs(
+    cli: Run, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, still: None
+):
+    left = []
+    monkeypatch.setattr("greenroom.cli.plan.keep", lambda *given: left.append(given[-1]))
+    monkeypatch.setattr("greenroom.plan.planner.surely_faster", lambda one, other: True)
+    model = describe(str(folder), LoadConfig(context=96))
+    memory = model.memory(model.experts // 2)
+    trace = trace_of(folder, home / "t.safetensors")
+    asked = ("plan", folder, "--memory", memory, "--context", 96, "--trace", trace)
+    for more in (("--read-limit", "5MB"), ("--machine", home / "abacus.json")):
+        assert cli(*asked, *more).code == 0
+    assert left == []
+    assert "told nothing" not in cli(*asked).out
+    assert left == ["cpu"]
+
+
+def test_a_profile_made_under_load_is_named(cli: Run, folder: Path, home: Path):
+    busy = replace(models.MACHINE, host={**models.HOST, "load": 3.0})
+    (home / "busy.json").write_text(json.dumps(busy.as_json()))
+    asked = ("plan", folder, "--memory", "2GiB", "--machine")
+    assert "measured under load" in cli(*asked, home / "busy.json").out
+    assert "measured under load" not in cli(*asked, home / "abacus.json").out
 
 
 def test_mistakes(cli: Run, folder: Path, home: Path):
@@ -179,6 +220,31 @@ def test_tune_keeps_a_winner_that_a_run_takes(cli: Run, folder: Path, home: Path
     assert "settings measured by tune on" in run.err
 
 
+def test_tune_behind_a_limit_is_not_left_to_runs(cli: Run, folder: Path, home: Path):
+    ran = cli("tune", folder, "--cache", "50%", "--rounds", 1, "--tokens", 16, "--read-limit",
+              "100MB", "--kernels", "eager")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "not kept (with --read-limit" in ran.out
+
+
+def test_a_run_of_a_budget_takes_what_tune_kept_for_it(
+    cli: Run, folder: Path, home: Path, still: None
+):
+    digest = describe(str(folder), LoadConfig()).fingerprint
+    dense = describe(str(folder), LoadConfig()).dense_bytes
+    kept.save(digest, name_of(host()), kept.Known().with_load((400 << 20) - dense))
+    model = describe(str(folder), LoadConfig())
+    memory = model.memory(model.experts // 2)
+    ran = cli("tune", folder, "--memory", memory, "--rounds", 1, "--tokens", 16, "--json",
+              "--kernels", "eager")  # fmt: skip
+    assert ran.code == 0, ran.err
+    run = cli("run", folder, "hello", "--memory", memory, "--max-new-tokens", 2,
+              "--kernels", "eager")  # fmt: skip
+    assert "settings measured by tune on" in run.err
+    said = cli("plan", folder, "--memory", memory, "--json").json
+    assert said["best"]["policy"] == json.loads(ran.out)["rows"][0]["policy"]
+
+
 def test_a_run_as_a_system(cli: Run, folder: Path, home: Path):
     asked = ("run", folder, "hello", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
     ran = cli(*asked, "--system", "mixtral-offloading", "--policy", "fifo")
@@ -228,9 +294,16 @@ def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
     machine = home / "gpu.json"
     machine.write_text(json.dumps(Machine(routes, processors, models.HOST).as_json()))
     asked = ("plan", folder, "--memory", "2GiB", "--machine", machine, "--processor", "gpu")
-    assert "needs experts in host memory" in cli(*asked, "--co-compute", "auto").mistake
+    alone = home / "cpu.json"
+    alone.write_text(json.dumps(Machine(routes[:1], processors[1:], models.HOST).as_json()))
+    assert "needs experts in host memory" in cli(
+        *asked[:5], alone, "--co-compute", "auto").mistake  # fmt: skip
     assert "unknown co-compute 'on'" in cli(*asked, "--co-compute", "on").mistake
     failed = cli(*asked[:-1], "cpu", "--host-memory", "1GiB")
     assert "memory between two links" in failed.mistake
+    usual = cli(*asked[:-2])  # a run's device, and what it keeps in host memory
+    assert "gpu computes" in usual.out
+    assert "--device cuda" in usual.out
+    assert "--device cpu" in cli(*asked[:-1], "cpu").out
     ran = cli(*asked, "--host-memory", "1GiB", "--co-compute", "auto", "--json")
     assert ran.code == 0, ran.err

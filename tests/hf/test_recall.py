@@ -98,7 +98,7 @@ def test_a_predictor_goes_on_where_it_was(folder, caplog):
     model.greenroom.detach()
     answer(folder, prefetch="token")  # keeps what it has no use for
     found = learned.load(kept().stem)
-    assert set(found.states) == {"markov", "token"}
+    assert set(found.states) == {"markov", "token", "recent"}
     assert warnings(caplog) == []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenroom.errors import TraceError, UsageError
-from greenroom.plan.evidence import recorded, stand_ins
+from greenroom.plan.evidence import decoded, earlier, recorded, stand_ins
 from greenroom.trace.locality import adjacent_overlap
 from tests.plan.models import MODEL, trace
 
@@ -44,6 +44,18 @@ def test_stand_ins_have_the_models_shape_and_differ_in_locality():
         assert tuple(each.experts_per_layer) == MODEL.experts_per_layer
         assert each.top_k == MODEL.top_k
         assert each.pass_prefill.any()
+
+
+def test_what_earlier_runs_left_where_it_is_enough():
+    own = trace(400)
+    found = earlier(own)
+    assert found is not None
+    assert found.own
+    assert "the last 400 tokens of earlier runs, 6 requests" in found.said
+    assert decoded(own) == 340
+    assert earlier(None) is None
+    assert earlier(own.select([0])) is None  # one request says nothing of others
+    assert earlier(trace(240)) is None  # 180 that were decoded
 
 
 def test_layers_may_differ():

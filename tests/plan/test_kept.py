@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,36 @@ def test_the_nearest_size_and_measured_before_planned():
     assert known.near(150) is None
 
 
+def test_a_quick_plan_gives_way_to_all_others():
+    known = Known()
+    for each in (setting(100, "quick"), setting(90, "plan")):
+        known = known.with_setting(each)
+    assert known.near(100) == setting(90, "plan")
+    assert Known().with_setting(setting(100, "quick")).near(100) == setting(100, "quick")
+
+
+def test_each_device_has_settings_of_its_own():
+    gpu = replace(setting(100), device="cuda")
+    known = Known().with_setting(setting(100)).with_setting(gpu)
+    assert known.near(100) == setting(100)
+    assert known.near(100, "cuda") == gpu
+    kept.save("abc", "one", known)
+    assert kept.load("abc", "one") == known
+    assert Known().with_setting(gpu).near(100) is None
+
+
+def test_the_least_of_the_last_processes_counts():
+    """The first compiles; a later one that takes more counts when those before are forgotten."""
+    known = Known()
+    assert known.process is None
+    for taken, expected in ((700, 700), (600, 600), (605, 600), (650, 600), (650, 600), (650, 650)):
+        known = known.with_load(taken)
+        assert known.process == expected
+    assert known.with_load(651) is known
+    kept.save("abc", "one", known)
+    assert kept.load("abc", "one").process == 650
+
+
 def test_the_latest_replaces_those_of_its_size():
     known = Known().with_setting(setting(100)).with_setting(setting(105, tpot=0.05))
     assert known.settings == (setting(105, tpot=0.05),)
@@ -57,6 +88,9 @@ def test_the_latest_replaces_those_of_its_size():
     "text",
     ["", "[]", '{"format": "other"}', '{"format": "greenroom-kept", "version": 9, "machines": {}}',
      '{"format": "greenroom-kept", "version": 1, "machines": {"one": {"runs": [3]}}}',
+     '{"format": "greenroom-kept", "version": 1, "machines": {"one": {"loads": ["x"]}}}',
+     '{"format": "greenroom-kept", "version": 1, "machines": {"one": {"settings": [{"capacity": 1,'
+     ' "options": {}, "by": "luck", "tpot": 1, "plain": 1, "when": ""}]}}}',
      '{"format": "greenroom-kept", "version": 1, "machines": {"one": []}}'],
 )  # fmt: skip
 def test_what_cannot_be_read_is_passed_over_and_replaced(text):

@@ -16,10 +16,11 @@ from greenroom.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
-    from greenroom.core.machine import Machine
+    from greenroom.core.machine import Machine, Processor
     from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
     from greenroom.plan.planner import Plan, Point
+    from greenroom.plan.settings import Setting
 
 HELP = "the best settings for a model and a budget, and how fast it will be"
 
@@ -83,23 +84,27 @@ def main(args: argparse.Namespace) -> None:
         raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.output is not None:
         check_target(args.output)
-    model = described(args.model, config)
     machine, here = machine_of(args.machine)
+    processor = computes(machine, args.processor)
+    gpu = on_a_gpu(processor)
+    model = described(args.model, config, gpu)
     evidence = evidence_of(args.trace, model)
     estimator, measured = estimator_of(
-        model, machine, evidence, config, args.processor, args.host_memory, args.co_compute
+        model, machine, evidence, config, processor, args.host_memory, args.co_compute
     )
-    memory = budget.of(int(machine.host.get("memory_bytes", 0)))
-    found = plan(estimator, memory, target)
-    facts = facts_of(model, machine, evidence, here, measured)
+    memory = budget.of(memory_of(machine, gpu))
+    device = "cuda" if gpu else "cpu"
+    found = plan(estimator, memory, target, lambda slots: taken(model, machine, slots, device))
+    facts = facts_of(model, machine, evidence, here, measured, found, processor)
     setting = found.best.setting
     lossless = setting.miss_precision == setting.co_compute == "off"
-    if here and found.sure and lossless:
-        keep(model, machine, found)
+    usual = args.read_limit is None and args.host_memory is None  # as runs will be
+    if here and found.sure and lossless and usual:
+        keep(model, machine, found, device)
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))
     else:
-        print(shown(found, facts, args.model))
+        print(shown(found, facts, args.model, beside(args, machine, processor)))
     if args.output is not None:
         write_whole(
             args.output, page(args.model, facts, found, shlex.join(["greenroom", *sys.argv[1:]]))
@@ -128,21 +133,46 @@ def machine_of(profile: str) -> tuple[Machine, bool]:
     return machine, name_of(machine.host) == name_of(host())
 
 
-def described(source: str, config: LoadConfig) -> Model:
+def computes(machine: Machine, name: str | None) -> Processor:
+    """The processor of that name; without one the one that a run takes, which is a GPU's where
+    there is one. UnknownName."""
+    if name is not None:
+        return machine.processor(name)
+    return next((p for p in machine.processors if on_a_gpu(p)), machine.processors[0])
+
+
+def on_a_gpu(processor: Processor) -> bool:
+    return processor.memory == "device"
+
+
+def memory_of(machine: Machine, gpu: bool) -> int:
+    """Bytes that a share of memory is of; 0 where the profile does not say."""
+    if gpu:
+        return int(machine.measured.get("device", {}).get("memory_bytes", 0))
+    return int(machine.host.get("memory_bytes", 0))
+
+
+def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
     """Sizes and shape, of headers."""
     from greenroom.cli.progress import bars
     from greenroom.hf.describe import describe
 
     bars(loading=False)
-    return describe(source, config)
+    return describe(source, config, gpu)
 
 
 def evidence_of(trace: Path | None, model: Model) -> Evidence:
-    """The recording that was given, else stand-ins. TraceError where it is another model's."""
-    from greenroom.plan.evidence import recorded, stand_ins
+    """The recording that was given, else what earlier runs left, else stand-ins. TraceError where
+    it is another model's."""
+    from greenroom.hf import learned
+    from greenroom.hf.recent import trace_of
+    from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.trace import load
 
-    return stand_ins(model) if trace is None else recorded(load(trace), model, str(trace))
+    if trace is not None:
+        return recorded(load(trace), model, str(trace))
+    own = trace_of(learned.load(model.fingerprint), model.experts_per_layer)
+    return earlier(own) or stand_ins(model)
 
 
 def estimator_of(
@@ -150,19 +180,22 @@ def estimator_of(
     machine: Machine,
     evidence: Evidence,
     config: LoadConfig,
-    processor: str | None = None,
+    processor: Processor | None = None,
     host_memory: str | None = None,
     co_compute: str = "off",
 ) -> Any:
-    """(what estimates, runs of this model on the machine that its costs go by)."""
+    """(what estimates, runs of this model on the machine that its costs go by). `processor`
+    computes, the first without one."""
     from greenroom.core.machine import name_of
     from greenroom.plan import kept
     from greenroom.plan.costs import calibrated, limited, of_machine
     from greenroom.plan.estimate import Estimator
 
     runs = kept.load(model.fingerprint, name_of(machine.host)).runs
-    costs = of_machine(machine, model, config.readers, processor)
-    if processor is None:  # runs were those of the first
+    computing = processor or machine.processors[0]
+    first = computing == machine.processors[0]  # whose the runs were
+    costs = of_machine(machine, model, config.readers, computing.name)
+    if first:
         costs = calibrated(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
     both = co_compute != "off"
@@ -175,7 +208,7 @@ def estimator_of(
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
     costs = limited(costs, limit, model.expert_bytes)
-    measured = bool(runs) and processor is None
+    measured = bool(runs) and first
     made = Estimator(
         model, costs, evidence, measured=measured, precision=config.miss_precision,
         low_below=config.low_below, host=host, both=both,
@@ -184,35 +217,84 @@ def estimator_of(
 
 
 def host_slots(model: Model, machine: Machine, costs: Costs, memory: str | None) -> int:
-    """Experts that are kept between two links; UsageError where there are not two."""
-    if memory is None:
+    """Experts that are kept between two links, without an amount as many as a run keeps there;
+    UsageError where one is given, and there are not two."""
+    if memory is None and len(costs.links) != 2:
         return 0
     if len(costs.links) != 2:
         raise UsageError(
             "--host-memory is of memory between two links, disk to host to device: give the"
             " --processor behind it"
         )
-    nbytes = Amount.parse(memory, "--host-memory").of(int(machine.host.get("memory_bytes", 0)))
-    return min(model.experts, nbytes // model.slot_bytes)
+    whole = int(machine.host.get("memory_bytes", 0))
+    if memory is None:
+        from greenroom.hf.budget import AUTO_SHARE
+
+        free = int(machine.host.get("available_bytes") or whole)
+        return min(model.experts, int(AUTO_SHARE * free) // model.slot_bytes)
+    return min(model.experts, Amount.parse(memory, "--host-memory").of(whole) // model.slot_bytes)
 
 
 def facts_of(
-    model: Model, machine: Machine, evidence: Evidence, here: bool, measured: int
+    model: Model,
+    machine: Machine,
+    evidence: Evidence,
+    here: bool,
+    measured: int,
+    found: Plan,
+    processor: Processor,
 ) -> list[tuple[str, str]]:
     """What a plan goes by, by name."""
     from greenroom.core.machine import name_of
+    from greenroom.plan.words import loaded
 
     whose = "this one" if here else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
+    runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
+    runs += "; measured under load: greenroom doctor measures it again" * loaded(machine)
+    full = model.slots_when_full(found.memory)
+    slots = f"{found.capacity:,} experts" + (
+        f", {full:,} when a context of {model.context:,} tokens is full"
+        if full < found.capacity else ""
+    )  # fmt: skip
     return [
         ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
                   f" {show_bytes(model.expert_bytes)} each"),
         ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
         ("routing", evidence.said),
+        ("in memory", slots),
     ]  # fmt: skip
 
 
-def keep(model: Model, machine: Machine, found: Plan) -> None:
+def beside(args: argparse.Namespace, machine: Machine, processor: Processor) -> str:
+    """The options of a run that a plan was made for, beside its settings."""
+    usual = LoadConfig.__dataclass_fields__["context"].default
+    options = [
+        ("--context", None if args.context == usual else str(args.context)),
+        ("--read-limit", args.read_limit),
+        ("--host-memory", args.host_memory),
+        ("--device", None if len(machine.processors) == 1 else
+         "cuda" if on_a_gpu(processor) else "cpu"),
+    ]  # fmt: skip
+    return "".join(f" {name} {shlex.quote(value)}" for name, value in options if value is not None)
+
+
+def taken(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
+    """(what a run takes that is told nothing, whether that was measured)."""
+    from greenroom.core.machine import name_of
+    from greenroom.hf import settled
+    from greenroom.plan.settings import DEFAULT, Setting
+
+    found = None
+    if slots < model.experts:
+        found = settled.taken(
+            model.fingerprint, name_of(machine.host), model.experts_per_layer, model.top_k, slots,
+            device,
+        )  # fmt: skip
+    return (DEFAULT, False) if found is None else (Setting(**found.options), found.by == "tune")
+
+
+def keep(model: Model, machine: Machine, found: Plan, device: str) -> None:
     """Leave a choice that is sure to the runs that follow."""
     from datetime import date
 
@@ -224,13 +306,13 @@ def keep(model: Model, machine: Machine, found: Plan) -> None:
     plain = next(e for e in found.compared if e.setting == PLAIN)
     entry = kept.Kept(
         found.capacity, found.best.setting.options(), "plan", found.best.tpot, plain.tpot,
-        date.today().isoformat(),
+        date.today().isoformat(), device,
     )  # fmt: skip
     kept.save(model.fingerprint, name, kept.load(model.fingerprint, name).with_setting(entry))
 
 
-def shown(found: Plan, facts: list[tuple[str, str]], source: str) -> str:
-    """For people."""
+def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
+    """For people. `beside` are options of the run that are no settings."""
     from greenroom.cli.output import columns
     from greenroom.plan.page import said
     from greenroom.plan.words import limits
@@ -252,13 +334,16 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str) -> str:
     ]
     if found.target is not None:
         lines.append(said(found.target))
-    run = f"greenroom run {shlex.quote(source)} --memory {found.memory}B"
+    run = f"greenroom run {shlex.quote(source)} --memory {found.memory}B{beside}"
     lines += [
         limits(found),
         f"take: {run} {best.setting.flags()}",
         f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
         + ("" if found.sure else ": what a run takes that is told nothing but --memory"),
     ]
+    if best.ttft is not None:
+        low, high = best.ttft_range
+        lines.append(f"TTFT {show_time(best.ttft)} ({show_time(low)} to {show_time(high)})")
     return "\n".join(lines)
 
 

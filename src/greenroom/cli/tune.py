@@ -70,8 +70,10 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps({"winner": best.name, "kept": where and str(where), "rows": rows}))
         return
     print(table(rows, stage))
-    kept = f"kept in {where}: greenroom run takes it" if where else "not kept (GREENROOM_LEARNED)"
-    print(f"\nwinner: {best.name}; {kept} for this model, machine and size")
+    limits = load.read_limit is not None or load.host_memory is not None
+    why = "with --read-limit or --host-memory" if limits else "GREENROOM_LEARNED is off"
+    kept = f"kept in {where}: greenroom run takes it" if where else f"not kept ({why})"
+    print(f"\nwinner: {best.name}; {kept}" + " for this model, machine and size" * bool(where))
 
 
 def capacity_of(load: LoadConfig, model: Any) -> int:
@@ -112,24 +114,30 @@ def _entry(setting: Setting, load: LoadConfig) -> Entry:
 def keep(
     stage: Any, load: LoadConfig, fingerprint: str, entries: list[Entry], best: Entry, plain: Entry
 ) -> Path | None:
-    """Leave the winner, and what its rounds showed of this machine, to later runs and plans."""
+    """Leave the winner, and what its rounds showed of this machine, to later runs and plans; not
+    what was measured with a limit or a host memory that these will not have."""
     import numpy as np
 
     from greenroom.core.machine import name_of
+    from greenroom.hf.settled import device_of
     from greenroom.plan import kept
     from greenroom.runtime.measure import host
 
+    if load.read_limit is not None or load.host_memory is not None:
+        return None
+    device = device_of(stage.parts)
     machine = name_of(host())
     options = {name: getattr(best.config, name) for name in kept.OPTIONS}
     if options["split"] == "off":  # as a plan leaves it
         del options["split"]
     found = kept.Kept(
         stage.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
-        date.today().isoformat(),
+        date.today().isoformat(), device,
     )  # fmt: skip
     known = kept.load(fingerprint, machine).with_setting(found)
-    if load.read_limit is None:
+    if device == "cpu":  # whose costs a plan takes runs for
         size = stage.parts.catalog.expert_bytes // stage.experts
         for entry in entries:
             known = known.with_runs(tuple(entry.observed(size)))
+        known = known.with_load(stage.process_bytes) if stage.process_bytes else known
     return kept.save(fingerprint, machine, known)

@@ -54,7 +54,9 @@ class ContestConfig:
     )
     tokens: int = option(48, "tokens of each answer; the first eight are not counted", "N")
     rounds: int = option(5, "times that every setting has its turn", "N")
-    seconds: float | None = option(None, "begin no further round after this long", "S")
+    seconds: float | None = option(
+        None, "begin no further round after this long, but the second", "S"
+    )
     raw: bool = option(False, "apply no chat template to prompts that are text")
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from greenroom.core.pieces import Pieces
 from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ClosedError
-from greenroom.hf import learned, watch
+from greenroom.hf import learned, recent, watch
 from greenroom.hf.bindings import Bindings, Memory
 from greenroom.hf.budget import experts_per_token
 from greenroom.hf.foresight import Beside, foresee
@@ -30,6 +30,7 @@ from greenroom.hf.parts import Parts
 from greenroom.hf.pinned import Pinned
 from greenroom.hf.places import engines_for, host_computes, kernels_of, lanes_of, links_of
 from greenroom.hf.recall import LIMIT_S, Recall, warm_up
+from greenroom.hf.recent import Recent
 from greenroom.hf.slots import (
     chunks_in,
     host_tier,
@@ -75,8 +76,10 @@ class Greenroom:
             name, self.predictor = next(iter(running.predictors.items()))
         self._inputs = running.listen() if running else None
         key = parts.fingerprint if parts.remember else ""
-        known = learned.load(key) if key and parts.watch else None
+        known = learned.load(key) if key else None
         self._watch = Watch(parts.catalog.offsets, known) if parts.watch else None
+        noted = key and learned.switched_on() and not model.config.is_encoder_decoder
+        self._recent = Recent(parts.catalog.offsets, known) if noted else None
         both = host_computes(parts)
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
         if both or (parts.thresholds is not None and parts.thresholds.follow):
@@ -84,16 +87,20 @@ class Greenroom:
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
         self.driver, memory = self._driver(store, both)
-        self._recall = Recall(key, self.driver, name, self.predictor)
+        self._recall = Recall(key, self.driver, known, name, self.predictor)
         self._recall.restore()
         self.warmed = 0  # experts that were read because of earlier runs
+        self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
         self._close = weakref.finalize(model, self.driver.close)
         self._base = replace(self.driver.scheduler.counts), self.driver.meter.copy()
         self._tier_base, self._host_base = (0, 0), 0.0
         self.keys_values: KVBytes | None = None  # what those of a request take
-        self._listener = Listener(parts, self.driver, self._watch, self.engine is not None)
+        self._listener = Listener(
+            parts, self.driver, self._watch, self._recent, self.engine is not None
+        )
         self._bindings = Bindings(self.kernel, self._modules, parts, memory)
-        chosen = self._listener.chosen if parts.pins is not None or parts.watch else None
+        hears = parts.pins is not None or parts.watch or self._recent is not None
+        chosen = self._listener.chosen if hears else None
         try:
             self._bindings.bind(model, self.driver, self._inputs, chosen)
             self._listener.listen(model, self._modules, self._bindings.shared)
@@ -305,7 +312,9 @@ class Greenroom:
         if self._close.alive:
             self._close()
             counted = self._watch.state(self.driver) if self._watch is not None else None
-            self._recall.keep({} if counted is None else {watch.NAME: counted})
+            noted = self._recent.state() if self._recent is not None else None
+            states = {watch.NAME: counted, recent.NAME: noted}
+            self._recall.keep({name: each for name, each in states.items() if each is not None})
         self._listener.detach()
         self._bindings.detach()
         if self._inputs is not None:

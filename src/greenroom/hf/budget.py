@@ -8,7 +8,7 @@ the process: Python, CUDA's own, staging seats; what is left there keeps experts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from greenroom.config import Amount, show_bytes
 from greenroom.core.layout import PLAIN, Catalog
 from greenroom.errors import BudgetError
 from greenroom.hf.build import Draft
+from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.parts import Parts
 from greenroom.runtime.cuda.host import sizes
 from greenroom.runtime.kernels.stored import expanded_bytes
@@ -64,10 +65,13 @@ def budget_bytes(memory: str | int | None) -> int:
     return Amount.parse(memory, "--memory").of(available)
 
 
-def needs(draft: Draft, parts: Parts) -> Needs:
-    """With a full context, before anything is loaded: the draft's model is on the meta device."""
+def needs(draft: Draft, parts: Parts, process: int | None = None) -> Needs:
+    """With a full context, before anything is loaded: the draft's model is on the meta device.
+
+    `process` is what an earlier one took; the first has the kernels to compile.
+    """
     return Needs(
-        process=rss_bytes() + COMPILERS,
+        process=rss_bytes() + COMPILERS if process is None else process,
         dense=draft.dense_bytes,
         kv_cache=parts.kv_cache_bytes,
         workspace=workspace_bytes(draft, parts),
@@ -75,10 +79,18 @@ def needs(draft: Draft, parts: Parts) -> Needs:
     )
 
 
-def workspace_bytes(draft: Draft, parts: Parts) -> int:
+def needs_at_first(need: Needs, draft: Draft, parts: Parts, keys_values: KVBytes) -> Needs:
+    """The same while the context is no longer than the first block of a prompt: slots that a run
+    begins with (`Growth.first`), and has with short contexts."""
+    block = min(parts.context, PREFILL_BLOCK)
+    workspace = workspace_bytes(draft, parts, block)
+    return replace(need, kv_cache=keys_values.total(block), workspace=workspace)
+
+
+def workspace_bytes(draft: Draft, parts: Parts, context: int | None = None) -> int:
     """What activations take where the context is full and a block of a prompt ends it."""
-    space = Workspace.of(draft.model, parts.catalog)
-    return space.nbytes(1, min(parts.context, PREFILL_BLOCK), parts.context) + SLACK
+    space, tokens = Workspace.of(draft.model, parts.catalog), context or parts.context
+    return space.nbytes(1, min(tokens, PREFILL_BLOCK), tokens) + SLACK
 
 
 def capacity_for(

@@ -28,6 +28,8 @@ PROMPTS = tuple(
         ("letter", "Dear neighbours, next Saturday we would like to invite all of you to"),
     )
 )  # fmt: skip
+LEAST = 2  # rounds, however long they take
+PAIRED = 8  # tokens that are compared together
 
 
 @dataclass
@@ -92,15 +94,15 @@ def contest(
     said: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Rounds of all entries, each on the next prompt, begun by another entry each time. No round
-    is begun after `seconds`, but the first. What a round asked for is what caches begin with in the
-    next one; the last prompt, which is not counted, is played for the first."""
+    is begun after `seconds`, but the first LEAST. What a round asked for is what caches begin with
+    in the next one; the last prompt, which is not counted, is played for the first."""
     end = time.perf_counter() + seconds
     said("warming up")
     stage.attach(entries[0].config)
     stage.play([prompts[-1]], tokens, raw=raw)
     stage.learn()
     for number in range(rounds):
-        if number and time.perf_counter() > end:
+        if number >= LEAST and time.perf_counter() > end:
             break
         prompt = prompts[number % len(prompts)]
         turn = number % len(entries)
@@ -112,10 +114,24 @@ def contest(
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
-    """The fastest, if it is surely faster than plain LRU; else plain LRU."""
+    """The fastest, if it is surely faster than plain LRU; else plain LRU. Sure is what holds over
+    pairs of the same PAIRED tokens, in no fewer than LEAST rounds."""
     best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
-    _, _, high = intervals.ratio(best.tpots, plain.tpots)
-    return best if best is plain or high < 1 else plain
+    if best is plain or min(len(best.rounds), len(plain.rounds)) < LEAST:
+        return plain
+    _, _, high = intervals.ratio(*_pairs(best, plain))
+    return best if high < 1 else plain
+
+
+def _pairs(one: Entry, other: Entry) -> tuple[list[float], list[float]]:
+    """Seconds that both took for the same tokens, PAIRED at a time."""
+    ones, others = [], []
+    for a, b in zip(one.rounds, other.rounds, strict=False):
+        n = min(len(a.gaps), len(b.gaps))
+        for i in range(0, max(1, n - PAIRED + 1), PAIRED):
+            ones.append(sum(a.gaps[i : i + PAIRED]))
+            others.append(sum(b.gaps[i : i + PAIRED]))
+    return ones, others
 
 
 def entry(name: str, base: LoadConfig, options: Mapping[str, Any]) -> Entry:

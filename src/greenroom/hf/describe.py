@@ -7,12 +7,20 @@ cache the hub is asked for the same: its config, and its safetensors' headers by
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from greenroom.config import LoadConfig
+from greenroom.core.machine import name_of
 from greenroom.errors import GreenroomError
-from greenroom.hf.budget import PREFILL_BLOCK, experts_per_token, needs
+from greenroom.hf.budget import (
+    LIBRARIES,
+    PREFILL_BLOCK,
+    experts_per_token,
+    needs,
+    needs_at_first,
+)
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, local
 from greenroom.hf.fingerprint import fingerprint
@@ -23,11 +31,16 @@ from greenroom.hf.load import context_of
 from greenroom.hf.pack.copies import CopiesCatalog
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
+from greenroom.plan import kept
 from greenroom.plan.model import Model
+from greenroom.runtime.measure import host
 
 
-def describe(source: str, config: LoadConfig) -> Model:
+def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     """Sizes and shape of a model under a run's options. Nothing is downloaded but headers.
+
+    What the process takes is what an earlier one of this model took here; without one, what this
+    process takes and compiling adds. `on_a_gpu`: sizes are of the GPU's memory.
 
     Raises as `load` does, before it loads: NotAModel, NotMoE, UnsupportedModel, CheckpointError.
     """
@@ -35,14 +48,19 @@ def describe(source: str, config: LoadConfig) -> Model:
     draft = Draft.of(checkpoint, config.dtype)
     context = context_of(draft.model, config.context)
     keys_values = kv_bytes(
-        draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=False, room=context
+        draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
     )
     kv_cache = keys_values.total(context)
     parts = Parts(
         draft.catalog, capacity=1, context=context, kv_cache_bytes=kv_cache,
         readers=config.readers, kv=keys_values.kind,
     )  # fmt: skip
-    need, catalog = needs(draft, parts), draft.catalog
+    catalog, digest = draft.catalog, fingerprint(checkpoint)
+    known = None if on_a_gpu else kept.load(digest, name_of(host())).process
+    full = needs(draft, parts, known)
+    if on_a_gpu:
+        full = replace(full, process=0, staging=LIBRARIES)
+    need = needs_at_first(full, draft, parts, keys_values)
     check_copies(catalog, config.miss_precision)
     low, nested = 0.0, False
     if isinstance(catalog, CopiesCatalog):
@@ -50,7 +68,7 @@ def describe(source: str, config: LoadConfig) -> Model:
         low, nested = sum(copies) / sum(exact), bool(rest)
     return Model(
         name=source,
-        fingerprint=fingerprint(checkpoint),
+        fingerprint=digest,
         experts_per_layer=tuple(b - a for a, b in pairwise(catalog.offsets)),
         top_k=experts_per_token(draft.model),
         expert_bytes=catalog.expert_bytes // catalog.experts,
@@ -60,6 +78,7 @@ def describe(source: str, config: LoadConfig) -> Model:
         beside_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=context,
+        full_bytes=max(0, full.total - need.total),
         low=low,
         nested=nested,
         segments=isinstance(catalog, PackCatalog) and any(x.segments for x in catalog.layouts),

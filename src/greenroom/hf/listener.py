@@ -17,6 +17,7 @@ from greenroom.hf.kv import ROOM, adopt
 from greenroom.hf.kv_kinds import DYNAMIC
 from greenroom.hf.parts import Parts
 from greenroom.hf.pinned import Pinned
+from greenroom.hf.recent import Recent
 from greenroom.hf.shared import Shared
 from greenroom.hf.together import Together
 from greenroom.hf.watch import Watch
@@ -26,11 +27,19 @@ from greenroom.runtime.driver import Driver
 class Listener:
     """Tells the driver, and those beside it, of the passes of one model, until `detach`."""
 
-    def __init__(self, parts: Parts, driver: Driver, watch: Watch | None, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        driver: Driver,
+        watch: Watch | None,
+        recent: Recent | None,
+        on_gpu: bool,
+    ) -> None:
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self.pinned: Pinned | None = None
         self.sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._parts, self._driver, self._watch, self._on_gpu = parts, driver, watch, on_gpu
+        self._recent = recent
         self._modules: Sequence[nn.Module] = ()
         self._shared: Shared | None = None
         self._request, self._tokens = 0, 0
@@ -84,6 +93,8 @@ class Listener:
             self.pinned.chosen(layer, experts)
         if self._watch is not None and not self._reading:
             self._watch.chosen(layer, experts)
+        if self._recent is not None:
+            self._recent.chosen(layer, experts)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -117,6 +128,9 @@ class Listener:
         if self.pinned is not None:
             self.pinned.begins(prompt, anew=self._request != self._pinned_for)
             self._pinned_for = self._request
+        if self._recent is not None:
+            sequences = len(cache.caches) if together else int(batch)
+            self._recent.begins(self._request, prompt, sequences)
         self._driver.begin_pass(
             PassBegins(
                 self._request,

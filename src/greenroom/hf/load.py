@@ -14,10 +14,11 @@ from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_byte
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
 from greenroom.core.layout import Catalog
+from greenroom.core.machine import name_of
 from greenroom.core.pins import Pins
 from greenroom.core.queue import staging_seats
 from greenroom.core.scope import least_capacity
-from greenroom.errors import CheckpointError, DeviceError, UsageError
+from greenroom.errors import CheckpointError, DeviceError, OutputError, UsageError
 from greenroom.hf import learned
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.budget import (
@@ -29,6 +30,7 @@ from greenroom.hf.budget import (
     experts_per_token,
     host_slots,
     needs,
+    needs_at_first,
 )
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
@@ -43,12 +45,14 @@ from greenroom.hf.settled import settled
 from greenroom.hf.slots import pieces_of, slots_for
 from greenroom.hf.split import split_experts
 from greenroom.hf.watch import START, auto_split
+from greenroom.plan import kept
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.kernels import ahead
 from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.measure import host
 from greenroom.runtime.memory import give_back, rss_bytes, trim_heap, uncollected
 
 Progress = Callable[[float, str], None]
@@ -173,18 +177,21 @@ def _load(
     if config.cache is not None:
         parts = replace(parts, capacity=slots_for(config.cache, catalog))
         group_sizes(pieces_of(parts), parts.capacity, parts.scope)  # or BudgetError
-        room = parts.capacity
+        room = first = parts.capacity
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
-        need = gpu.before(draft, parts) if gpu else needs(draft, parts)
+        before = _known(parts).process
+        need = gpu.before(draft, parts) if gpu else needs(draft, parts, before)
         of = gpu.OF if gpu else ""
         tasks = parts.pins.tasks.values() if parts.pins is not None else ()
         pinned = max((task.experts.size for task in tasks), default=0)
         least = max(fewest, min(pinned + experts_per_token(draft.model), catalog.experts))
         over = max(1, len(engines))
         room = capacity_for(budget, need, catalog, least, of, over)  # before anything is loaded
+        soon = needs_at_first(need, draft, parts, keys_values)
+        first = capacity_for(budget, soon, catalog, least, of, over)
         parts = replace(parts, budget_bytes=budget)
-    parts = settled(parts, config, room, top_k)
+    parts = settled(parts, config, first, top_k)
     chosen = choose(parts.policy, room, catalog.experts)
     parts = replace(parts, policy=chosen.name)
     decoder_only = not draft.model.config.is_encoder_decoder
@@ -221,6 +228,8 @@ def _load(
             if gpu is not None:
                 need = gpu.after(need, parts.capacity // over * catalog.slot_bytes)
             else:
+                greenroom.process_bytes = rss_bytes() - need.dense
+                _note(parts, greenroom.process_bytes)
                 need = replace(need, process=rss_bytes(), dense=0)
             release = trim_heap if engine is None else engine.release
             least = max(least, least_capacity(pieces_of(parts), parts.scope))
@@ -236,6 +245,21 @@ def _load(
         greenroom.detach()
         raise
     return model, tokenizer
+
+
+def _known(parts: Parts) -> kept.Known:
+    """What is kept of the model on this machine."""
+    return kept.load(parts.fingerprint, name_of(host())) if parts.fingerprint else kept.Known()
+
+
+def _note(parts: Parts, process: int) -> None:
+    """Leave to plans and later runs what a process takes beside dense parts and slots."""
+    known = _known(parts)
+    if parts.remember and parts.fingerprint and (after := known.with_load(process)) is not known:
+        try:
+            kept.save(parts.fingerprint, name_of(host()), after)
+        except OutputError as error:
+            log.warning("what the process takes is not kept: %s", error)
 
 
 def _configured(parts: Parts, catalog: Catalog, room: int, config: LoadConfig, top_k: int) -> Parts:

@@ -26,12 +26,17 @@ class Recall:
     """A model's memory over runs. Without `fingerprint` there is none."""
 
     def __init__(
-        self, fingerprint: str, driver: Driver, name: str = "", predictor: Predictor | None = None
+        self,
+        fingerprint: str,
+        driver: Driver,
+        before: Learned | None,
+        name: str = "",
+        predictor: Predictor | None = None,
     ) -> None:
-        """`name` is the predictor's, as the user chose it."""
+        """`before` is what earlier runs left, `name` the predictor's, as the user chose it."""
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
-        self._before = learned.load(fingerprint) if fingerprint else None
+        self._before = before
         self._passes = 0  # of warming up
 
     def restore(self) -> None:

@@ -77,6 +77,7 @@ class Stage:
         self.parts = self.model.greenroom.parts
         self._slots = int(self.model.greenroom.capacity)
         self._growth = self.model.greenroom.growth
+        self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     @property
     def experts(self) -> int:

@@ -49,6 +49,12 @@ class Estimate:
     stall: float
     gaps: Floats
 
+    @property
+    def ttft_range(self) -> tuple[float, float]:
+        """Seconds that it lies between, as sure as those of a token."""
+        assert self.ttft is not None
+        return self.ttft * self.low / self.tpot, self.ttft * self.high / self.tpot
+
     def as_json(self) -> dict[str, Any]:
         return {
             **self.setting.options(),

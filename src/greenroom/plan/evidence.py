@@ -7,7 +7,8 @@ brackets the models that were recorded (OLMoE, gpt-oss, DeepSeek-V2-Lite; docs/p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +23,7 @@ LOCALITIES = (TYPICAL, (1.0, 0.15), (1.7, 0.35))  # and of less and of more loca
 PROMPT = 32  # tokens of a stand-in's prompts
 TOKENS, REQUESTS = 1024, 8  # of a stand-in
 MOST = 8192  # tokens of a recording that are looked at: more change nothing
+ENOUGH = 256  # decoded tokens of earlier runs, of two requests at least, that say more of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +59,61 @@ def recorded(trace: Trace, model: Model, where: str) -> Evidence:
     )  # fmt: skip
 
 
+def decoded(trace: Trace) -> int:
+    """Tokens that were decoded one by one."""
+    return int(np.diff(trace.pass_starts)[~trace.pass_prefill].sum())
+
+
+def enough(trace: Trace | None) -> bool:
+    """Whether the routing of earlier runs says more than stand-ins."""
+    return trace is not None and trace.requests > 1 and decoded(trace) >= ENOUGH
+
+
+def earlier(trace: Trace | None) -> Evidence | None:
+    """The routing that earlier runs left (hf/recent.py), where it is enough."""
+    if trace is None or not enough(trace):
+        return None
+    return Evidence(
+        (trace,), True,
+        f"its own routing, the last {trace.tokens:,} tokens of earlier runs, {trace.requests}"
+        " requests",
+    )  # fmt: skip
+
+
 def stand_ins(model: Model) -> Evidence:
     """Synthetic traces of the model's shape."""
-    widest = max(model.experts_per_layer)
-    tokens = max(256, min(TOKENS, 400_000 // (model.layers * model.top_k)))
-    traces = tuple(
-        _cut(
-            topics(
-                TopicsConfig(
-                    layers=model.layers, experts=widest, top_k=model.top_k, tokens=tokens,
-                    requests=REQUESTS, prompt_tokens=PROMPT, topics=REQUESTS // 2, skew=skew,
-                    stickiness=stickiness,
-                )
-            ),
-            model,
-        )
-        for skew, stickiness in LOCALITIES
-    )  # fmt: skip
     return Evidence(
-        traces, False,
-        "synthetic stand-ins of its shape, of typical, little and much locality: none of its own"
-        " is recorded (trace record)",
+        tuple(stand_in(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES), False,
+        "synthetic stand-ins of its shape, of typical, little and much locality, prompts of"
+        f" {PROMPT} tokens: none of its own is recorded (run it, or trace record)",
     )  # fmt: skip
 
 
-def _cut(trace: Trace, model: Model) -> Trace:
-    """A trace of layers that are all as wide as the widest, as one of this model's layers."""
-    if len(set(model.experts_per_layer)) == 1:
-        return trace
-    from dataclasses import replace
+def stand_in(
+    sizes: Sequence[int], top_k: int, skew: float = TYPICAL[0], stickiness: float = TYPICAL[1]
+) -> Trace:
+    """A synthetic trace of a model whose layers have so many experts."""
+    tokens = max(256, min(TOKENS, 400_000 // (len(sizes) * top_k)))
+    config = TopicsConfig(
+        layers=len(sizes), experts=max(sizes), top_k=top_k, tokens=tokens, requests=REQUESTS,
+        prompt_tokens=PROMPT, topics=REQUESTS // 2, skew=skew, stickiness=stickiness,
+    )  # fmt: skip
+    return _cut(topics(config), sizes)
 
+
+def _cut(trace: Trace, sizes: Sequence[int]) -> Trace:
+    """A trace of layers that are all as wide as the widest, as one of layers of these sizes."""
+    if len(set(sizes)) == 1:
+        return trace
     experts = trace.experts.copy()
     random = np.random.default_rng(0)
-    for layer, count in enumerate(model.experts_per_layer):
+    for layer, count in enumerate(sizes):
         rows = experts[:, layer]
         for row in np.flatnonzero((rows >= count).any(axis=1)):
             kept = rows[row][rows[row] < count]
             free = np.setdiff1d(np.arange(count), kept)
             rows[row] = np.append(kept, random.permutation(free)[: trace.top_k - kept.size])
-    return replace(
-        trace, experts=experts, experts_per_layer=np.array(model.experts_per_layer, np.int64)
-    )
+    return replace(trace, experts=experts, experts_per_layer=np.array(sizes, np.int64))
 
 
 def _shape(experts: tuple[int, ...], top_k: int) -> str:

@@ -1,10 +1,10 @@
 """What was found out about a model on a machine, kept for the runs that follow.
 
 One JSON file a model, named by its fingerprint, in the user's cache folder, with an entry for each
-machine: runs that were observed (plan/costs.py), and settings that `tune` measured, or `plan` chose
-for sure, with the size that they hold for. It can be deleted at any time; one that cannot be read
-is passed over, and replaced by the next that is written. GREENROOM_LEARNED=off keeps nothing, and
-reads nothing.
+machine: runs that were observed (plan/costs.py), settings that `tune` measured, or a plan chose,
+with the device and the size that they hold for, and what a process took beside its model. It can be
+deleted at any time; one that cannot be read is passed over, and replaced by the next that is
+written. GREENROOM_LEARNED=off keeps nothing, and reads nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ FORMAT, VERSION = "greenroom-kept", 1
 SWITCH = "GREENROOM_LEARNED"
 NEAR = 0.15  # a setting holds for sizes of the cache that differ by no more than this share
 MOST_RUNS = 12  # of a machine, the latest
+LOADS = 3  # of which the least process counts: one that compiles takes more than those that follow
+SAME = 0.02  # share by which processes differ that are the same
 OPTIONS = ("policy", "scope", "prefetch", "split")  # that a kept setting has
+BY = ("tune", "plan", "quick")  # how it was found, what is trusted most first
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A setting for a cache of `capacity` slots; `by` is tune or plan, TPOTs in seconds."""
+    """A setting for a cache of `capacity` slots of a `device`, cpu or cuda; `by` is tune, plan or
+    quick (a plan that a run made as it began). TPOTs are in seconds; of a quick plan they are
+    misses a token, and `tokens` are those of the model's own routing that it went by.
+    """
 
     capacity: int
     options: Mapping[str, Any]
@@ -38,13 +44,18 @@ class Kept:
     tpot: float
     plain: float  # of plain LRU
     when: str
+    device: str = "cpu"
+    tokens: int = 0
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Kept:
         options = {name: entry["options"][name] for name in OPTIONS if name in entry["options"]}
+        if entry["by"] not in BY:
+            raise ValueError(f"found by {entry['by']!r}")
         return cls(
             int(entry["capacity"]), options, str(entry["by"]), float(entry["tpot"]),
-            float(entry["plain"]), str(entry["when"]),
+            float(entry["plain"]), str(entry["when"]), str(entry.get("device", "cpu")),
+            int(entry.get("tokens", 0)),
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -53,16 +64,31 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """All that is kept of a model on one machine."""
+    """All that is kept of a model on one machine. `loads` are bytes that processes took beside
+    dense parts and slots, when all was loaded; the latest come last."""
 
     runs: tuple[Observed, ...] = ()
     settings: tuple[Kept, ...] = field(default=())
+    loads: tuple[int, ...] = ()
 
-    def near(self, capacity: int) -> Kept | None:
-        """The setting whose size is nearest, if it is near enough; what was measured goes first."""
-        fits = [s for s in self.settings if abs(s.capacity - capacity) <= NEAR * s.capacity]
-        order = sorted(fits, key=lambda s: (s.by != "tune", abs(s.capacity - capacity)))
+    @property
+    def process(self) -> int | None:
+        """Bytes that the next process will take, where one has been seen."""
+        return min(self.loads) if self.loads else None
+
+    def near(self, capacity: int, device: str = "cpu") -> Kept | None:
+        """The setting whose size is nearest, if it is near enough; what was measured goes first,
+        then what was planned at leisure."""
+        fits = [s for s in self.settings if s.device == device and _near(s, capacity)]
+        order = sorted(fits, key=lambda s: (BY.index(s.by), abs(s.capacity - capacity)))
         return order[0] if order else None
+
+    def with_load(self, process: int) -> Known:
+        """Unchanged where it is what was expected."""
+        known = self.process
+        if known is not None and abs(process - known) <= SAME * known:
+            return self
+        return replace(self, loads=(*self.loads, process)[-LOADS:])
 
     def with_runs(self, runs: tuple[Observed, ...]) -> Known:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
@@ -71,9 +97,13 @@ class Known:
         """It takes the place of those of its size that were found in the same way."""
         others = tuple(
             s for s in self.settings
-            if s.by != setting.by or abs(s.capacity - setting.capacity) > NEAR * s.capacity
+            if (s.by, s.device) != (setting.by, setting.device) or not _near(s, setting.capacity)
         )  # fmt: skip
         return replace(self, settings=(*others, setting))
+
+
+def _near(setting: Kept, capacity: int) -> bool:
+    return abs(setting.capacity - capacity) <= NEAR * setting.capacity
 
 
 def path_of(fingerprint: str) -> Path:
@@ -96,6 +126,7 @@ def load(fingerprint: str, machine: str) -> Known:
         return Known(
             tuple(Observed.from_json(run) for run in entry.get("runs", ())),
             tuple(Kept.from_json(setting) for setting in entry.get("settings", ())),
+            tuple(int(nbytes) for nbytes in entry.get("loads", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Known()
@@ -110,6 +141,7 @@ def save(fingerprint: str, machine: str, known: Known) -> Path | None:
     machines[machine] = {
         "runs": [run.as_json() for run in known.runs],
         "settings": [setting.as_json() for setting in known.settings],
+        "loads": list(known.loads),
     }
     text = json.dumps({"format": FORMAT, "version": VERSION, "machines": machines}, indent=1)
     try:

@@ -21,7 +21,9 @@ class Model:
     dense_bytes:  all that stays in memory
     read_bytes:   what of it one token reads: all but the input embedding, unless the head is tied
     beside_bytes: Python, libraries, compiled kernels, activations, staging
-    kv_bytes:     keys and values of `context` tokens
+    kv_bytes:     keys and values of the first block of a prompt
+    full_bytes:   what keys, values and activations of `context` tokens take more than these; slots
+                  make room for it as the context grows
     """
 
     name: str
@@ -35,6 +37,7 @@ class Model:
     beside_bytes: int
     kv_bytes: int
     context: int
+    full_bytes: int = 0
     low: float = 0.0  # bytes of a low-precision copy, as a share of the expert's; 0: there are none
     nested: bool = False  # whether copies are a part of their experts
     segments: bool = False  # whether its experts are packed so that they can be split
@@ -54,7 +57,7 @@ class Model:
 
     @property
     def needs(self) -> int:
-        """Bytes beside the experts' slots."""
+        """Bytes beside the experts' slots, with a short context."""
         return self.dense_bytes + self.beside_bytes + self.kv_bytes
 
     @property
@@ -64,21 +67,27 @@ class Model:
 
     @property
     def least_memory(self) -> int:
-        return self.memory(self.least)
+        """With a full context."""
+        return self.needs + self.full_bytes + self.least * self.slot_bytes
 
     def memory(self, slots: int) -> int:
         """The budget that leaves so many slots."""
-        return self.needs + slots * self.slot_bytes
+        return max(self.needs + slots * self.slot_bytes, self.least_memory)
 
     def slots(self, memory: int) -> int:
-        """What a budget leaves; BudgetError says what would do."""
-        slots = (memory - self.needs) // self.slot_bytes
-        if slots < self.least:
+        """What a budget leaves with a short context; BudgetError says what would do for a full
+        one."""
+        if memory < self.least_memory:
             raise BudgetError(
                 f"{self.name} does not fit into {show_bytes(memory)}: dense parts"
-                f" {show_bytes(self.dense_bytes)}, KV cache {show_bytes(self.kv_bytes)} for"
-                f" {self.context} tokens, process and workspace {show_bytes(self.beside_bytes)} and"
-                f" {self.least} experts need {show_bytes(self.least_memory)}; --memory"
+                f" {show_bytes(self.dense_bytes)}, process and workspace"
+                f" {show_bytes(self.beside_bytes)}, a KV cache and activations of {self.context}"
+                f" tokens {show_bytes(self.kv_bytes + self.full_bytes)} and {self.least} experts"
+                f" need {show_bytes(self.least_memory)}; --memory"
                 f" {-(-self.least_memory // (1 << 20))}MiB would do"
             )
-        return min(slots, self.experts)
+        return min((memory - self.needs) // self.slot_bytes, self.experts)
+
+    def slots_when_full(self, memory: int) -> int:
+        """What it leaves when the context is full."""
+        return min((memory - self.needs - self.full_bytes) // self.slot_bytes, self.experts)

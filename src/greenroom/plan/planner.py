@@ -1,12 +1,14 @@
 """The best settings for a budget, speed against memory, and the least memory for a target.
 
-Plain LRU and the default are always among what is compared. Another setting is chosen instead of
-the default only where that is sure: it must be faster by MARGIN, pass by pass over the model's own
-routing (a bootstrap over requests' passes); stand-ins are never sure of that.
+Plain LRU and the default are always among what is compared. What a run takes that is told nothing
+is what was measured (`tune`), else what a quick plan says (plan/quick.py). Another setting is
+chosen instead only where that is sure: it must be faster by MARGIN, pass by pass over the model's
+own routing (a bootstrap over requests' passes); stand-ins are never sure of that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,32 +55,39 @@ class Plan:
     memory: int
     capacity: int
     best: Estimate
-    sure: bool  # whether `best` is another than the default because it is surely faster
+    sure: bool  # whether `best` is another than what a run took, because it is surely faster
     compared: tuple[Estimate, ...]
     curve: tuple[Point, ...]
     target: Target | None
 
 
-def plan(estimator: Estimator, memory: int, target: float | None = None) -> Plan:
-    """BudgetError where the model does not fit, UsageError for a target that is no time."""
+def plan(
+    estimator: Estimator,
+    memory: int,
+    target: float | None = None,
+    taken: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
+) -> Plan:
+    """`taken` says what a run with so many slots takes that is told nothing, and whether that was
+    measured. BudgetError where the model does not fit, UsageError for a target that is no time."""
     if target is not None and not 0 < target < float("inf"):
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
-    compared = compare(estimator, capacity)
-    best, sure = choice(estimator, compared)
+    usual, measured = taken(capacity)
+    compared = compare(estimator, capacity, usual)
+    best, sure = choice(estimator, compared, usual, beaten=not measured)
     points = curve(estimator, best.setting, memory)
     found = None if target is None else aim(estimator, best, memory, target)
     return Plan(memory, capacity, best, sure, compared, points, found)
 
 
-def compare(estimator: Estimator, capacity: int) -> tuple[Estimate, ...]:
-    """The grid at one size, fastest first; prefetching is added to the best of it."""
+def compare(estimator: Estimator, capacity: int, usual: Setting = DEFAULT) -> tuple[Estimate, ...]:
+    """The grid and `usual` at one size, fastest first; prefetching is added to the best of it."""
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
     found = [estimator.of(s, capacity) for s in grid() if estimator.fits(s, capacity)]
     found.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
-    more = [*best, DEFAULT, *_sized(estimator, best[0], capacity)]
+    more = [*best, DEFAULT, usual, *_sized(estimator, best[0], capacity)]
     if estimator.both:
         more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
     more += [each for each in _cut(estimator, best[0], capacity) if estimator.fits(each, capacity)]
@@ -125,13 +134,19 @@ def _first_half(estimator: Estimator) -> Trace | None:
     return trace.select(range(trace.requests // 2))
 
 
-def choice(estimator: Estimator, compared: tuple[Estimate, ...]) -> tuple[Estimate, bool]:
-    """(what to take, whether it is another than the default since that is surely slower)."""
-    usual = next((each for each in compared if each.setting == DEFAULT), compared[0])
+def choice(
+    estimator: Estimator,
+    compared: tuple[Estimate, ...],
+    usual: Setting = DEFAULT,
+    beaten: bool = True,
+) -> tuple[Estimate, bool]:
+    """(what to take, whether it is another than `usual` since that is surely slower); where nothing
+    can have it `beaten`, it is taken."""
+    now = next((each for each in compared if each.setting == usual), compared[0])
     first = compared[0]
-    if first is usual or not estimator.evidence.own:
-        return usual, False
-    return (first, True) if surely_faster(first, usual) else (usual, False)
+    if first is now or not estimator.evidence.own or not beaten:
+        return now, False
+    return (first, True) if surely_faster(first, now) else (now, False)
 
 
 def surely_faster(one: Estimate, other: Estimate) -> bool:

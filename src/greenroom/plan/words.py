@@ -48,12 +48,18 @@ def of_machine(machine: Machine) -> list[str]:
         lines.append(
             f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
         )
-    if host.get("load", 0.0) > BUSY * (host.get("cores") or 1):
+    if loaded(machine):
         lines.append(
             f"The load was {host['load']:.1f} on {host['cores']} cores: others were at work, and"
             " these figures are too low. Measure again on a quiet machine."
         )
     return lines
+
+
+def loaded(machine: Machine) -> bool:
+    """Whether others were at work while the machine was measured."""
+    host = machine.host
+    return bool(host.get("load", 0.0) > BUSY * (host.get("cores") or 1))
 
 
 def _of_device(device: Mapping[str, Any], size: int) -> str:

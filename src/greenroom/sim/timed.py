@@ -139,6 +139,21 @@ def _decisions(
         missed = replay(stream, offsets, capacity, policy, **options).missed  # type: ignore[arg-type]
         assert missed is not None
         return missed, None
+    return step_by_step(stream, offsets, capacity, policy, scope, pin, seed, reset)
+
+
+def step_by_step(
+    stream: Stream,
+    offsets: Ints,
+    capacity: int,
+    policy: Policy,
+    scope: Scope = "shared",
+    pin: str = "step",
+    seed: int = 0,
+    reset: bool = False,
+) -> tuple[NDArray[np.bool_], Ints]:
+    """Which requests are misses, [N], and their slots [N]: by what serves a step in a run, so that
+    nothing is compiled for it that a run does not need."""
     missed = np.empty(stream.pieces.size, np.bool_)
     slots = np.empty(stream.pieces.size, np.int64)
     pieces = Pieces.whole(offsets.tolist(), [1] * (len(offsets) - 1))

@@ -1,0 +1,55 @@
+"""The quick form of a plan: what a run begins with that is told nothing, where nothing is kept.
+
+It asks one question, in the time of a second: does the default's policy miss fewer experts than
+plain LRU, on the model's own routing where earlier runs left some, else on a stand-in? What is
+fetched ahead is decided while the model runs (core/guard.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from greenroom.plan.settings import DEFAULT, PLAIN, Setting
+from greenroom.policies import choose
+from greenroom.sim.timed import step_by_step
+from greenroom.trace import Trace, stream
+
+STEPS = 12_000  # that are looked at, the latest: tens of microseconds each
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """What to take, and misses a token of it and of plain LRU."""
+
+    setting: Setting
+    misses: float
+    plain: float
+
+
+def quick(trace: Trace, capacity: int) -> Quick:
+    """The default, or LRU in its place where that misses no more."""
+    latest = _latest(trace, max(1, STEPS // trace.layers))
+    steps = stream(latest, "runtime")
+    experts, tokens = int(latest.offsets[-1]), latest.tokens
+    counted = {
+        name: int(
+            np.count_nonzero(
+                step_by_step(steps, latest.offsets, capacity, choose(name, capacity, experts))[0]
+            )
+        )
+        / tokens
+        for name in (PLAIN.policy, DEFAULT.policy)
+    }
+    ours, plain = counted[DEFAULT.policy], counted[PLAIN.policy]
+    if ours < plain:
+        return Quick(DEFAULT, ours, plain)
+    return Quick(replace(DEFAULT, policy=PLAIN.policy), plain, plain)
+
+
+def _latest(trace: Trace, passes: int) -> Trace:
+    """The last requests that have so many passes together, or all of it."""
+    firsts = np.searchsorted(trace.pass_starts, trace.request_starts[:-1])
+    begin = int(np.searchsorted(firsts, trace.passes - passes, "right")) - 1
+    return trace.select(range(max(0, begin), trace.requests))
