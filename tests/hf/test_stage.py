@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,27 @@ def test_a_rehearsal_tells_what_matrices_do_not(tmp_path: Path, monkeypatch: pyt
         1
     )
     assert list(tmp_path.iterdir()) == []  # the model is gone
+
+
+def test_every_processor_has_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On the fake device in a GPU's place; each says what it takes beyond its own matrices."""
+    shape = Shape(hidden=64, inner=64, layers=2, experts=8, top_k=2, words=64)
+    monkeypatch.setattr(rehearse, "SMALLEST", shape)
+    known, asked = rehearse.sessions, []
+
+    def sessions(model: str, shape: Shape, device: str) -> tuple[Session, Session, Session]:
+        asked.append(device)
+        return known(model, shape, device)
+
+    monkeypatch.setattr(rehearse, "sessions", sessions)
+    (cpu,) = MACHINE.processors
+    gpu = replace(cpu, name="gpu", memory="device")
+    both = replace(MACHINE, processors=(cpu, gpu))
+    found = rehearsed(both, tmp_path, shape, {"host": "cpu", "device": "fake"})
+    assert asked == ["cpu", "fake"]
+    assert [each.name for each in found.processors] == ["cpu", "gpu"]
+    assert all(each.layer > 0 or each.expert != cpu.expert for each in found.processors)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_waits_cost_is_told_by_two_runs_that_wait():

@@ -8,7 +8,7 @@ is measured with the code that runs any other model, and goes into the machine's
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from greenroom.config import LoadConfig
 from greenroom.core.cost import COOLED
-from greenroom.core.machine import Machine
+from greenroom.core.machine import Machine, Processor
 from greenroom.errors import OutputError
 from greenroom.hf.stage import Session, Stage
 from greenroom.trace.prompts import Prompt
@@ -54,14 +54,30 @@ SHAPE = Shape()
 SMALLEST = Shape(hidden=128, inner=64, layers=8, experts=32, top_k=4)  # it does little but wait
 
 
-def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Machine:
-    """The profile with what a run beside `folder`'s disk takes beyond it."""
+DEVICES = {"host": "cpu", "device": "cuda"}  # who computes from a memory, as a run calls it
+
+
+def rehearsed(
+    machine: Machine,
+    folder: Path,
+    shape: Shape | None = None,
+    devices: Mapping[str, str] = DEVICES,
+) -> Machine:
+    """The profile with what runs beside `folder`'s disk take beyond it, on every processor."""
     shape = shape or SHAPE
-    with small_model(folder, shape) as model:
-        whole, part, ahead = sessions(str(model), shape)
-    with small_model(folder, SMALLEST) as model:
-        wake = waiting(*waits(str(model), SMALLEST))
-    processor = machine.processors[0]
+    with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
+        judged = [
+            _judged(machine, each, devices[each.memory], str(model), str(smallest), shape)
+            for each in machine.processors
+        ]
+    return replace(machine, processors=tuple(judged))
+
+
+def _judged(
+    machine: Machine, processor: Processor, device: str, model: str, smallest: str, shape: Shape
+) -> Processor:
+    whole, part, ahead = sessions(model, shape, device)
+    wake = waiting(*waits(smallest, SMALLEST, device))
     matrices = shape.layers * (
         shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
         + processor.dense.at(_dense_bytes(shape)).seconds(1)
@@ -74,7 +90,7 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
     copied = min(handling, shape.expert_bytes / _copies(machine))
     # What runs is the judge: matrices alone cannot take longer than all of a token.
     factor = min(1.0, base / matrices)
-    judged = replace(
+    return replace(
         processor,
         expert=processor.expert.scaled(factor),
         dense=processor.dense.scaled(factor),
@@ -84,7 +100,6 @@ def rehearsed(machine: Machine, folder: Path, shape: Shape | None = None) -> Mac
         ahead=max(0.0, predicted / shape.layers),
         wake=wake,
     )
-    return replace(machine, processors=(judged, *machine.processors[1:]))
 
 
 def computed(session: Session) -> float:
@@ -108,9 +123,9 @@ def _copies(machine: Machine) -> float:
     return float(machine.measured["memory"]["1"]) / 2
 
 
-def sessions(model: str, shape: Shape) -> tuple[Session, Session, Session]:
+def sessions(model: str, shape: Shape, device: str) -> tuple[Session, Session, Session]:
     """With everything resident, with a part, and with a part and a predictor."""
-    stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device="cpu", context=256))
+    stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     try:
         stage.fill()
@@ -124,9 +139,9 @@ def sessions(model: str, shape: Shape) -> tuple[Session, Session, Session]:
         stage.close()
 
 
-def waits(model: str, shape: Shape) -> tuple[Session, Session]:
+def waits(model: str, shape: Shape, device: str) -> tuple[Session, Session]:
     """With a part of the experts in memory: from the disk, and each in WAIT seconds."""
-    stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device="cpu", context=256))
+    stage = Stage(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
     prompts = [Prompt(" ".join(f"w{i}" for i in range(4, 24)), "rehearsal")]
     slots, found = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []
     try:
