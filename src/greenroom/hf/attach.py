@@ -97,6 +97,8 @@ class Greenroom:
         try:
             self._bindings.bind(model, self.driver, self._inputs, chosen)
             self._listener.listen(model, self._modules, self._bindings.shared)
+            if self._watch is not None:
+                self._watch.listen(model)
         except BaseException:
             self.detach()
             raise
@@ -306,6 +308,8 @@ class Greenroom:
             self._close()
             counted = self._watch.state(self.driver) if self._watch is not None else None
             self._recall.keep({} if counted is None else {watch.NAME: counted})
+        if self._watch is not None:
+            self._watch.detach()
         self._listener.detach()
         self._bindings.detach()
         if self._inputs is not None:
