@@ -134,6 +134,16 @@ def test_all_in_one_table(cli: Run, folder: Path):
     assert sized == ["adapmoe"]
 
 
+def test_rows_of_two_processors_are_there_where_these_are(cli: Run, folder: Path):
+    both = ("--device", "fake", "--host-memory", "4GiB", "--system", "fiddler,hybrimoe,llru")
+    ran = cli("bench", folder, "--cache", "50%", *both, *SHORT, "--kernels", "eager", "--json")
+    assert ran.code == 0, ran.err
+    assert [row["name"] for row in json.loads(ran.out)] == ["fiddler", "hybrimoe", "llru"]
+    assert ran.err == ""
+    _, found = settings("--system", "fiddler,llru", "--device", "fake")
+    assert [e.config.co_compute for e in found.values()] == ["auto", "off"]
+
+
 def test_left_out_of_an_object_is_said_beside_it(cli: Run, folder: Path):
     ran = cli("bench", folder, "--cache", "50%", "--system", "moepic,llru,adapmoe", *SHORT,
               "--kernels", "eager", "--json")  # fmt: skip

@@ -12,7 +12,8 @@ from torch import nn
 
 from greenroom.config import LoadConfig
 from greenroom.core.pins import Pins
-from greenroom.errors import BudgetError, UsageError
+from greenroom.errors import BudgetError, TraceError, UsageError
+from greenroom.hf import warmed as warmed_up
 from greenroom.hf.contest import Entry
 from greenroom.hf.stage import Stage
 from greenroom.hf.warmed import Warmed, predicting, record, warm_up
@@ -98,6 +99,20 @@ def test_one_that_cannot_be_found_leaves_the_others(stage: Stage):
     assert sum(map(float, rows[1].config.scope.split(","))) == 8
     assert rows[2].config == LoadConfig(cache="50%")
     assert [row.without for row in rows[1:]] == ["", ""]
+
+
+def test_routing_that_cannot_be_recorded_leaves_out_those_that_want_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*args: Any) -> None:
+        raise TraceError("a pass has layers of different top-k")
+
+    monkeypatch.setattr(warmed_up, "record", refused)
+    rows = [entry("scope"), entry()]
+    warm_up(stage, rows, PROMPT, 16, True)
+    assert [row.without for row in rows] == ["a pass has layers of different top-k", ""]
+    stage.learn()
+    assert stage.asked.sum() > 0  # it was played all the same
 
 
 def test_a_stage_goes_on_after_an_error(stage: Stage):

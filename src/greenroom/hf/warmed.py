@@ -7,7 +7,8 @@ that is chosen beforehand is what it asked for most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -165,47 +166,59 @@ def record(stage: Stage, prompt: Prompt, tokens: int, raw: bool, by: Beside) -> 
 def predicting(stage: Stage, entry: Entry) -> Beside:
     """What an entry that splits will be prefetched by; nothing for others.
 
-    UsageError or PredictorError where it cannot run beside this model.
+    UsageError or PredictorError where it cannot run beside this model, or no routing be recorded.
     """
+    model, catalog = stage.model, stage.parts.catalog
+    if model.config.is_encoder_decoder:
+        raise UsageError("its parts are found from routing, and a pass of an encoder-decoder goes"
+                         " through a part of the layers")  # fmt: skip
     name = entry.config.prefetch if "split" in entry.wants else OFF
     if predictor(name).kind is AUTO:
         name = AUTOMATIC[0]
     if name == OFF:
-        return beside(stage.model, stage.parts.catalog, [])
-    file = entry.config.predictor
-    return beside(stage.model, stage.parts.catalog, choices(name), file=file)
+        return beside(model, catalog, [])
+    return beside(model, catalog, choices(name), file=entry.config.predictor)
 
 
 def warm_up(stage: Stage, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool) -> None:
     """Play a prompt that is not counted, with the settings that the model was loaded with. Entries
     that want what its routing says have it then; of one that cannot, `without` says why."""
-    made, by = stage.attach(stage.config), None
+    made = stage.attach(stage.config)
     wanting = [entry for entry in entries if entry.wants and not entry.without]
-    if wanting and stage.model.config.is_encoder_decoder:
-        for entry in wanting:
-            entry.without = "passes of an encoder-decoder go through a part of the layers, only"
-        wanting = []
-    for entry in wanting:
-        try:
-            found = predicting(stage, entry)
-        except (UsageError, PredictorError) as error:
-            entry.without = str(error)
-        else:
-            by = found if by is None or found.predictors else by
-    warmed = None
-    if by is not None:
-        try:
-            warmed = record(stage, prompt, tokens, raw, by)
-        except TraceError as error:
-            for entry in wanting:
-                entry.without = entry.without or str(error)
+    warmed = _recorded(stage, wanting, prompt, tokens, raw)
     if warmed is None:
         stage.play([prompt], tokens, raw=raw)
         return
     least = made.growth.least if made.growth is not None else made.capacity
     for entry in wanting:
         if not entry.without:
-            try:
+            with _or_without(entry):
                 warmed.fill(entry, made.capacity, least)
-            except UsageError as error:
-                entry.without = str(error)
+
+
+def _recorded(
+    stage: Stage, wanting: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
+) -> Warmed | None:
+    """The warm-up, played and recorded; None where nobody wants it, or can have it."""
+    by: Beside | None = None
+    for entry in wanting:
+        with _or_without(entry):
+            mine = predicting(stage, entry)
+            by = mine if by is None or mine.predictors else by
+    if by is None:
+        return None
+    try:
+        return record(stage, prompt, tokens, raw, by)
+    except TraceError as error:
+        for entry in wanting:
+            entry.without = entry.without or str(error)
+        return None
+
+
+@contextmanager
+def _or_without(entry: Entry) -> Iterator[None]:
+    """An entry that cannot have something says why."""
+    try:
+        yield
+    except (UsageError, PredictorError) as error:
+        entry.without = str(error)
