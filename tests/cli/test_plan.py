@@ -241,6 +241,7 @@ def test_moepic_over_a_trace(cli: Run, home: Path):
     assert halves["bottoms"] > cut["bottoms"]
     equal = cli(*timed, "--scope", "per-layer").json
     assert (equal["scope"], "bottoms" in equal) == ("per-layer", False)
+    assert equal["without"][0] == "split experts, since --scope is given and no --split with it"
 
 
 def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):

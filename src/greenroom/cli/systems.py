@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
+    from greenroom.core.activity import Activity
     from greenroom.plan.systems import System
     from greenroom.sim.sweep import Row, Study
     from greenroom.trace import Trace
@@ -41,7 +44,6 @@ class Played:
     say what of it is not simulated, or by what instead; `both` that misses are computed on the host
     too."""
 
-    system: System
     policy: str
     prefetches: tuple[str, ...]
     both: bool = False
@@ -61,7 +63,7 @@ def played(args: argparse.Namespace, study: Study, row: System) -> Played:
         and getattr(args, option, None) is None
         and not (both and option == "co_compute")
     ]
-    if row.sizes == "configurator" and args.scope is None:
+    if row.split and args.split is None:
         notes += without_algorithm_1(args, study)
     policy = args.policy or row.policy
     if row.chosen and not args.policy and study.event_by_event:
@@ -76,15 +78,17 @@ def played(args: argparse.Namespace, study: Study, row: System) -> Played:
         if found != wanted:
             notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
         prefetches = (OFF, found) if row.guard else (found,)
-    return Played(row, policy, prefetches, both, tuple(notes))
+    return Played(policy, prefetches, both, tuple(notes))
 
 
 def without_algorithm_1(args: argparse.Namespace, study: Study) -> list[str]:
     """What of MoEpic's Algorithm 1 is not simulated, or by what instead."""
+    if args.scope is not None:
+        return ["split experts, since --scope is given and no --split with it"]
     if study.costs is None:
         return ["Algorithm 1, which needs --machine: sizes of layers by a dynamic programme stand"
                 " in, and experts are whole"]  # fmt: skip
-    if not can_split(study) and args.split is None:
+    if not can_split(study):
         return ["split experts, which have no host tier, are on one device and exact: Algorithm"
                 " 1's budgets are of whole ones"]  # fmt: skip
     return []
@@ -128,20 +132,23 @@ def recorded(trace: Trace, prefetch: str) -> str:
 
 
 def divided(
-    args: argparse.Namespace, study: Study, how: Played, capacity: int, before: Trace
+    args: argparse.Namespace,
+    study: Study,
+    row: System,
+    capacity: int,
+    heard: Callable[[], Activity],
 ) -> tuple[Study, tuple[str, ...]]:
     """The study with a row's slots shared out as it says, unless the user said otherwise; experts
     split, where Algorithm 1 has them so; and what of that there is no room for.
 
     Sizes of a dynamic programme are found on the trace that is simulated, which flatters them a
-    little; Algorithm 1 looks at `before`, and expects what the row's predictor says of it.
+    little; `heard` gives what Algorithm 1 looks at.
     """
     from greenroom.core.scope import least_capacity
     from greenroom.plan.configurator import Latency
-    from greenroom.plan.recorded import Configured, foreseen, programmed
+    from greenroom.plan.recorded import Configured, programmed
     from greenroom.sim.proactive import parts_of
 
-    row = how.system
     if args.scope is not None:
         return study, ()
     if row.sizes is None:
@@ -150,17 +157,15 @@ def divided(
         offsets = study.trace.offsets
         found = programmed(study.requests, offsets, capacity, reset=study.reset)
         return replace(study, scope=found), ()
-    latency = Latency.of(study.costs, study.expert_bytes, before.top_k)
-    chosen = Configured.of(foreseen(before, how.prefetches[-1]), capacity, latency)
+    latency = Latency.of(study.costs, study.expert_bytes, study.trace.top_k)
+    chosen = Configured.of(heard(), capacity, latency)
     whole = replace(study, scope=chosen.scope)
     if chosen.split is None or args.split is not None or not can_split(study):
         return whole, ()
-    cut = replace(whole, split=chosen.split)
-    if capacity < least_capacity(
-        parts_of(study.trace, study.expert_bytes, chosen.split), cut.scope
-    ):
+    pieces = parts_of(study.trace, study.expert_bytes, chosen.split)
+    if capacity < least_capacity(pieces, chosen.scope):
         return whole, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
-    return cut, ()
+    return replace(whole, split=chosen.split), ()
 
 
 def simulated(
@@ -172,17 +177,19 @@ def simulated(
 ) -> list[Row]:
     """A row of the result for each system and capacity; with a guard the faster of its cells.
 
-    `before` is what Algorithm 1 looks at; without it the trace that is simulated stands in for what
-    a run would have counted until then.
+    Algorithm 1 looks at `before`, with what the row's predictor says of it; without it the trace
+    that is simulated stands in for what a run would have counted until then.
     """
+    from greenroom.plan.recorded import foreseen
     from greenroom.plan.systems import systems
     from greenroom.sim.sweep import Cell
 
     rows: list[Row] = []
     for row in systems(args.system):
         how = played(args, study, row)
+        heard = cache(partial(foreseen, before or study.trace, how.prefetches[-1]))
         for capacity in capacities:
-            own, less = divided(args, study, how, capacity, before or study.trace)
+            own, less = divided(args, study, row, capacity, heard)
             cells = [Cell(how.policy, capacity, args.pin, each) for each in how.prefetches]
             own = replace(own, co_compute=study.co_compute or how.both)
             if study.event_by_event and how.policy == "lru":
