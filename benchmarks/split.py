@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from greenroom.cli.output import columns
-from greenroom.core.activity import Activity
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.plan.budgets import miss_tables, optimal
 from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.plan.recorded import foreseen, programmed
 from greenroom.policies import policy
-from greenroom.sim.proactive import foresight_of, passes, proactive
+from greenroom.sim.proactive import proactive
 from greenroom.sim.sweep import capacities
 from greenroom.trace import Trace, load, stream
 
@@ -36,25 +35,6 @@ def costs(ratio: float) -> Costs:
     """A link that carries an expert in so many milliseconds."""
     link = Link(EXPERT / (ratio * 1e-3), 0.0, 1)
     return Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
-
-
-def activity_of(trace: Trace, prefetch: str) -> Activity:
-    """What Algorithm 1 looks at, with the predictions of the same predictor."""
-    from greenroom.core.predictor import Seen
-
-    activity = Activity(trace.experts_per_layer.tolist())
-    foresight = None if prefetch == "off" else foresight_of(trace, prefetch)
-    expected: dict[int, Any] = {}
-    offsets = trace.offsets
-    for at, steps in passes(trace, stream(trace, "runtime")):
-        events = foresight.begin(at) if foresight else []
-        for step in steps:
-            expected |= {e.layer: e.experts - offsets[e.layer] for e in events}
-            assert step.chosen is not None
-            for row in step.chosen:
-                activity.token(step.layer, row, expected.pop(step.layer, None))
-            events = foresight.routed(Seen(step.layer, step.chosen)) if foresight else []
-    return activity
 
 
 def halves(path: Path, tokens: int) -> tuple[Trace, Trace]:
@@ -75,8 +55,8 @@ def main() -> None:
     for path in args.traces:
         made, timed = halves(path, args.tokens)
         requests = stream(timed, "runtime")
-        tables = miss_tables(stream(made, "runtime"), made.offsets)
-        layers = layers_of(activity_of(made, args.prefetch))
+        before = stream(made, "runtime")
+        layers = layers_of(foreseen(made, args.prefetch))
         rows = []
         for capacity in capacities(args.capacity, int(timed.offsets[-1])):
             for ratio in map(float, args.ratios.split(",")):
@@ -86,7 +66,7 @@ def main() -> None:
                 ways: dict[str, dict[str, Any]] = {
                     "shared": {},
                     "per-layer": {"scope": "per-layer"},
-                    "budgets": {"scope": tuple(map(float, optimal(tables, capacity)))},
+                    "budgets": {"scope": programmed(before, made.offsets, capacity)},
                     **{f"split {share}": {"split": share} for share in SHARES},
                     "moepic": {"scope": tuple(c.budget for c in chosen)},
                 }

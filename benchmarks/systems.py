@@ -18,16 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from split import activity_of, halves
+from split import halves
 
 from greenroom.cli.output import columns
-from greenroom.cli.systems import STAND_IN, simulated
+from greenroom.cli.systems import simulated
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine
-from greenroom.plan.configurator import Latency, configure, layers_of
 from greenroom.plan.systems import SYSTEMS
 from greenroom.sim.sweep import Row, Study, capacities, sweep
-from greenroom.trace import Trace
 
 BUS, GPU, LAYER_S, EXPERT = 25e9, 1e12, 3e-4, 12 << 20
 SPLIT = "moepic"
@@ -45,16 +43,6 @@ def machine_of(args: argparse.Namespace, nbytes: int) -> Costs:
     )  # fmt: skip
 
 
-def split_of(made: Trace, capacity: int, costs: Costs, nbytes: int) -> dict[str, tuple[float, ...]]:
-    """MoEpic's sizes and ratios."""
-    latency = Latency.of(costs, nbytes, made.top_k)
-    chosen = configure(layers_of(activity_of(made, STAND_IN)), float(capacity), latency)
-    found = {"scope": tuple(c.budget for c in chosen)}
-    if any(round(8 * c.ratio) < 8 for c in chosen):
-        found["split"] = tuple(c.ratio for c in chosen)
-    return found
-
-
 def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
     """Each system over the second half of a recording's tokens."""
     made, trace = halves(path, args.tokens)
@@ -64,18 +52,15 @@ def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
     rows: list[Row] = []
     for capacity in capacities(args.capacity, experts):
         for name in args.systems.split(","):
-            own = study
             asked = argparse.Namespace(
                 system=name, policy=None, scope=None, prefetch=None, pin="step",
                 machine="given", co_compute=None, split=None,
             )  # fmt: skip
+            own = study
             if name == SPLIT:  # split experts have no tier in host memory: theirs is the store
-                asked.scope = asked.split = "Algorithm 1"
-                own = replace(
-                    study, host=0, costs=replace(costs, links=costs.links[-1:], host=None),
-                    **split_of(made, capacity, costs, nbytes),
-                )  # fmt: skip
-            rows += simulated(asked, own, [capacity], sweep)
+                bus = replace(costs, links=costs.links[-1:], host=None)
+                own = replace(study, host=0, costs=bus)
+            rows += simulated(asked, own, [capacity], sweep, made)
     return rows
 
 

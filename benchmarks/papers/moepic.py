@@ -21,11 +21,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from split import CHUNK, EXPERT, activity_of, costs, halves
+from split import CHUNK, EXPERT, costs, halves
 
 from greenroom.cli.output import columns
 from greenroom.core.cost import Costs
 from greenroom.plan.configurator import Choice, Latency, configure, layers_of
+from greenroom.plan.recorded import foreseen
 from greenroom.policies import policy
 from greenroom.sim.proactive import proactive
 from greenroom.sim.sweep import capacities
@@ -111,7 +112,7 @@ def main() -> None:
     machine = costs(args.ratio)
     for path in args.traces:
         made, trace = halves(path, args.tokens)
-        layers = layers_of(activity_of(made, args.prefetch))
+        layers = layers_of(foreseen(made, args.prefetch))
         latency = Latency.of(machine, EXPERT, trace.top_k)
         for capacity in capacities(args.capacity, int(trace.offsets[-1])):
             chosen = configure(layers, float(capacity), latency)

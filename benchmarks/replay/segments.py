@@ -44,7 +44,6 @@ from rig import ANY, INFINITE, LESSONS, Placed, cut, forced, prepared
 from speed import BLOCK, Session, misses, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
-from split import activity_of  # isort: skip
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.core.cache import compile_for
@@ -53,6 +52,7 @@ from greenroom.hf.load import load_with
 from greenroom.hf.split import split_experts
 from greenroom.plan.budgets import miss_tables, optimal
 from greenroom.plan.configurator import Latency, configure, layers_of, split
+from greenroom.plan.recorded import foreseen
 from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.runtime.fakes import FakeStore
@@ -159,7 +159,7 @@ class Hall:
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
         """Every way at this size, on this line."""
         token, experts = self.resident
-        layers, n = layers_of(activity_of(self.lessons, self.args.prefetch)), self.trace.layers
+        layers, n = layers_of(foreseen(self.lessons, self.args.prefetch)), self.trace.layers
         latency = Latency((token - experts) / n, experts / n, 0.0, self.expert_bytes / bandwidth)
         equal = split(layers, [capacity / n] * n, latency)
         chosen = configure(layers, float(capacity), latency)

@@ -283,6 +283,33 @@ def test_systems_over_a_trace(cli: Run, home: Path):
     assert "leave out --system" in cli(*asked, "--system", "llru", "--report", "r.html").mistake
 
 
+def test_moepic_over_a_trace(cli: Run, home: Path):
+    """Algorithm 1 where there are times to weigh, a dynamic programme where there are none."""
+    save(models.trace(), home / "t.safetensors")
+    asked = ("simulate", home / "t.safetensors", "--capacity", 16, "--system", "moepic", "--json")
+    untimed = cli(*asked).json
+    assert untimed["scope"] == "given"
+    assert untimed["without"][0].startswith("Algorithm 1, which needs --machine")
+    timed = (*asked, "--machine", home / "abacus.json", "--expert-bytes", "1MiB")
+    cut = cli(*timed).json
+    assert len(cut["split"]) == 4
+    assert min(cut["split"]) < 1
+    assert cut["bottoms"] > 0  # of split experts, which were played
+    assert cut["without"] == [
+        "next-gate:1, for which noisy-oracle:1,accuracy=0.85 stands in: the trace has no"
+        " predictions"
+    ]
+    few = cli(*timed[:3], 5, *timed[4:]).json
+    assert "splits, for which 5 slots are too few" in few["without"][-1]
+    assert "split" not in few
+    halves = cli(*timed, "--split", "0.5").json
+    assert "split" not in halves  # the user's, not Algorithm 1's
+    assert halves["bottoms"] > cut["bottoms"]
+    equal = cli(*timed, "--scope", "per-layer").json
+    assert (equal["scope"], "bottoms" in equal) == ("per-layer", False)
+    assert equal["without"][0] == "split experts, since --scope is given and no --split with it"
+
+
 def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
     """An expert comes to the device in 40 ms, and the host computes it in 1."""
     nbytes = models.MIB

@@ -257,8 +257,7 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     assert state["activated"].tolist() == [10, 10]
     assert state["right"].sum() > 0  # next-gate's guesses were heard
     attention, moe, head, load = state["latency"]
-    assert min(attention, moe, load) > 0
-    assert head == 0
+    assert min(attention, moe, head, load) > 0
 
     none = np.zeros(catalog.experts)
     known = Learned(np.empty(0, np.int64), none, {watch.NAME: state})

@@ -98,9 +98,6 @@ def test_what_activity_counts():
     assert both[1].tolist() == [0, 2 / 3, 2 / 3, 1]  # ranks 1, 1 and 3
     assert both[2].tolist() == [0, 0, 0, 1 / 3]
     assert activity.hottest(0, 2).tolist() == [2, 0]
-    activity.reset()
-    assert activity.hit_ratio(0).tolist() == [0, 0, 0, 0]
-    assert activity.hottest(0, 1).tolist() == [2]
 
 
 def test_activity_goes_on_from_what_was_kept():

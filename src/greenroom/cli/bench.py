@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.options import add_options, given, take
-from greenroom.config import ContestConfig, LoadConfig, show_bytes
+from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--system", metavar="S[,S...]", default=DEFAULT,
         help="by name, the first is what others are compared with (default: %(default)s);"
-        " --policy, --scope and --prefetch beside it override their rows",
+        " --policy and --prefetch beside it override their rows, and what only some have (--pin,"
+        " --split, sizes of --scope, ...) is theirs",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     add_options(parser, ContestConfig, "measuring")
@@ -37,24 +38,60 @@ def add_to(commands: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    load, how = take(args, LoadConfig), take(args, ContestConfig)
-    entries = entries_of(args, load)
-    prompts = prompts_of(how)
-    stage = play(args, load, how, entries, prompts)
-    rows = [entry.as_row(entries[0]) for entry in entries]
-    print(json.dumps(rows) if args.json else table(rows, stage))
+    how, (load, entries) = take(args, ContestConfig), entries_of(args)
+    stage = play(args, load, how, entries, prompts_of(how))
+    measured = [entry for entry in entries if entry.rounds]
+    left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
+    if not measured:
+        raise UsageError("; ".join(left_out))
+    rows = [entry.as_row(measured[0]) for entry in measured]
+    if args.json:
+        print(json.dumps(rows))
+        print(*left_out, sep="\n", end="\n" * bool(left_out), file=sys.stderr)
+        return
+    notes = [f"{row['name']}: {'; '.join(row['notes'])}" for row in rows]
+    print("\n".join([table(rows, stage), "", *notes, *left_out]))
 
 
-def entries_of(args: argparse.Namespace, load: LoadConfig) -> list[Entry]:
-    """The systems as settings of a run; UsageError where one of them needs what is not there."""
+def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
+    """What the model is loaded with, and the systems as settings of a run. Of several each has the
+    parts that are its own, and one that cannot be put together says why; a single one has all that
+    was given, and is a UsageError then."""
     from greenroom.hf.contest import Entry
-    from greenroom.plan.systems import options, systems
+    from greenroom.plan.systems import check_parts, options, systems
 
-    known = LoadConfig.__dataclass_fields__
+    known, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in given(args).items() if name in known}
-    return [
-        Entry(row.name, replace(load, **options(row, mine, known))) for row in systems(args.system)
-    ]
+    if len(rows) == 1:
+        load, own = take(args, LoadConfig), [mine]
+    else:
+        check_parts(rows, mine)
+        own = [row.takes(mine) for row in rows]
+        load = shared(args, own)
+    entries = []
+    for row, part in zip(rows, own, strict=True):
+        wants = tuple(name for name in row.routed() if part.get(name, "auto") == "auto")
+        entry = Entry(row.name, load, wants=wants, notes=[row.reading])
+        try:
+            asked = {name: value for name, value in part.items() if name not in wants}
+            entry.config = replace(load, **options(row, asked, known, wants))
+        except UsageError as error:
+            if len(rows) == 1:
+                raise
+            entry.without = str(error)
+        entries.append(entry)
+    return load, entries
+
+
+def shared(args: argparse.Namespace, own: list[dict[str, Any]]) -> LoadConfig:
+    """What all rows have of the options given; `own` is what each of them has. UsageError for what
+    cannot be right, whosever it is."""
+    known = LoadConfig.__dataclass_fields__
+    every = set(known).intersection(*own) | {n for n in known if not any(n in o for o in own)}
+    load = LoadConfig(**{name: getattr(args, name) for name in known if name in every})
+    for part in own:
+        replace(load, **part)
+    return load
 
 
 def prompts_of(how: ContestConfig) -> list[Prompt]:
@@ -113,7 +150,7 @@ def table(rows: list[dict[str, Any]], stage: Stage) -> str:
               "miss ratio", "read a token", "stalled a token")  # fmt: skip
     lines = [
         (
-            row["name"], row["policy"], row["scope"], row["prefetch"],
+            row["name"], row["policy"], _by_name(row["scope"]), row["prefetch"],
             _interval(row["tpot_s"], 1e3), _interval(row["ratio"]), _interval(row["ttft_s"]),
             f"{row['miss_ratio']:.1%}", show_bytes(row["bytes_per_token"]),
             f"{row['stall_s_per_token'] * 1e3:.1f} ms",
@@ -132,6 +169,11 @@ def table(rows: list[dict[str, Any]], stage: Stage) -> str:
             *notes,
         ]
     )
+
+
+def _by_name(scope: str) -> str:
+    """Numbers are too many for a column."""
+    return scope if scope in SCOPES else "by layer"
 
 
 def _interval(found: tuple[float, float, float], factor: float = 1.0) -> str:

@@ -1,6 +1,6 @@
 """What MoEpic's configurator looks at, recorded while tokens are decoded: H, P and PH.
 
-MoEpic (section 3.4.2) counts over the last tokens, for each layer:
+MoEpic (section 3.4.2) counts over all tokens so far (its q), for each layer:
 
  - H(C): the share of the activated experts that were among the C of the highest cache priority;
  - P(y): the share of the tokens that activated the expert predicted at rank y;
@@ -36,10 +36,6 @@ class Activity:
         self._uses = [np.zeros(n) for n in experts]
         self._last = [np.zeros(n) for n in experts]
         self._clock = np.zeros(len(experts))  # tokens of each layer so far
-        self.reset()
-
-    def reset(self) -> None:
-        """Count anew; priorities stay."""
         self.tokens = np.zeros(len(self.experts), np.int64)
         self.activated = np.zeros(len(self.experts), np.int64)
         self._hits = [np.zeros(n + 1) for n in self.experts]

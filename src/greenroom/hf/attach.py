@@ -104,6 +104,8 @@ class Greenroom:
         try:
             self._bindings.bind(model, self.driver, self._inputs, chosen)
             self._listener.listen(model, self._modules, self._bindings.shared)
+            if self._watch is not None:
+                self._watch.listen(model)
         except BaseException:
             self.detach()
             raise
@@ -315,6 +317,8 @@ class Greenroom:
             noted = self._recent.state() if self._recent is not None else None
             states = {watch.NAME: counted, recent.NAME: noted}
             self._recall.keep({name: each for name, each in states.items() if each is not None})
+        if self._watch is not None:
+            self._watch.detach()
         self._listener.detach()
         self._bindings.detach()
         if self._inputs is not None:

@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from greenroom.config import LoadConfig
+from greenroom.core.pins import Pins
+from greenroom.errors import ModelError, PredictorError, UsageError
+from greenroom.hf.places import one_processor
 from greenroom.hf.stage import Session, Stage
+from greenroom.hf.warmed import warm_up
 from greenroom.plan import intervals
 from greenroom.plan.costs import Observed
 from greenroom.trace.prompts import Prompt
@@ -34,11 +38,21 @@ PAIRED = 8  # tokens that are compared together
 
 @dataclass
 class Entry:
-    """A setting by name, and what it did in each round."""
+    """A setting by name, and what it did in each round.
+
+    wants:   options that the routing of the warm-up gives it
+    pins:    the set that stays, where that was one of them
+    notes:   what it stands for, and what was found for it
+    without: why it is not measured, where it is not
+    """
 
     name: str
     config: LoadConfig
     rounds: list[Session] = field(default_factory=list)
+    wants: tuple[str, ...] = ()
+    pins: Pins | None = None
+    notes: list[str] = field(default_factory=list)
+    without: str = ""
 
     @property
     def tpots(self) -> list[float]:
@@ -62,6 +76,7 @@ class Entry:
             "rounds": len(self.rounds),
             "same_tokens": [s.tokens for s in self.rounds]
             == [s.tokens for s in of.rounds[: len(self.rounds)]],
+            "notes": list(self.notes),
         }
 
     def observed(self, expert_bytes: int) -> list[Observed]:
@@ -95,22 +110,45 @@ def contest(
 ) -> None:
     """Rounds of all entries, each on the next prompt, begun by another entry each time. No round
     is begun after `seconds`, but the first LEAST. What a round asked for is what caches begin with
-    in the next one; the last prompt, which is not counted, is played for the first."""
+    in the next one; the last prompt, which is not counted, is played for the first.
+
+    Of several entries those that this model or machine cannot have are left out, and say why; the
+    error of a single one is raised.
+    """
     end = time.perf_counter() + seconds
     said("warming up")
-    stage.attach(entries[0].config)
-    stage.play([prompts[-1]], tokens, raw=raw)
+    warm_up(stage, entries, prompts[-1], tokens, raw)
     stage.learn()
+    alone = len(entries) == 1
+    if alone and entries[0].without:
+        raise UsageError(entries[0].without)
     for number in range(rounds):
-        if number >= LEAST and time.perf_counter() > end:
+        there = [entry for entry in entries if not entry.without]
+        if not there or (number >= LEAST and time.perf_counter() > end):
             break
         prompt = prompts[number % len(prompts)]
-        turn = number % len(entries)
-        for entry in (*entries[turn:], *entries[:turn]):
+        turn = number % len(there)
+        for entry in (*there[turn:], *there[:turn]):
             said(f"round {number + 1}: {entry.name}")
-            stage.attach(entry.config)
+            try:
+                _check_both(stage, entry, alone)
+                stage.attach(entry.config, pins=entry.pins)
+            except (UsageError, ModelError, PredictorError) as error:
+                if alone or number:
+                    raise
+                entry.without = str(error)
+                continue
             entry.rounds.append(stage.play([prompt], tokens, raw=raw))
         stage.learn()
+
+
+def _check_both(stage: Stage, entry: Entry, alone: bool) -> None:
+    """UsageError where an entry beside others would have misses computed by a second processor, and
+    there is none: its row would say nothing of that. Alone it is told so by its run."""
+    if entry.config.co_compute == "auto" and not alone and (why := one_processor(stage.parts)):
+        raise UsageError(
+            f"misses computed where they are need a GPU, and room for experts in host memory: {why}"
+        )
 
 
 def winner(entries: Sequence[Entry], plain: Entry) -> Entry:

@@ -64,13 +64,19 @@ def host_computes(parts: Parts) -> bool:
     """Does the host's processor compute too? It is said where it was asked for and cannot."""
     if not parts.co_compute:
         return False
+    if why := one_processor(parts):
+        log.warning("--co-compute auto: %s", why)
+        return False
+    return parts.capacity < parts.catalog.experts
+
+
+def one_processor(parts: Parts) -> str:
+    """Why misses cannot be shared out between two processors here; nothing where they can."""
     if not (parts.cuda or parts.fake):
-        log.warning("--co-compute auto: there is one processor here, and nothing to choose")
-    elif parts.host_capacity < len(parts.devices):
-        log.warning(
-            "--co-compute auto: host memory has no room for experts, so there is nothing to"
-            " compute there; --host-memory says how much it may take"
+        return "there is one processor here, and nothing to choose"
+    if parts.host_capacity < len(parts.devices):
+        return (
+            "host memory has no room for experts, so there is nothing to compute there;"
+            " --host-memory says how much it may take"
         )
-    elif parts.capacity < parts.catalog.experts:
-        return True
-    return False
+    return ""

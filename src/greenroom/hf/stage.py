@@ -72,8 +72,8 @@ class Stage:
         self._pending = self.asked.copy()
 
     def _load(self, config: LoadConfig) -> None:
-        self.config = config
         self.model, self.tokenizer = load_with(self.source, config, remember=False)
+        self.config = config
         self.parts = self.model.greenroom.parts
         self._slots = int(self.model.greenroom.capacity)
         self._growth = self.model.greenroom.growth
@@ -93,15 +93,18 @@ class Stage:
         self.asked += self._pending
         self._pending[:] = 0
 
-    def attach(self, config: LoadConfig, capacity: int | None = None) -> Greenroom:
+    def attach(
+        self, config: LoadConfig, capacity: int | None = None, pins: Pins | None = None
+    ) -> Greenroom:
         """Exchange the cache for an empty one of this policy, scope and predictor, with so many
         slots (those of the budget without it), filled with what was asked for most so far. A model
-        whose experts are cut otherwise, or whose misses are served otherwise, is loaded again."""
-        self.model.greenroom.detach()
+        whose experts are cut otherwise, or whose misses are served otherwise, is loaded again.
+        `pins` stay, in place of those of a file. After an error there is none, until the next."""
+        self.close()
         cut = {name: getattr(config, name) for name in ("split", *LESSER)}
         if any(getattr(self.config, name) != value for name, value in cut.items()):
             self._load(replace(self.config, scope=config.scope, **cut))
-            self.model.greenroom.detach()
+            self.close()
         slots = self.capacity if capacity is None else capacity
         chosen = choose(config.policy, slots, self.experts)
         compile_for(chosen)
@@ -111,7 +114,7 @@ class Stage:
             capacity=slots,
             policy=chosen.name,
             scope=self.parts.scope if config.split == "auto" else scope_of(config.scope),
-            pins=None if config.pin is None else Pins.load(config.pin, self.parts.catalog.offsets),
+            pins=pins or self._pins(config),
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
@@ -123,6 +126,10 @@ class Stage:
         made.pin()
         self._warm(made)
         return made
+
+    def _pins(self, config: LoadConfig) -> Pins | None:
+        """Those of a file."""
+        return None if config.pin is None else Pins.load(config.pin, self.parts.catalog.offsets)
 
     def _warm(self, made: Greenroom) -> None:
         """Fill its cache with what was asked for most so far; nothing of that is counted."""
@@ -137,8 +144,9 @@ class Stage:
         warm_up(self.model.greenroom.driver, np.arange(self.experts), 10 * WARM_S)
 
     def close(self) -> None:
-        """End the threads and free the slots."""
-        self.model.greenroom.detach()
+        """End the threads and free the slots, where there are any."""
+        if (attached := getattr(self.model, "greenroom", None)) is not None:
+            attached.detach()
 
     def play(
         self, prompts: Sequence[Prompt], tokens: int, settle: int = SETTLE, raw: bool = False

@@ -3,15 +3,20 @@
 `--split auto` begins with half of every expert and equal budgets, and counts what decoded tokens
 activate and what had been predicted (`core/activity.py`). That is kept with what else is learned of
 a model; once there are TAU tokens, Algorithm 1 sets budgets and ratios anew whenever the model is
-loaded: while nothing runs.
+loaded: while nothing runs. Counts go on over all of that, as the paper's q does.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any
 
 import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
 
 from greenroom.core.activity import Activity
 from greenroom.core.events import Predicted
@@ -46,6 +51,53 @@ class Heard(Foresight):
         return events
 
 
+class Head:
+    """Times the head layer, T_head, where it computes one position of each sequence: after a
+    decoded token, and at the end of a prompt. `seconds` is a mean, 0 before the first."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._begun, self._spent, self._count = 0.0, 0.0, 0
+        layer = model.get_output_embeddings()
+        self._hooks = [] if layer is None else [
+            layer.register_forward_pre_hook(self._begins), layer.register_forward_hook(self._ends)
+        ]  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        return self._spent / max(1, self._count)
+
+    def detach(self) -> None:
+        """Take the hooks out again; what was measured stays."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begins(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self._begun = time.perf_counter()
+
+    def _ends(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if out.shape[-2] == 1 and not out.is_meta:
+            self._spent += time.perf_counter() - self._begun
+            self._count += 1
+
+
+def latency_of(driver: Driver, head: float) -> Latency | None:
+    """Seconds as MoEpic names them, of the decoded tokens so far; None before a token, and where
+    nothing was loaded. `head` is T_head; what is neither head, experts nor waits is T_att."""
+    meter, pieces = driver.meter, driver.scheduler.pieces
+    link = meter.links[-1]
+    if not meter.decodes or not link.nbytes:
+        return None
+    token = (meter.decode_s - meter.waited_s - meter.computed_s) / meter.decodes
+    split = pieces.split
+    expert = split.whole if split is not None else int(pieces.nbytes.max())
+    return Latency(
+        attention=max(0.0, token - head) / pieces.layers,
+        moe=meter.computed_s / meter.decodes / pieces.layers,
+        head=head,
+        load=link.busy_s / link.nbytes * expert,
+    )
+
+
 class Watch:
     """Counts the tokens of decode passes."""
 
@@ -53,6 +105,7 @@ class Watch:
         self._offsets = tuple(offsets)
         self.activity = Activity(np.diff(offsets).tolist())
         self._expected: dict[int, Ids] = {}
+        self._head: Head | None = None
         if known is not None and NAME in known.states:
             try:
                 self.activity.restore(known.states[NAME])
@@ -70,19 +123,21 @@ class Watch:
         for row in experts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
 
+    def listen(self, model: PreTrainedModel) -> None:
+        """Time the head layer too, until `detach`."""
+        self._head = Head(model)
+
+    def detach(self) -> None:
+        """Take out of the model what `listen` put in."""
+        if self._head is not None:
+            self._head.detach()
+
     def state(self, driver: Driver) -> State | None:
         """What is kept: the counts, and seconds as MoEpic names them; None before a token."""
-        meter, pieces = driver.meter, driver.scheduler.pieces
-        link = meter.links[-1]
-        if not meter.decodes or not link.nbytes:
+        latency = latency_of(driver, self._head.seconds if self._head is not None else 0.0)
+        if latency is None:
             return None
-        per_layer = meter.decodes * pieces.layers
-        moe = meter.computed_s / per_layer
-        beside = max(0.0, meter.decode_s - meter.waited_s - meter.computed_s) / per_layer
-        split = pieces.split
-        expert = split.whole if split is not None else int(pieces.nbytes.max())
-        load = link.busy_s / link.nbytes * expert
-        return {**self.activity.state(), "latency": np.array([beside, moe, 0.0, load])}
+        return {**self.activity.state(), "latency": np.array(astuple(latency))}
 
 
 def auto_split(

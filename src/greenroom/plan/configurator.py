@@ -8,7 +8,8 @@ nothing: a fixed-point iteration.
 
 Where the paper leaves a choice: P(y, C) of equation 10 is read as P(y); of several C with the same
 m the smallest is taken; what is left of a budget beside whole experts may stay unused (theta = 1 of
-floor(V) of them); and a layer whose budget would not stay above 0 (equation 8) gives none away.
+floor(V) of them); a layer whose budget would not stay above 0 (equation 8) gives none away; and
+T_head is 0 where a machine's profile is all that is known: it is in the layers' own times then.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from greenroom.errors import BudgetError, UsageError
 
 Floats = NDArray[np.float64]
 ZETA = 0.01  # share of all budget that one step moves
-TAU = 5000  # tokens between two configurations
+TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class Latency:
 
     @classmethod
     def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> Latency:
-        """From the costs of a machine: `dense` is what a layer computes beside its experts."""
+        """From the costs of a machine: `dense` is what a layer computes beside its experts, with
+        its share of the head where `head` is 0."""
         slowest = min(link.bandwidth for link in costs.links)
         moe = top_k * costs.expert.seconds(1)
         return cls(costs.dense.seconds(1), moe, head, expert_bytes / slowest)

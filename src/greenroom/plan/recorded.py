@@ -1,12 +1,49 @@
-"""What a trace says to the configurator: its decoded tokens, and what was predicted of them."""
+"""What a recording says of a system's sizes: slots of layers by AdapMoE's dynamic programme, and
+budgets and splits by MoEpic's Algorithm 1, from what the recording's tokens used and what had been
+predicted of them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from greenroom.core.activity import Activity
+from greenroom.core.pieces import Ints
+from greenroom.core.predictor import Seen
+from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName
-from greenroom.trace import Trace
+from greenroom.plan.budgets import miss_tables, optimal
+from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.predictors import OFF
+from greenroom.sim.proactive import foresight_of, passes
+from greenroom.trace import Trace, stream
+
+EIGHTHS = 8  # a ratio that is nearer to 1 than to 7/8 is 1: a simulation cuts at eighths
+
+
+def programmed(
+    requests: Stream, offsets: Ints, capacity: int, *, reset: bool = False
+) -> tuple[float, ...]:
+    """Slots of each layer with the fewest misses of LRU; `requests` are in any order of steps."""
+    return tuple(map(float, optimal(miss_tables(requests, offsets, reset=reset), capacity)))
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What Algorithm 1 chose: `scope` is each layer's budget in experts, `split` the share of an
+    expert that is its top, None where every layer's are as good as whole."""
+
+    scope: tuple[float, ...]
+    split: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, activity: Activity, capacity: int, latency: Latency) -> Configured:
+        """Run it over what was counted."""
+        chosen = configure(layers_of(activity), float(capacity), latency)
+        ratios = tuple(each.ratio for each in chosen)
+        cut = any(round(EIGHTHS * ratio) < EIGHTHS for ratio in ratios)
+        return cls(tuple(float(each.budget) for each in chosen), ratios if cut else None)
 
 
 def activity_of(trace: Trace, predictions: str | None = None) -> Activity:
@@ -28,4 +65,22 @@ def activity_of(trace: Trace, predictions: str | None = None) -> Activity:
                 row = made.experts[token, layer]
                 expected = row[row < np.iinfo(row.dtype).max].astype(np.int64)
             activity.token(layer, trace.experts[token, layer].astype(np.int64), expected)
+    return activity
+
+
+def foreseen(trace: Trace, prefetch: str) -> Activity:
+    """The same counts where a predictor's guesses are those of a simulation: it is replayed beside
+    the trace. UsageError where it needs what the trace does not have."""
+    activity = Activity(trace.experts_per_layer.tolist())
+    foresight = None if prefetch == OFF else foresight_of(trace, prefetch)
+    whole, expected = bool(trace.pass_prefill.all()), dict[int, Ints]()
+    for at, steps in passes(trace, stream(trace, "runtime")):
+        events = foresight.begin(at) if foresight else []
+        for step in steps:
+            expected |= {e.layer: e.experts - trace.offsets[e.layer] for e in events}
+            assert step.chosen is not None
+            if whole or not at.prefill:
+                for row in step.chosen:
+                    activity.token(step.layer, row, expected.pop(step.layer, None))
+            events = foresight.routed(Seen(step.layer, step.chosen)) if foresight else []
     return activity

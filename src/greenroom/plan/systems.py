@@ -8,13 +8,15 @@ waves and our prompts that stream through: a comparison of rows is one of decisi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from greenroom.config import SCOPES
 from greenroom.errors import UnknownName, UsageError
 
 NO_GUARD = "prefetches whether it pays or not"
+LOW = ("miss_precision", "low_below", "low_share", "low_follow")  # these go together
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,23 @@ class System:
         if self.both:
             found["co_compute"] = "misses computed where they are"
         return found
+
+    def routed(self) -> tuple[str, ...]:
+        """Those parts, as options, that a recording of routing says."""
+        sized = ("scope",) if self.sizes is not None else ()
+        return (*sized, *("split",) * self.split, *("pin",) * self.chosen)
+
+    def takes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What goes to this row of the options given beside several: parts to the rows that have
+        them, all others to every row. Sizes go to a row that splits with the split only, since they
+        are found together."""
+        has = {*self.parts()}
+        if self.split and "split" in given:
+            has.add("scope")
+        if (given.get("prefetch") or self.prefetch) in ("learned", "auto"):
+            has.add("predictor")
+        parts = {option: part_of(option, value) for option, value in given.items()}
+        return {o: value for o, value in given.items() if parts[o] is None or parts[o] in has}
 
 
 SYSTEMS: dict[str, System] = {
@@ -194,18 +213,40 @@ def systems(text: str) -> list[System]:
     return [system(name) for name in dict.fromkeys(part.strip() for part in text.split(","))]
 
 
-def options(row: System, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def part_of(option: str, value: Any) -> str | None:
+    """The part of a row that an option of a run is; None of one that every row can have."""
+    if option in LOW:
+        return LOW[0]
+    if option == "scope":  # by name it is how slots are shared out, else each layer's sizes
+        return None if value in SCOPES else option
+    return option if option in ("pin", "split", "co_compute", "predictor") else None
+
+
+def check_parts(rows: Sequence[System], given: Mapping[str, Any]) -> None:
+    """UsageError for an option that is a part of none of these rows: it would do nothing."""
+    for option in given:
+        if not any(option in row.takes(given) for row in rows):
+            have = [name for name, row in SYSTEMS.items() if option in row.takes(given)]
+            raise UsageError(
+                f"--{option.replace('_', '-')} is a part of {', '.join(have)}: name one of them, or"
+                " leave it out"
+            )
+
+
+def options(
+    row: System, given: Mapping[str, Any], known: Collection[str], later: Collection[str] = ()
+) -> dict[str, Any]:
     """The options of a run that make a row: `given` by the user go before the row's own.
 
-    `known` are the options that there are. UsageError names every part that is missing, and what
-    would bring it: nothing of a row is left out in silence. What changes the output is never
-    switched on by a name: the user gives it.
+    `known` are the options that there are, `later` those that somebody will find. UsageError names
+    every part that is missing, and what would bring it: nothing of a row is left out in silence.
+    What changes the output is never switched on by a name: the user gives it.
     """
     found = {**row.settings(), **given}
     missing = []
     for option, what in row.parts().items():
         flag = f"--{option.replace('_', '-')}"
-        if option in given:
+        if option in given or option in later:
             continue
         if option not in known:
             missing.append(f"{what} ({flag}, which is not built)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,20 @@ from greenroom.core.predictor import PassBegins, Seen
 from greenroom.errors import TraceError
 from greenroom.runtime.forecasts import Forecasts
 from greenroom.runtime.probes import GateInputs
-from greenroom.trace.journal import PREDICTED, Journal, Segment
+from greenroom.trace.journal import PREDICTED, Header, Segment
 
 FLUSH_BYTES = 1 << 20
 FLUSH_S = 2.0
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts forward
+
+
+class Keeps(Protocol):
+    """Where segments go: a journal, or memory. `tokens` were there before."""
+
+    header: Header
+    tokens: int
+
+    def append(self, segment: Segment) -> None: ...
 
 
 class Recorder:
@@ -41,7 +50,7 @@ class Recorder:
         self,
         modules: Sequence[nn.Module],
         embedding: nn.Module,
-        journal: Journal,
+        journal: Keeps,
         seed: int = 0,
         probe: GateInputs | None = None,
         forecasts: Forecasts | None = None,
