@@ -76,33 +76,50 @@ def mxfp4(folder: Path, **overrides: Any) -> Path:
 
 
 def compressed(
-    folder: Path, name: str = "qwen3_moe", group: int = 32, bits: int = 4, **overrides: Any
+    folder: Path,
+    name: str = "qwen3_moe",
+    group: int = 32,
+    bits: int = 4,
+    wider: dict[str, int] | None = None,
+    **overrides: Any,
 ) -> Path:
-    """Experts and attention packed to integers of 4 bits, as llm-compressor writes them."""
+    """Experts and attention packed to integers of 4 bits, as llm-compressor writes them.
+
+    wider: matrices whose name has the key in it are in groups of another size
+    """
     tensors = plain(folder, name, **{**WIDE, **overrides})
     arguments = {
         "num_bits": bits,
         "type": "int",
         "symmetric": True,
         "strategy": "group",
-        "group_size": group,
     }
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    sizes = {**(wider or {}), "": group}
+    groups = {
+        part: {
+            "targets": [f"re:.*{part}.*"] if part else ["Linear"],
+            "weights": {**arguments, "group_size": size},
+        }
+        for part, size in sizes.items()
+    }
     packer = BaseCompressor.get_value_from_registry("pack-quantized")
     made: Tensors = {}
     for key, w in tensors.items():
         if not key.endswith("_proj.weight"):
             made[key] = w
             continue
-        scale = w.unflatten(1, (-1, group)).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
+        part = next(part for part in sizes if part in key)
+        scheme = QuantizationScheme(
+            targets=["Linear"], weights=QuantizationArgs(**groups[part]["weights"])
+        )
+        scale = w.unflatten(1, (-1, sizes[part])).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
         state = packer.compress({"weight": w, "weight_scale": scale.to(w.dtype)}, scheme)
         made |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
-    weights = {"targets": ["Linear"], "weights": arguments}
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": weights},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
     return save(folder, made, settings)

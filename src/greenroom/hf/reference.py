@@ -122,7 +122,8 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
     )
     if info.conversion_errors:
         raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
-    loaded = {one.name: getattr(module, one.name).data for one in streamed}
+    # What compressed-tensors expands transformers leaves in the type of its scales.
+    loaded = {one.name: getattr(module, one.name).data.to(one.dtype) for one in streamed}
     for one in streamed:
         module.register_parameter(one.name, None)
     return loaded
