@@ -3,12 +3,14 @@
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"ffn_down": "Q6_K", "": "Q4_K"})
 
 gguf-py quantises to Q8_0, Q4_0 and MXFP4; the K types, which it can only expand, are random codes
-under sane scales.
+under sane scales. What llama.cpp itself makes of them lies in tests/data/gguf (`by_llama`).
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,8 @@ def tensors(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in TOP:
-            found[TOP[name]] = tensor
+            if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+                found[TOP[name]] = tensor
             continue
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
@@ -161,6 +164,37 @@ def codes(shape: tuple[int, ...], kind: Type) -> np.ndarray:
         scale = random.uniform(1e-4, 4e-4, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
     return data
+
+
+DATA = Path(__file__).parent / "data" / "gguf"
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+NARROW = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4}  # blocks of 32
+# A file of DATA -> (sizes, llama-quantize's type, options). Its blocks of 256 ask for rows so wide.
+LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
+    "Q8_0": (NARROW, "Q8_0", []),
+    "Q4_0": (NARROW, "Q4_0", []),
+    "MXFP4_MOE": (NARROW, "MXFP4_MOE", []),
+    "Q4_K_M": ({"num_experts": 2}, "Q4_K_M", []),
+    "Q5_K": (
+        {"num_experts": 2, "moe_intermediate_size": 32},
+        "Q5_K_S",
+        ["--tensor-type", "ffn_down_exps=q8_0"],
+    ),
+}
+
+
+def by_llama(tool: str, folder: Path = DATA) -> None:
+    """Make the files of DATA anew: `tool` is llama.cpp's llama-quantize."""
+    for name, (sizes, kind, options) in LLAMA.items():
+        with tempfile.TemporaryDirectory() as made:
+            plain = write(Path(made) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **SMALL, **sizes)
+            command = [tool, *options, str(plain), str(folder / f"{name}.gguf"), kind]
+            subprocess.run(command, check=True, capture_output=True)
 
 
 def _tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:

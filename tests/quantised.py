@@ -1,7 +1,7 @@
 """Tiny quantised checkpoints, made by each format's own reference tool.
 
 folder = fp8(tmp_path)          # transformers' Fp8Quantize
-folder = mxfp4(tmp_path)        # random codes: every byte is a valid one
+folder = mxfp4(tmp_path)        # compressed-tensors' own: transformers' needs a GPU
 folder = compressed(tmp_path)   # compressed-tensors' own compressor
 """
 
@@ -62,16 +62,22 @@ def fp8(
 
 
 def mxfp4(folder: Path, **overrides: Any) -> Path:
-    """gpt-oss with its experts' weights as random codes under random scales."""
+    """gpt-oss with its experts' weights in blocks of 32 e2m1 values under a power of two."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, **overrides}
     tensors = plain(folder, "gpt_oss", **sizes)
-    random = torch.Generator().manual_seed(0)
+    weights = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    packer = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
     for name in [n for n in tensors if n.endswith("_proj") and "experts" in n]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32, 16)
-        blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-        scales = torch.randint(120, 126, shape[:-1], generator=random, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        w = tensors.pop(name).transpose(1, 2)  # [experts, outputs, inputs]
+        # OCP's rule for the scale: the largest of a block gets e2m1's largest exponent, 2.
+        largest = w.unflatten(2, (-1, 32)).float().abs().amax(-1)
+        scale = torch.exp2(largest.log2().floor() - 2)
+        state = packer.compress(
+            {"weight": w.flatten(0, 1), "weight_scale": scale.flatten(0, 1)}, scheme
+        )
+        tensors[f"{name}_blocks"] = state["weight_packed"].view(*scale.shape, 16)
+        tensors[f"{name}_scales"] = state["weight_scale"].view(scale.shape)
     return save(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": []})
 
 

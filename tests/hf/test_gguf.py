@@ -15,11 +15,12 @@ import torch
 from greenroom.errors import CheckpointError, ModelError, NotAModel, UnsupportedModel
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import resolve
+from greenroom.hf.gguf_file import ENCODED
 from greenroom.hf.load import load
 from greenroom.hf.reference import load_experts, whole_model
 from greenroom.hf.verify import verify
 from greenroom.runtime.encodings import ENCODINGS
-from tests.gguf_models import write, write_model
+from tests.gguf_models import DATA, LLAMA, SIZES, SMALL, write, write_model
 from tests.hf.conftest import one_line
 from tests.hf.test_parity import assert_same, ids, streamed
 from tests.models import make, read_expert
@@ -117,6 +118,52 @@ def test_kernels_are_near_eager_and_the_same_whatever_the_cache(tmp_path: Path) 
 def test_verify(tmp_path: Path, layers: bool) -> None:
     path = str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"down": "Q6_K", "": "Q4_K"}))
     assert verify(path, "30%", tokens=2, prompt="The", layers=layers).identical
+
+
+# What llama.cpp's own llama-quantize made: tests/data/gguf
+
+LLAMA_STORED = {  # file -> what its experts' matrices are stored in
+    "Q8_0": {"q8_0"},
+    "Q4_0": {"q4_0"},
+    "MXFP4_MOE": {"gguf_mxfp4"},
+    "Q4_K_M": {"q4_k", "q6_k"},
+    "Q5_K": {"q5_k", "q8_0"},
+}
+
+
+def test_there_is_a_file_of_llama_cpp_s_for_every_type_served() -> None:
+    assert set(LLAMA_STORED) == set(LLAMA) == {path.stem for path in DATA.glob("*.gguf")}
+    assert set().union(*LLAMA_STORED.values()) == set(ENCODED.values())
+
+
+@pytest.mark.parametrize("name", LLAMA_STORED)
+def test_what_llama_quantize_made(name: str) -> None:
+    """Values are those of gguf's dequantize, near the weights before, and verify passes."""
+    path = DATA / f"{name}.gguf"
+    catalog = Draft.of(path).catalog
+    layout = catalog.layouts[0]
+    assert set(layout.encodings.values()) == LLAMA_STORED[name]
+    values = {
+        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(path).tensors
+        if "_exps" in tensor.name
+    }
+    gate, up, down = (values[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    wanted = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    before = make("qwen3_moe", "bfloat16", **{**SIZES, **SMALL, **LLAMA[name][0]}).state_dict()
+    for key, whole in wanted.items():
+        plain = before[f"model.layers.0.mlp.experts.{key}"].float()
+        assert 0 < (whole - plain).norm() < 0.15 * plain.norm()
+        weight = layout.weight(key)
+        for expert in range(catalog.experts):
+            tensors = read_expert(catalog, expert)
+            parts = [tensors[part.name] for part in weight.parts]
+            made = ENCODINGS[weight.encoding].decode(parts, weight.shape, torch.float32)
+            assert torch.equal(made, whole[expert])
+    verdict = verify(str(path), "50%", tokens=2, prompt="The")
+    assert verdict.whole
+    assert verdict.identical
+    assert verdict.near
 
 
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])

@@ -18,9 +18,11 @@ from greenroom.hf.verify import verify
 from greenroom.runtime.encodings import ENCODINGS
 from tests.hf.conftest import one_line
 from tests.hf.test_parity import assert_same, ids, streamed
+from tests.models import make as make_model
 from tests.models import read_expert
-from tests.quantised import compressed, fp8, mxfp4
+from tests.quantised import WIDE, compressed, fp8, mxfp4
 
+FIRST = "model.layers.0.mlp.experts"
 FORMATS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "fp8": (fp8, {}),
     "fp8, scales in bfloat16": (fp8, {"scales": torch.bfloat16}),
@@ -53,6 +55,20 @@ def test_logits_equal_those_of_the_expanded_model(checkpoint: tuple[str, Path]) 
         assert_same(model, whole, ids(2, 9))
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("make", "error"), [(fp8, 0.04), (mxfp4, 0.15), (compressed, 0.12)])
+def test_what_the_reference_tools_make_is_near_the_weights(
+    tmp_path: Path, make: Callable[..., Path], error: float
+) -> None:
+    """Codes and scales mean what their makers meant by them, in their order."""
+    name, sizes = ("gpt_oss", {"hidden_size": 64, "intermediate_size": 96})
+    if make is not mxfp4:
+        name, sizes = "qwen3_moe", WIDE
+    before = make_model(name, "bfloat16", **sizes).state_dict()
+    for key, tensor in load_experts(Draft.of(make(tmp_path)), 0).items():
+        plain = before[f"{FIRST}.{key}"].float()
+        assert 0 < (tensor.float() - plain).norm() < error * plain.norm(), key
 
 
 def test_every_expert_equals_transformers_own(checkpoint: tuple[str, Path]) -> None:
@@ -107,8 +123,6 @@ def test_experts_in_full_beside_a_quantised_rest(tmp_path: Path) -> None:
 
 
 # What can be wrong
-
-FIRST = "model.layers.0.mlp.experts"
 
 
 def scale_of_a_wrong_shape(tensors: dict[str, Any]) -> None:

@@ -43,10 +43,11 @@ def main(args: argparse.Namespace) -> None:
         )
     )
     of = Counter(row.how for row in rows)
+    served = of["socket"] + of["adapter"]
     wrappers = ", ".join(row.name for row in rows if row.how == "wrapper")
     print(
-        f"\n{of['socket'] + of['adapter']} architectures are served, {of['adapter']} of them through"
-        f" an adapter; {of['not']} are not, for the reason given."
+        f"\n{served} architectures are served, {of['adapter']} of them through an adapter;"
+        f" {of['not']} are not, for the reason given."
         "\ntested: a tiny model of each gives transformers' own bits, streamed from disk"
         "\n\nAlso the text part of what wraps one of them, in the class that takes pictures:"
     )
