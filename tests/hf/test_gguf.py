@@ -343,6 +343,14 @@ def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
     assert "qwen3moe" in one_line(error)
 
 
+def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    monkeypatch.setattr("greenroom.hf.gguf.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel) as error:
+        Draft.of(path)
+    assert "pip install 'greenroom[gguf]'" in one_line(error)
+
+
 def test_which_file_of_a_folder(tmp_path: Path) -> None:
     for name in ("a.gguf", "mmproj-a.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")

@@ -58,7 +58,9 @@ class Gguf(Checkpoint):
     def open(cls, path: str | PathLike[str]) -> Gguf:
         """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
         if find_spec("gguf") is None:
-            raise UnsupportedModel(f"{path}: GGUF files need the package gguf: pip install gguf")
+            raise UnsupportedModel(
+                f"{path}: GGUF files need the package gguf: pip install 'greenroom[gguf]'"
+            )
         file = GgufFile.open(Path(path).absolute())
         if file.architecture not in SERVED:
             raise UnsupportedModel(
