@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+import torch
 from torch import Tensor
 
 from tests.models import make, save_tokenizer
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
     "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe",
     "qwen3_moe": "qwen3moe",
 }
 SIZES = {
@@ -50,6 +52,15 @@ NAMES = {  # transformers' names inside a layer -> llama.cpp's
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+NAMES |= {  # of linear attention
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -98,10 +109,15 @@ def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
         writer.add_rope_scaling_orig_ctx_len(
             config.rope_parameters["original_max_position_embeddings"]
         )
+    if name == "qwen3_5_moe_text":
+        _add_linear_attention(writer, config)
     _tokenizer(writer, path.parent, config.vocab_size)
-    for key, tensor in tensors(model).items():
+    found = tensors(model)
+    for key, tensor in (_qwen35(found, config) if arch == "qwen35moe" else found).items():
         wanted = next((types[part] for part in types if part in key), "F32")
-        vector = tensor.ndim == 1 or "ffn_gate_inp" in key or key.endswith(".bias")
+        vector = (
+            tensor.ndim == 1 or "ffn_gate_inp" in key or "conv1d" in key or key.endswith(".bias")
+        )
         add(writer, key, tensor.float(), Type.F32 if vector else Type[wanted])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -121,6 +137,7 @@ def tensors(model: Any) -> dict[str, Tensor]:
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
         oss = model.config.model_type == "gpt_oss"
+        after = oss or model.config.model_type == "qwen3_5_moe_text"
         if stem == "mlp.experts":
             kind = "bias" if suffix.endswith("_bias") else "weight"
             tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
@@ -132,7 +149,9 @@ def tensors(model: Any) -> dict[str, Tensor]:
                 found[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
         elif inner == "self_attn.sinks":
             found[f"blk.{layer}.attn_sinks.weight"] = tensor
-        elif oss and stem == "post_attention_layernorm":
+        elif inner in ("linear_attn.A_log", "linear_attn.dt_bias"):
+            found[f"blk.{layer}." + ("ssm_a" if suffix == "A_log" else "ssm_dt.bias")] = tensor
+        elif after and stem == "post_attention_layernorm":
             found[f"blk.{layer}.post_attention_norm.weight"] = tensor
         elif inner == "mlp.e_score_correction_bias":
             found[f"blk.{layer}.exp_probs_b.bias"] = tensor
@@ -142,6 +161,46 @@ def tensors(model: Any) -> dict[str, Tensor]:
         else:
             raise KeyError(name)
     return found
+
+
+def _qwen35(found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """As llama.cpp's converter changes them: norms plus one, A as it is, heads in tiles."""
+    keys = config.linear_num_key_heads
+    per_key = config.linear_num_value_heads // keys
+    first = 2 * keys * config.linear_key_head_dim  # rows of queries and keys
+
+    def tiled(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (keys, per_key, -1))
+        return heads.transpose(0, 1).reshape(rows.shape)
+
+    made: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if name.endswith("norm.weight") and "ssm_norm" not in name:
+            tensor = tensor.float() + 1
+        elif name.endswith("ssm_a"):
+            tensor = tiled(-tensor.float().exp())
+        elif "ssm_conv1d" in name or "attn_qkv" in name:
+            rows = tensor.flatten(1)
+            tensor = torch.cat([rows[:first], tiled(rows[first:])])
+        elif any(part in name for part in ("ssm_alpha", "ssm_beta", "ssm_dt", "attn_gate.")):
+            tensor = tiled(tensor)
+        elif "ssm_out" in name:
+            tensor = tiled(tensor.T).T
+        made[name] = tensor
+    return made
+
+
+def _add_linear_attention(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * width)
+    writer.add_full_attention_interval(4)
+    rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    writer.add_rope_dimension_count(rotary)
+    writer.add_rope_dimension_sections([rotary // 4, rotary // 8, rotary // 8, 0])
 
 
 def add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Type) -> None:

@@ -210,6 +210,44 @@ def test_gpt_oss(tmp_path: Path, kind: str) -> None:
         assert verify(str(path), "30%", tokens=2, prompt="The").identical
 
 
+# qwen35moe, whose values llama.cpp changes: norms, heads, A
+
+HYBRID = {"num_hidden_layers": 4, "layer_types": None}
+
+
+def test_qwen35moe_undoes_what_llama_cpp_s_converter_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"": "BF16"}, **HYBRID)
+    before = make("qwen3_5_moe_text", "bfloat16", **{**SIZES, **HYBRID})
+    draft = Draft.of(path)
+    whole = whole_model(draft)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, before.get_parameter(name)), name
+    with streamed(path, capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before.get_parameter(name)), name
+
+
+def test_qwen35moe_quantised(tmp_path: Path) -> None:
+    """In float32, in which transformers expands as gguf does."""
+    path = write(
+        tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"_exps": "Q4_K", "": "Q8_0"}, **HYBRID
+    )
+    draft = Draft.of(path, "float32")
+    assert set(draft.catalog.layouts[0].encodings.values()) == {"q4_k"}
+    whole = whole_model(draft)
+    mine = Draft.of(path, "float32").load()
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+    for layer, name in enumerate(draft.catalog.layers):
+        for key, full in load_experts(Draft.of(path, "float32"), layer).items():
+            assert torch.equal(full, whole.get_submodule(name).get_parameter(key))
+    verdict = verify(str(path), "30%", tokens=2, prompt="The")
+    assert not verdict.whole
+    assert verdict.identical
+    assert verdict.near
+
+
 # Files in parts
 
 

@@ -51,13 +51,14 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 
 
 def loads_whole(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can load it: of a GGUF in parts it reads only one, of gpt-oss's it finds
-    no gate and no up projection, for all it needs accelerate, and it knows no packs."""
+    """Whether transformers can load it as gguf expands it: of a GGUF in parts it reads only one, of
+    gpt-oss's it finds no gate and no up projection, qwen35moe's it expands in the model's type,
+    rounding at every step, for all it needs accelerate; and it knows no packs."""
     if checkpoint.pack is not None:
         return False
     if not isinstance(checkpoint, Gguf):
         return True
-    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss":
+    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss" or checkpoint.mapped:
         return False
     return find_spec("accelerate") is not None
 
