@@ -16,8 +16,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from tests.models import make, save_tokenizer
