@@ -97,6 +97,14 @@ def test_verify(checkpoint: tuple[str, Path], layers: bool) -> None:
     assert verdict.near
 
 
+@pytest.mark.parametrize("layers", [False, True])
+def test_verify_in_another_type_than_that_of_the_scales(tmp_path: Path, layers: bool) -> None:
+    folder = str(compressed(tmp_path))
+    verdict = verify(folder, "30%", tokens=2, prompt="The", dtype="float32", layers=layers)
+    assert verdict.identical
+    assert verdict.near
+
+
 def test_one_read_takes_many_tensors(checkpoint: tuple[str, Path]) -> None:
     """What is not transformed on its way may be read in chunks."""
     encoding, folder = checkpoint

@@ -79,6 +79,10 @@ def whole_model(draft: Draft) -> PreTrainedModel:
     model: PreTrainedModel = type(draft.model).from_pretrained(
         **checkpoint.source, **options, dtype=draft.dtype, experts_implementation="eager"
     )
+    if quantised is not None and adapter is None:
+        for one in (one for layer in draft.layers for one in layer):
+            expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
+            expert.data = expert.data.to(one.dtype)
     return model.eval()
 
 
@@ -123,7 +127,7 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
     )
     if info.conversion_errors:
         raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
-    # What compressed-tensors expands transformers leaves in the type of its scales.
+    # What compressed-tensors expands, transformers leaves in the type of its scales.
     loaded = {one.name: getattr(module, one.name).data.to(one.dtype) for one in streamed}
     for one in streamed:
         module.register_parameter(one.name, None)
