@@ -3,17 +3,20 @@
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"ffn_down": "Q6_K", "": "Q4_K"})
 
 gguf-py quantises to Q8_0, Q4_0 and MXFP4; the K types, which it can only expand, are random codes
-under sane scales.
+under sane scales. What llama.cpp itself makes of them lies in tests/data/gguf (`by_llama`).
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
@@ -23,6 +26,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
     "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe",
     "qwen3_moe": "qwen3moe",
 }
 SIZES = {
@@ -48,6 +52,15 @@ NAMES = {  # transformers' names inside a layer -> llama.cpp's
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+NAMES |= {  # of linear attention
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -96,10 +109,15 @@ def write_model(path: Path, model: Any, types: dict[str, str]) -> Path:
         writer.add_rope_scaling_orig_ctx_len(
             config.rope_parameters["original_max_position_embeddings"]
         )
+    if name == "qwen3_5_moe_text":
+        _add_linear_attention(writer, config)
     _tokenizer(writer, path.parent, config.vocab_size)
-    for key, tensor in tensors(model).items():
+    found = tensors(model)
+    for key, tensor in (_qwen35(found, config) if arch == "qwen35moe" else found).items():
         wanted = next((types[part] for part in types if part in key), "F32")
-        vector = tensor.ndim == 1 or "ffn_gate_inp" in key or key.endswith(".bias")
+        vector = (
+            tensor.ndim == 1 or "ffn_gate_inp" in key or "conv1d" in key or key.endswith(".bias")
+        )
         add(writer, key, tensor.float(), Type.F32 if vector else Type[wanted])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -113,11 +131,13 @@ def tensors(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name in TOP:
-            found[TOP[name]] = tensor
+            if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+                found[TOP[name]] = tensor
             continue
         _, _, layer, inner = name.split(".", 3)
         stem, _, suffix = inner.rpartition(".")
         oss = model.config.model_type == "gpt_oss"
+        after = oss or model.config.model_type == "qwen3_5_moe_text"
         if stem == "mlp.experts":
             kind = "bias" if suffix.endswith("_bias") else "weight"
             tensor = tensor.transpose(1, 2) if oss and kind == "weight" else tensor
@@ -129,7 +149,9 @@ def tensors(model: Any) -> dict[str, Tensor]:
                 found[f"blk.{layer}.ffn_down_exps.{kind}"] = tensor
         elif inner == "self_attn.sinks":
             found[f"blk.{layer}.attn_sinks.weight"] = tensor
-        elif oss and stem == "post_attention_layernorm":
+        elif inner in ("linear_attn.A_log", "linear_attn.dt_bias"):
+            found[f"blk.{layer}." + ("ssm_a" if suffix == "A_log" else "ssm_dt.bias")] = tensor
+        elif after and stem == "post_attention_layernorm":
             found[f"blk.{layer}.post_attention_norm.weight"] = tensor
         elif inner == "mlp.e_score_correction_bias":
             found[f"blk.{layer}.exp_probs_b.bias"] = tensor
@@ -139,6 +161,46 @@ def tensors(model: Any) -> dict[str, Tensor]:
         else:
             raise KeyError(name)
     return found
+
+
+def _qwen35(found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """As llama.cpp's converter changes them: norms plus one, A as it is, heads in tiles."""
+    keys = config.linear_num_key_heads
+    per_key = config.linear_num_value_heads // keys
+    first = 2 * keys * config.linear_key_head_dim  # rows of queries and keys
+
+    def tiled(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (keys, per_key, -1))
+        return heads.transpose(0, 1).reshape(rows.shape)
+
+    made: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if name.endswith("norm.weight") and "ssm_norm" not in name:
+            tensor = tensor.float() + 1
+        elif name.endswith("ssm_a"):
+            tensor = tiled(-tensor.float().exp())
+        elif "ssm_conv1d" in name or "attn_qkv" in name:
+            rows = tensor.flatten(1)
+            tensor = torch.cat([rows[:first], tiled(rows[first:])])
+        elif any(part in name for part in ("ssm_alpha", "ssm_beta", "ssm_dt", "attn_gate.")):
+            tensor = tiled(tensor)
+        elif "ssm_out" in name:
+            tensor = tiled(tensor.T).T
+        made[name] = tensor
+    return made
+
+
+def _add_linear_attention(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * width)
+    writer.add_full_attention_interval(4)
+    rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    writer.add_rope_dimension_count(rotary)
+    writer.add_rope_dimension_sections([rotary // 4, rotary // 8, rotary // 8, 0])
 
 
 def add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: Type) -> None:
@@ -161,6 +223,37 @@ def codes(shape: tuple[int, ...], kind: Type) -> np.ndarray:
         scale = random.uniform(1e-4, 4e-4, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
     return data
+
+
+DATA = Path(__file__).parent / "data" / "gguf"
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+NARROW = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4}  # blocks of 32
+# A file of DATA -> (sizes, llama-quantize's type, options). Its blocks of 256 ask for rows so wide.
+LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
+    "Q8_0": (NARROW, "Q8_0", []),
+    "Q4_0": (NARROW, "Q4_0", []),
+    "MXFP4_MOE": (NARROW, "MXFP4_MOE", []),
+    "Q4_K_M": ({"num_experts": 2}, "Q4_K_M", []),
+    "Q5_K": (
+        {"num_experts": 2, "moe_intermediate_size": 32},
+        "Q5_K_S",
+        ["--tensor-type", "ffn_down_exps=q8_0"],
+    ),
+}
+
+
+def by_llama(tool: str, folder: Path = DATA) -> None:
+    """Make the files of DATA anew: `tool` is llama.cpp's llama-quantize."""
+    for name, (sizes, kind, options) in LLAMA.items():
+        with tempfile.TemporaryDirectory() as made:
+            plain = write(Path(made) / "plain.gguf", "qwen3_moe", {"": "BF16"}, **SMALL, **sizes)
+            command = [tool, *options, str(plain), str(folder / f"{name}.gguf"), kind]
+            subprocess.run(command, check=True, capture_output=True)
 
 
 def _tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:

@@ -297,6 +297,15 @@ WHOLE: dict[str, dict[str, Any]] = {
             "downsample_hidden_size": 8,
         },
     },
+    "internvl": {
+        "vision_config": {**PICTURE, "image_size": [28, 28], "patch_size": [14, 14]},
+        "downsample_ratio": 0.5,
+    },
+    "kimi_k25": {"vision_config": PICTURE, "projection_hidden_size": 16},
+    "lfm2_vl": {
+        "vision_config": {**PICTURE, "model_type": "siglip2_vision_model", "num_patches": 16},
+        "projector_hidden_size": 16,
+    },
     "step3p7": {"vision_config": PICTURE},
     "unlimited_ocr": {
         "vision_config": {"sam_config": SAM, "encoder_config": {**PICTURE, "num_channels": 3}}
@@ -370,6 +379,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {**EIGHT, "head_dim": 8, "rope_parameters": ROPE},
 }
 
+# Models whose config chooses the text model that they wrap.
+WRAPPED = {"internvl": "qwen3_moe", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2_moe"}
+MULTIMODAL |= {name: {"model_type": text, **ARCHITECTURES[text]} for name, text in WRAPPED.items()}
 
 # Encoder-decoder models; their configs share little with COMMON.
 SEQ2SEQ: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Tiny quantised checkpoints, made by each format's own reference tool.
 
 folder = fp8(tmp_path)          # transformers' Fp8Quantize
-folder = mxfp4(tmp_path)        # random codes: every byte is a valid one
+folder = mxfp4(tmp_path)        # compressed-tensors' own: transformers' needs a GPU
 folder = compressed(tmp_path)   # compressed-tensors' own compressor
 """
 
@@ -62,47 +62,70 @@ def fp8(
 
 
 def mxfp4(folder: Path, **overrides: Any) -> Path:
-    """gpt-oss with its experts' weights as random codes under random scales."""
+    """gpt-oss with its experts' weights in blocks of 32 e2m1 values under a power of two."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, **overrides}
     tensors = plain(folder, "gpt_oss", **sizes)
-    random = torch.Generator().manual_seed(0)
+    weights = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    packer = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
     for name in [n for n in tensors if n.endswith("_proj") and "experts" in n]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32, 16)
-        blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-        scales = torch.randint(120, 126, shape[:-1], generator=random, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        w = tensors.pop(name).transpose(1, 2)  # [experts, outputs, inputs]
+        # OCP's rule for the scale: the largest of a block gets e2m1's largest exponent, 2.
+        largest = w.unflatten(2, (-1, 32)).float().abs().amax(-1)
+        scale = torch.exp2(largest.log2().floor() - 2)
+        state = packer.compress(
+            {"weight": w.flatten(0, 1), "weight_scale": scale.flatten(0, 1)}, scheme
+        )
+        tensors[f"{name}_blocks"] = state["weight_packed"].view(*scale.shape, 16)
+        tensors[f"{name}_scales"] = state["weight_scale"].view(scale.shape)
     return save(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": []})
 
 
 def compressed(
-    folder: Path, name: str = "qwen3_moe", group: int = 32, bits: int = 4, **overrides: Any
+    folder: Path,
+    name: str = "qwen3_moe",
+    group: int = 32,
+    bits: int = 4,
+    wider: dict[str, int] | None = None,
+    **overrides: Any,
 ) -> Path:
-    """Experts and attention packed to integers of 4 bits, as llm-compressor writes them."""
+    """Experts and attention packed to integers of 4 bits, as llm-compressor writes them.
+
+    wider: matrices whose name has the key in it are in groups of another size
+    """
     tensors = plain(folder, name, **{**WIDE, **overrides})
     arguments = {
         "num_bits": bits,
         "type": "int",
         "symmetric": True,
         "strategy": "group",
-        "group_size": group,
     }
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    sizes = {**(wider or {}), "": group}
+    groups = {
+        part: {
+            "targets": [f"re:.*{part}.*"] if part else ["Linear"],
+            "weights": {**arguments, "group_size": size},
+        }
+        for part, size in sizes.items()
+    }
     packer = BaseCompressor.get_value_from_registry("pack-quantized")
     made: Tensors = {}
     for key, w in tensors.items():
         if not key.endswith("_proj.weight"):
             made[key] = w
             continue
-        scale = w.unflatten(1, (-1, group)).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
+        part = next(part for part in sizes if part in key)
+        scheme = QuantizationScheme(
+            targets=["Linear"], weights=QuantizationArgs(**groups[part]["weights"])
+        )
+        scale = w.unflatten(1, (-1, sizes[part])).float().abs().amax(-1) / (2 ** (bits - 1) - 0.5)
         state = packer.compress({"weight": w, "weight_scale": scale.to(w.dtype)}, scheme)
         made |= {key.removesuffix("weight") + part: tensor for part, tensor in state.items()}
-    weights = {"targets": ["Linear"], "weights": arguments}
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": weights},
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
     return save(folder, made, settings)

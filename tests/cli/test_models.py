@@ -19,6 +19,10 @@ def test_json_has_every_architecture_once(capsys):
     assert rows["doge"]["how"] == "not"
     assert rows["doge"]["reason"]
     assert "llama" not in rows
+    assert rows["kimi_k25"]["how"] == "wrapper"
+    assert rows["kimi_k25"]["tested"]
+    assert not rows["llava"]["tested"]
+    assert "gemma3" not in rows  # whose text part is always its own
 
 
 def test_the_table_is_for_people(capsys):
@@ -27,4 +31,7 @@ def test_the_table_is_for_people(capsys):
     lines = out.splitlines()
     assert lines[0].split() == ["architecture", "how", "tested", "special"]
     assert any(line.startswith("mixtral ") and " socket " in line for line in lines)
-    assert "are served" in lines[-2]
+    assert not any(line.startswith("kimi_k25 ") for line in lines)
+    assert any("are served" in line for line in lines)
+    wrappers = out.partition("Also the text part of what wraps one of them")[2]
+    assert "kimi_k25" in wrappers

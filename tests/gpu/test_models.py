@@ -75,6 +75,14 @@ def test_triton_kernels_have_the_same_bits_whatever_the_cache(name, loaded):
     assert (logits[0][:, :-1].cpu().float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
 
 
+def test_keys_and_values_in_host_memory_change_no_bit(loaded):
+    """`--kv offloaded`: what a layer attends to is brought in before it and taken out after it."""
+    wanted = loaded("qwen3_moe", kernels="triton").generate(prompt(), **OPTIONS)
+    model = loaded("qwen3_moe", kernels="triton", kv="offloaded")
+    assert torch.equal(model.generate(prompt(), **OPTIONS), wanted)
+    assert torch.equal(model.generate(prompt(), **OPTIONS), wanted)  # a cache of its own each time
+
+
 def test_one_small_copy_a_layer_is_all_that_is_waited_for(loaded):
     """Torch's own check raises where an operation waits for the device unasked."""
     model = loaded("qwen3_moe", cache="100%")

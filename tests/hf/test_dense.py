@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from greenroom.errors import CheckpointError
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.build import Draft
-from greenroom.hf.dense import _used_by_code
+from greenroom.hf.dense import _stored, _used_by_code
+from greenroom.hf.header import Stored
 from greenroom.hf.load import load
 from greenroom.hf.parts import Parts
 from greenroom.hf.reference import whole_model
@@ -147,3 +148,14 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         draft.load()
     assert "truncated" in one_line(error)
+
+
+@pytest.mark.parametrize(("rows", "stays"), [(256, True), (192, False)])
+def test_a_matrix_whose_last_block_is_short_is_expanded(rows: int, stays: bool) -> None:
+    """192 outputs have two rows of scales, for 128 and for 64 of them: kernels read 96 each."""
+    scale = Stored(0, "float32", (2, 1), 0, 8)
+    shape = (rows, 128)
+    matrix = Stored(
+        0, "float8_e4m3fn", shape, 8, rows * 128, "fp8", shape, unit=128, companions=(scale,)
+    )
+    assert (_stored(matrix, torch.bfloat16) is not None) is stays

@@ -15,11 +15,12 @@ import torch
 from greenroom.errors import CheckpointError, ModelError, NotAModel, UnsupportedModel
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import resolve
+from greenroom.hf.gguf_file import ENCODED
 from greenroom.hf.load import load
 from greenroom.hf.reference import load_experts, whole_model
 from greenroom.hf.verify import verify
 from greenroom.runtime.encodings import ENCODINGS
-from tests.gguf_models import write, write_model
+from tests.gguf_models import DATA, LLAMA, SIZES, SMALL, write, write_model
 from tests.hf.conftest import one_line
 from tests.hf.test_parity import assert_same, ids, streamed
 from tests.models import make, read_expert
@@ -119,6 +120,52 @@ def test_verify(tmp_path: Path, layers: bool) -> None:
     assert verify(path, "30%", tokens=2, prompt="The", layers=layers).identical
 
 
+# What llama.cpp's own llama-quantize made: tests/data/gguf
+
+LLAMA_STORED = {  # file -> what its experts' matrices are stored in
+    "Q8_0": {"q8_0"},
+    "Q4_0": {"q4_0"},
+    "MXFP4_MOE": {"gguf_mxfp4"},
+    "Q4_K_M": {"q4_k", "q6_k"},
+    "Q5_K": {"q5_k", "q8_0"},
+}
+
+
+def test_there_is_a_file_of_llama_cpp_s_for_every_type_served() -> None:
+    assert set(LLAMA_STORED) == set(LLAMA) == {path.stem for path in DATA.glob("*.gguf")}
+    assert set().union(*LLAMA_STORED.values()) == set(ENCODED.values())
+
+
+@pytest.mark.parametrize("name", LLAMA_STORED)
+def test_what_llama_quantize_made(name: str) -> None:
+    """Values are those of gguf's dequantize, near the weights before, and verify passes."""
+    path = DATA / f"{name}.gguf"
+    catalog = Draft.of(path).catalog
+    layout = catalog.layouts[0]
+    assert set(layout.encodings.values()) == LLAMA_STORED[name]
+    values = {
+        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(path).tensors
+        if "_exps" in tensor.name
+    }
+    gate, up, down = (values[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    wanted = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    before = make("qwen3_moe", "bfloat16", **{**SIZES, **SMALL, **LLAMA[name][0]}).state_dict()
+    for key, whole in wanted.items():
+        plain = before[f"model.layers.0.mlp.experts.{key}"].float()
+        assert 0 < (whole - plain).norm() < 0.15 * plain.norm()
+        weight = layout.weight(key)
+        for expert in range(catalog.experts):
+            tensors = read_expert(catalog, expert)
+            parts = [tensors[part.name] for part in weight.parts]
+            made = ENCODINGS[weight.encoding].decode(parts, weight.shape, torch.float32)
+            assert torch.equal(made, whole[expert])
+    verdict = verify(str(path), "50%", tokens=2, prompt="The")
+    assert verdict.whole
+    assert verdict.identical
+    assert verdict.near
+
+
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])
 def test_dtype_is_a_choice(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": name})
@@ -161,6 +208,44 @@ def test_gpt_oss(tmp_path: Path, kind: str) -> None:
         assert_same(model, whole.eval(), ids(2, 9))
     if kind == "MXFP4":
         assert verify(str(path), "30%", tokens=2, prompt="The").identical
+
+
+# qwen35moe, whose values llama.cpp changes: norms, heads, A
+
+HYBRID = {"num_hidden_layers": 4, "layer_types": None}
+
+
+def test_qwen35moe_undoes_what_llama_cpp_s_converter_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"": "BF16"}, **HYBRID)
+    before = make("qwen3_5_moe_text", "bfloat16", **{**SIZES, **HYBRID})
+    draft = Draft.of(path)
+    whole = whole_model(draft)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, before.get_parameter(name)), name
+    with streamed(path, capacity=3, kernels="eager") as model:
+        assert_same(model, whole, ids(2, 9))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before.get_parameter(name)), name
+
+
+def test_qwen35moe_quantised(tmp_path: Path) -> None:
+    """In float32, in which transformers expands as gguf does."""
+    path = write(
+        tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"_exps": "Q4_K", "": "Q8_0"}, **HYBRID
+    )
+    draft = Draft.of(path, "float32")
+    assert set(draft.catalog.layouts[0].encodings.values()) == {"q4_k"}
+    whole = whole_model(draft)
+    mine = Draft.of(path, "float32").load()
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+    for layer, name in enumerate(draft.catalog.layers):
+        for key, full in load_experts(Draft.of(path, "float32"), layer).items():
+            assert torch.equal(full, whole.get_submodule(name).get_parameter(key))
+    verdict = verify(str(path), "30%", tokens=2, prompt="The")
+    assert not verdict.whole
+    assert verdict.identical
+    assert verdict.near
 
 
 # Files in parts
@@ -294,6 +379,14 @@ def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
         Draft.of(path)
     assert "architecture olmoe" in one_line(error)
     assert "qwen3moe" in one_line(error)
+
+
+def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
+    monkeypatch.setattr("greenroom.hf.gguf.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel) as error:
+        Draft.of(path)
+    assert "pip install 'greenroom[gguf]'" in one_line(error)
 
 
 def test_which_file_of_a_folder(tmp_path: Path) -> None:

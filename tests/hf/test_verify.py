@@ -7,7 +7,7 @@ from greenroom.hf import attach
 from greenroom.hf.verify import verify
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.slots import HostSlots
-from tests.models import cached_tiny
+from tests.models import WRAPPED, cached_tiny
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,15 @@ def test_a_sound_model_passes(folder, layers):
     assert verdict.tokens_compared > 5 - layers
     assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
     assert sum("none prefetched" in line for line in said) == 1
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPED))
+def test_a_text_model_in_a_wrapper(name):
+    folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
+    verdict = verify(folder, "30%", tokens=2, layers=False)
+    assert verdict.whole
+    assert verdict.identical
+    assert verdict.near
 
 
 @pytest.mark.parametrize("layers", [False, True])

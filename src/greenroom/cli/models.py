@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -35,14 +37,18 @@ def main(args: argparse.Namespace) -> None:
                     row.reason or ", ".join(row.special),
                 )
                 for row in rows
+                if row.how != "wrapper"
             ],
             left=4,
         )
     )
-    served = [row for row in rows if row.how != "not"]
-    adapted = sum(row.how == "adapter" for row in served)
+    of = Counter(row.how for row in rows)
+    served = of["socket"] + of["adapter"]
+    wrappers = ", ".join(row.name for row in rows if row.how == "wrapper")
     print(
-        f"\n{len(served)} architectures are served, {adapted} of them through an adapter;"
-        f" {len(rows) - len(served)} are not, for the reason given."
+        f"\n{served} architectures are served, {of['adapter']} of them through an adapter;"
+        f" {of['not']} are not, for the reason given."
         "\ntested: a tiny model of each gives transformers' own bits, streamed from disk"
+        "\n\nAlso the text part of what wraps one of them, in the class that takes pictures:"
     )
+    print(textwrap.fill(wrappers, 100))

@@ -39,8 +39,11 @@ class Part:
 
     @property
     def spoken(self) -> str:
-        """In what it is stored, for messages."""
-        return self.stored.dtype if self.stored.encoding == PLAIN else self.stored.encoding
+        """In what it is stored, for messages: as `kind`, what differs there differs here."""
+        if self.stored.encoding == PLAIN:
+            return self.stored.dtype
+        scales = " and ".join(companion.dtype for companion in self.stored.companions)
+        return self.stored.encoding + (f" with scales in {scales}" if scales else "")
 
 
 def parts_of(checkpoint: Checkpoint, route: Route, experts: int) -> list[list[Part]]:
@@ -99,11 +102,10 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
             f" ({', '.join(BLOCKS)} are)"
         )
     rows = stored.codes[-2] if stored.codes else 0
-    for companion in stored.companions:
-        if rows % companion.shape[-2]:
-            raise UnsupportedModel(
-                f"{path}: {name} has {rows} outputs, which blocks of {stored.unit} do not divide"
-            )
+    if rows % stored.unit:
+        raise UnsupportedModel(
+            f"{path}: {name} has {rows} outputs, which blocks of {stored.unit} do not divide"
+        )
 
 
 def _slice(fused: Stored, expert: int, experts: int) -> Stored:

@@ -106,6 +106,8 @@ def _stored(tensor: OnDisk, dtype: torch.dtype) -> Stored | None:
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
         return None
+    if tensor.codes[0] % tensor.unit:  # the last row of scales is for fewer outputs
+        return None
     sizes = [("weight", tensor.codes, tensor.dtype)]
     for kind, companion in zip(encoding.companions, tensor.companions, strict=True):
         made = "float32" if tensor.encoding == "fp8" else companion.dtype

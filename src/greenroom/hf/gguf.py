@@ -25,6 +25,11 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
 )
+from transformers.integrations.gguf import (
+    GGUF_CONFIG_ARCHS,
+    get_gguf_config,
+    get_gguf_conversion_mapping,
+)
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -38,10 +43,10 @@ from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import expert_modules
 from greenroom.hf.gguf_file import GgufFile
 from greenroom.hf.header import Stored
-from greenroom.hf.routes import Route
+from greenroom.hf.routes import Route, find_routes
 
 # Architectures whose experts are compared with transformers' own in the tests.
-SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen3moe")
+SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe")
 LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's name for it
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -58,7 +63,9 @@ class Gguf(Checkpoint):
     def open(cls, path: str | PathLike[str]) -> Gguf:
         """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
         if find_spec("gguf") is None:
-            raise UnsupportedModel(f"{path}: GGUF files need the package gguf: pip install gguf")
+            raise UnsupportedModel(
+                f"{path}: GGUF files need the package gguf: pip install 'greenroom[gguf]'"
+            )
         file = GgufFile.open(Path(path).absolute())
         if file.architecture not in SERVED:
             raise UnsupportedModel(
@@ -71,6 +78,11 @@ class Gguf(Checkpoint):
     @property
     def architecture(self) -> str:
         return str(self.config["general.architecture"])
+
+    @property
+    def mapped(self) -> bool:
+        """Whether transformers has a mapping of names and values for it, and not of names alone."""
+        return self.architecture in GGUF_CONFIG_ARCHS
 
     @property
     def source(self) -> dict[str, Any]:
@@ -104,8 +116,11 @@ class Gguf(Checkpoint):
     def hf_config(self) -> PreTrainedConfig:
         """transformers' config of the model, with what its mapping leaves out."""
         try:
-            with self.read_by_transformers():
-                values = load_gguf_checkpoint(str(self.folder))["config"]
+            if self.mapped:
+                values = get_gguf_config(self.config, tuple(self.tensors))
+            else:
+                with self.read_by_transformers():
+                    values = load_gguf_checkpoint(str(self.folder))["config"]
             values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
             config = AutoConfig.for_model(**values)
         except Exception as error:  # each config class validates in its own way
@@ -123,7 +138,7 @@ class Gguf(Checkpoint):
         kind = self.config.get(f"{prefix}type", "none")
         if kind == "none":
             return None
-        if kind != "yarn":
+        if kind != "yarn" or self.mapped:
             raise UnsupportedModel(f"{self.folder}: rotary embeddings are stretched by {kind}")
         return {
             "rope_type": "yarn",
@@ -144,6 +159,9 @@ class Gguf(Checkpoint):
 
     def routes(self, model: PreTrainedModel) -> tuple[dict[str, Route], list[str]]:
         """As `find_routes`, for GGUF's names."""
+        if self.mapped:
+            mapping = get_gguf_conversion_mapping(self.architecture, model.config)
+            return find_routes(model, self.tensors, mapping)
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
         names = get_gguf_hf_weights_map(model, processor)
         known = model.state_dict()

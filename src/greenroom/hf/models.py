@@ -1,7 +1,8 @@
 """Which architectures are served, and how: read off transformers' code and the adapters.
 
 An architecture is a folder of transformers (`qwen3_moe`). Those whose experts classes transformers
-decorates need nothing; some need an adapter (hf/adapters); some cannot be served, for a reason.
+decorates need nothing; some need an adapter (hf/adapters); some cannot be served, for a reason. A
+wrapper (`internvl`) has no experts of its own: its config says which text model it wraps.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING,
     CONFIG_MAPPING_NAMES,
     model_type_to_module_name,
 )
@@ -42,6 +44,9 @@ NOT_SERVED = {
 # No model of these was small enough, or whole enough, to be compared with transformers in a test.
 UNTESTED: frozenset[str] = frozenset()
 
+# Wrappers of which one was compared with transformers in a test, with one text model.
+WRAPPERS = frozenset({"internvl", "kimi_k25", "lfm2_vl"})
+
 _TEXT = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
@@ -59,7 +64,7 @@ _FLAGS = {  # the decorator's arguments: what is said where they are not the def
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table. `how` is "socket", "adapter" or "not"."""
+    """A row of the table. `how` is "socket", "adapter", "wrapper" or "not"."""
 
     name: str
     how: str
@@ -91,7 +96,7 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
 
 
 def architectures() -> list[Architecture]:
-    """The whole table, by name."""
+    """The whole table, by name; the wrappers at its end."""
     flags = dict(_decorated())
     types = _model_types()
     rows = []
@@ -112,7 +117,19 @@ def architectures() -> list[Architecture]:
         rows.append(
             Architecture(name, how, types[name], tuple(special), tested=name not in UNTESTED)
         )
-    return rows
+    return rows + _wrappers({row.name for row in rows})
+
+
+def _wrappers(known: set[str]) -> list[Architecture]:
+    """Models that see, around whichever text model their config says."""
+    return [
+        Architecture(
+            folder, "wrapper", (kind,), ("text part: any of the others",), tested=folder in WRAPPERS
+        )
+        for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        if (folder := model_type_to_module_name(kind)) not in known
+        and CONFIG_MAPPING[kind].sub_configs.get("text_config") is AutoConfig
+    ]
 
 
 def _sees(model_type: str) -> bool:

@@ -148,13 +148,19 @@ def _forward(
     inputs: list[Inputs],
     afterwards: str = IMPLEMENTATION,
 ) -> list[Tensor]:
-    # Set here: transformers passes by the classes that it did not decorate.
-    config: Any = module.config
-    config._experts_implementation = implementation
+    compute_by(implementation, module)
     try:
         return [module(*each) for each in inputs]
     finally:
-        config._experts_implementation = afterwards
+        compute_by(afterwards, module)
+
+
+def compute_by(implementation: str, *modules: nn.Module) -> None:
+    """Have transformers compute experts modules so. It would itself refuse the classes that it did
+    not decorate, and those of a model that wraps the one with the experts."""
+    for module in modules:
+        config: Any = module.config
+        config._experts_implementation = implementation
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

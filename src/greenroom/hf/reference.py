@@ -51,13 +51,14 @@ def quantiser(checkpoint: Checkpoint) -> Any:
 
 
 def loads_whole(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can load it: of a GGUF in parts it reads only one, of gpt-oss's it finds
-    no gate and no up projection, for all it needs accelerate, and it knows no packs."""
+    """Whether transformers can load it as gguf expands it: of a GGUF in parts it reads only one, of
+    gpt-oss's it finds no gate and no up projection, qwen35moe's it expands in the model's type,
+    rounding at every step, for all it needs accelerate; and it knows no packs."""
     if checkpoint.pack is not None:
         return False
     if not isinstance(checkpoint, Gguf):
         return True
-    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss":
+    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss" or checkpoint.mapped:
         return False
     return find_spec("accelerate") is not None
 
@@ -78,6 +79,10 @@ def whole_model(draft: Draft) -> PreTrainedModel:
     model: PreTrainedModel = type(draft.model).from_pretrained(
         **checkpoint.source, **options, dtype=draft.dtype, experts_implementation="eager"
     )
+    if quantised is not None and adapter is None:
+        for one in (one for layer in draft.layers for one in layer):
+            expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
+            expert.data = expert.data.to(one.dtype)
     return model.eval()
 
 
@@ -122,7 +127,8 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
     )
     if info.conversion_errors:
         raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
-    loaded = {one.name: getattr(module, one.name).data for one in streamed}
+    # What compressed-tensors expands, transformers leaves in the type of its scales.
+    loaded = {one.name: getattr(module, one.name).data.to(one.dtype) for one in streamed}
     for one in streamed:
         module.register_parameter(one.name, None)
     return loaded

@@ -5,7 +5,7 @@ No table per architecture: the renamings and conversions are those that `from_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     build_glob_alternation,
     dot_natural_key,
     rename_source_key,
@@ -34,12 +35,15 @@ class Route:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
 
-def find_routes(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, Route], list[str]]:
+def find_routes(
+    model: PreTrainedModel, names: Iterable[str], mapping: Sequence[WeightTransform] | None = None
+) -> tuple[dict[str, Route], list[str]]:
     """(routes by their first parameter, tensors that the model has no parameter for).
 
-    The model may be on the meta device, but must still have all of its parameters.
+    The model may be on the meta device, but must still have all of its parameters. `mapping`:
+    other renamings and conversions than the model's own.
     """
-    mapping, adapter = conversions(model), adapter_of(model)
+    mapping, adapter = mapping or conversions(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}

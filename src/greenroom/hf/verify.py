@@ -23,7 +23,7 @@ from greenroom.hf.adapters import adapter_of
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.load import load_with
-from greenroom.hf.one_layer import LayerCheck, compare_layers, reference_layers
+from greenroom.hf.one_layer import LayerCheck, compare_layers, compute_by, reference_layers
 from greenroom.hf.pack.reading import check_whole
 from greenroom.hf.passes import Passes
 from greenroom.hf.reference import loads_whole, whole_model
@@ -147,7 +147,7 @@ class _Trial:
             reference_layers(self.source, self.dtype, model, draft.catalog.layers, [ids])
         )
         if adapter_of(draft.model) is None:
-            model.set_experts_implementation("grouped_mm")
+            compute_by("grouped_mm", *map(model.get_submodule, draft.catalog.layers))
             logits = forced(model, ids, self.reference.tokens)
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
