@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.precision import Thresholds
+from greenroom.plan import kept
 from greenroom.policies import policy
 from greenroom.sim.lesser import Lesser
 from greenroom.sim.proactive import proactive
@@ -73,6 +74,31 @@ def test_packing_running_and_what_it_costs(
                "--tokens", 24, "--json").json  # fmt: skip
     assert none["lesser"]["inexact_share"] == 0
     assert none["kl_mean"] == 0
+
+
+def test_a_run_tells_what_was_measured_of_its_quality(
+    cli: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(kept.SWITCH, "on")
+    text = tmp_path / "text"
+    text.write_text("The green room is where the performers wait until it is their cue. " * 3)
+    asked = ("run", folder, "hello", "--cache", "30%", *LOW, *ANSWER)
+    before = cli(*asked)
+    assert "greenroom verify" in before.err.splitlines()[-1]
+    assert cli(*asked, "--json").json["quality"] is None
+    judged = cli("verify", folder, "--quality", text, "--cache", "30%", *LOW, "--tokens", 24,
+                 "--json").json  # fmt: skip
+    last = cli(*asked).err.splitlines()[-1]
+    assert f"over {judged['tokens']} tokens" in last
+    assert f"KL divergence {judged['kl_mean']:.3g} nats" in last
+    found = cli(*asked, "--json").json["quality"]
+    assert found["perplexity"] == judged["perplexity"]
+    assert found["exact_perplexity"] == judged["original_perplexity"]
+    other = cli("run", folder, "hello", "--cache", "30%", "--skip-below", "0.1", *ANSWER)
+    assert "was not measured with these thresholds" in other.err
+    exact = cli("run", folder, "hello", "--cache", "30%", *ANSWER)
+    assert "quality" not in exact.err
 
 
 def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:

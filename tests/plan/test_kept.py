@@ -10,7 +10,7 @@ import pytest
 from greenroom.errors import OutputError
 from greenroom.plan import kept
 from greenroom.plan.costs import Observed
-from greenroom.plan.kept import Kept, Known
+from greenroom.plan.kept import Kept, Known, Loss
 
 RUN = Observed(0.1, 0.05, 3.0, 1e9, 1.0)
 
@@ -75,6 +75,17 @@ def test_the_least_of_the_last_processes_counts():
     assert known.with_load(651) is known
     kept.save("abc", "one", known)
     assert kept.load("abc", "one").process == 650
+
+
+def test_losses_by_their_thresholds():
+    one = Loss("int4", 0.4, 0.0, 0.0, 0.3, 0.01, 12.5, 12.0, 700, "2026-01-01")
+    again, skipped = replace(one, kl=0.02), replace(one, skip=0.1)
+    known = Known().with_loss(one).with_loss(skipped).with_loss(again)
+    assert known.losses == (skipped, again)
+    assert known.loss("int4", 0.4, 0.0, 0.0) == again
+    assert known.loss("int8", 0.4, 0.0, 0.0) is None
+    kept.save("abc", "one", known)
+    assert kept.load("abc", "one") == known
 
 
 def test_the_latest_replaces_those_of_its_size():

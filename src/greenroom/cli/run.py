@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
     from greenroom.hf.generate import Answer
+    from greenroom.plan.kept import Loss
     from greenroom.runtime.stats import Stats
 
 HELP = "answer a prompt with a model that need not fit in memory"
@@ -67,6 +69,7 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.cli.progress import bars
     from greenroom.hf.generate import answer
     from greenroom.hf.load import load_with
+    from greenroom.hf.loss import loss_line, loss_of
     from greenroom.hf.report import startup_line
 
     bars(loading=True, wanted=not args.json)
@@ -95,18 +98,26 @@ def main(args: argparse.Namespace) -> None:
                 on_text=show,
             )
         stats, timeline = greenroom.stats(), greenroom.timeline(False)
+        loss = loss_of(greenroom.parts)
     finally:
         model.greenroom.detach()
     if verdict := stats.prefetch["verdict"]:
         print(verdict, file=sys.stderr)
     if args.json:
-        print(json.dumps(as_json(result, stats)))
+        print(json.dumps({**as_json(result, stats), **_lost(stats, loss)}))
     else:
         if args.live:
             print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
+        if stats.lesser is not None:
+            print(loss_line(args.model, loss), file=sys.stderr)
     if timeline is not None:
         timeline.save(args.timeline)
+
+
+def _lost(stats: Stats, loss: Loss | None) -> dict[str, Any]:
+    """What inexact misses cost, where there may be some; None where that was not measured."""
+    return {} if stats.lesser is None else {"quality": None if loss is None else asdict(loss)}
 
 
 class _Out:

@@ -102,9 +102,11 @@ def _quality(args: argparse.Namespace) -> None:
 
     from greenroom.cli.progress import bars
     from greenroom.cli.summary import inexact_line
+    from greenroom.hf.loss import keep_loss
     from greenroom.hf.quality import quality, text_in
 
     bars(loading=False, wanted=not args.json)
+    lesser = {n: getattr(args, n) for n in LESSER if getattr(args, n) is not None}
     found = quality(
         args.model,
         text_in(args.quality),
@@ -114,9 +116,11 @@ def _quality(args: argparse.Namespace) -> None:
         tokens=args.tokens,
         kv=args.kv or "dynamic",
         kernels=args.kernels,
-        lesser={n: getattr(args, n) for n in LESSER if getattr(args, n) is not None},
+        lesser=lesser,
         say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
     )
+    if args.against is None and lesser:
+        keep_loss(LoadConfig(**lesser), found)
     if args.json:
         print(json.dumps(asdict(found)))
         return

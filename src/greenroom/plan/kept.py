@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,37 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """What misses below these thresholds cost (core/precision.py), of which `inexact` is the share
+    that was not exact: KL divergence from the exact model in nats, a mean over `tokens`, and the
+    perplexities of both."""
+
+    precision: str
+    low: float
+    skip: float
+    substitute: float
+    inexact: float
+    kl: float
+    perplexity: float
+    exact_perplexity: float
+    tokens: int
+    when: str
+
+    @property
+    def key(self) -> tuple[str, float, float, float]:
+        return self.precision, self.low, self.skip, self.substitute
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Loss:
+        return cls(
+            str(entry["precision"]), float(entry["low"]), float(entry["skip"]),
+            float(entry["substitute"]), float(entry["inexact"]), float(entry["kl"]),
+            float(entry["perplexity"]), float(entry["exact_perplexity"]), int(entry["tokens"]),
+            str(entry["when"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """All that is kept of a model on one machine. `loads` are bytes that processes took beside
     dense parts and slots, when all was loaded; the latest come last."""
@@ -70,6 +101,7 @@ class Known:
     runs: tuple[Observed, ...] = ()
     settings: tuple[Kept, ...] = field(default=())
     loads: tuple[int, ...] = ()
+    losses: tuple[Loss, ...] = ()
 
     @property
     def process(self) -> int | None:
@@ -89,6 +121,16 @@ class Known:
         if known is not None and abs(process - known) <= SAME * known:
             return self
         return replace(self, loads=(*self.loads, process)[-LOADS:])
+
+    def loss(self, precision: str, low: float, skip: float, substitute: float) -> Loss | None:
+        """What was measured with exactly these thresholds."""
+        wanted = precision, low, skip, substitute
+        return next((each for each in self.losses if each.key == wanted), None)
+
+    def with_loss(self, loss: Loss) -> Known:
+        """It takes the place of the one with its thresholds."""
+        others = tuple(each for each in self.losses if each.key != loss.key)
+        return replace(self, losses=(*others, loss))
 
     def with_runs(self, runs: tuple[Observed, ...]) -> Known:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
@@ -127,6 +169,7 @@ def load(fingerprint: str, machine: str) -> Known:
             tuple(Observed.from_json(run) for run in entry.get("runs", ())),
             tuple(Kept.from_json(setting) for setting in entry.get("settings", ())),
             tuple(int(nbytes) for nbytes in entry.get("loads", ())),
+            tuple(Loss.from_json(loss) for loss in entry.get("losses", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return Known()
@@ -142,6 +185,7 @@ def save(fingerprint: str, machine: str, known: Known) -> Path | None:
         "runs": [run.as_json() for run in known.runs],
         "settings": [setting.as_json() for setting in known.settings],
         "loads": list(known.loads),
+        "losses": [asdict(loss) for loss in known.losses],
     }
     text = json.dumps({"format": FORMAT, "version": VERSION, "machines": machines}, indent=1)
     try:

@@ -1,0 +1,58 @@
+"""What inexact misses cost in quality: `verify --quality` measures it, runs that follow tell it.
+
+Kept with what else is known of a model (plan/kept.py), for the thresholds that it was measured
+with. It is told with the share that was not exact then: a larger cache misses less, and costs less.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+
+from greenroom.config import LoadConfig, thresholds_of
+from greenroom.core.machine import name_of
+from greenroom.hf.checkpoint import Checkpoint, resolve
+from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.parts import Parts
+from greenroom.hf.quality import Quality
+from greenroom.plan import kept
+from greenroom.plan.kept import Loss
+from greenroom.runtime.measure import host
+
+
+def keep_loss(config: LoadConfig, found: Quality) -> None:
+    """Leave a measurement to the runs that follow. OutputError as kept.save."""
+    if found.lesser is None:
+        return
+    digest, name = fingerprint(Checkpoint.open(resolve(found.model))), name_of(host())
+    low, skip, substitute = thresholds_of(
+        config.miss_precision, config.low_below, config.skip_below, config.substitute_below
+    )
+    loss = Loss(
+        config.miss_precision, low, skip, substitute, found.lesser["inexact_share"] or 0.0,
+        found.kl_mean, found.perplexity, found.original_perplexity, found.tokens,
+        date.today().isoformat(),
+    )  # fmt: skip
+    kept.save(digest, name, kept.load(digest, name).with_loss(loss))
+
+
+def loss_of(parts: Parts) -> Loss | None:
+    """What was measured with a run's thresholds; None where nothing was."""
+    at = parts.thresholds
+    if at is None or not parts.fingerprint:
+        return None
+    known = kept.load(parts.fingerprint, name_of(host()))
+    return known.loss(parts.precision, at.low, at.skip, at.substitute)
+
+
+def loss_line(source: str, loss: Loss | None) -> str:
+    """For people: the cost, or how to measure it."""
+    if loss is None:
+        return (
+            "what this costs in quality was not measured with these thresholds: greenroom verify"
+            f" {source} --quality TEXT, with the same options, does"
+        )
+    return (
+        f"quality, as verify measured it on {loss.when} over {loss.tokens} tokens with"
+        f" {loss.inexact:.1%} not exact: KL divergence {loss.kl:.3g} nats, perplexity"
+        f" {loss.perplexity:.6g} beside {loss.exact_perplexity:.6g}"
+    )
