@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from greenroom.core.layout import Catalog
+from greenroom.hf.reference import aligned
 
 VOCAB = 320
 CLOCK = 20260101  # the seed of everything here
@@ -568,12 +569,14 @@ def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     if part := PARTS.get(config.model_type):
         config = getattr(config, part)
-        return AutoModelForImageTextToText.from_pretrained(
-            folder, config=config, dtype=dtype, key_mapping={rf"^{part.split('_')[0]}\.": ""}
+        return aligned(
+            AutoModelForImageTextToText.from_pretrained(
+                folder, config=config, dtype=dtype, key_mapping={rf"^{part.split('_')[0]}\.": ""}
+            )
         )
     auto = next(
         auto
         for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
         if type(config) in auto._model_mapping
     )
-    return auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    return aligned(auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager"))

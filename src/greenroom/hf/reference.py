@@ -30,6 +30,8 @@ from greenroom.hf.pack.reading import expanded
 from greenroom.hf.quantised import settings_of
 from greenroom.hf.routes import find_routes
 
+ALIGNED = 64  # bytes: what torch's own memory is aligned to
+
 
 def quantiser(checkpoint: Checkpoint) -> Any:
     """transformers' quantiser of a quantised checkpoint, told to expand it; None of others.
@@ -83,7 +85,19 @@ def whole_model(draft: Draft) -> PreTrainedModel:
         for one in (one for layer in draft.layers for one in layer):
             expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
             expert.data = expert.data.to(one.dtype)
-    return model.eval()
+    return aligned(model.eval())
+
+
+def aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """With weights at multiples of ALIGNED bytes, as ours are.
+
+    transformers maps some from their file, where they lie at any address, and MKL on processors
+    that are not Intel's gives products of float32 other last bits then.
+    """
+    for weight in (*model.parameters(), *model.buffers()):
+        if weight.data_ptr() % ALIGNED:
+            weight.data = weight.data.clone()
+    return model
 
 
 def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
