@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from greenroom.runtime import learned_file
+from greenroom.runtime.memory import rss_bytes
 from tests.cli.conftest import Run
 from tests.models import cached_tiny, make, save_tokenizer
 
@@ -199,7 +200,12 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
     assert "ZayaRouter routes by router_states too" in line
 
 
-def test_a_budget_that_is_too_small_says_how_much_would_do(cli: Run, folder: Path) -> None:
+def test_a_budget_that_is_too_small_says_how_much_would_do(
+    cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = rss_bytes()  # this process grows with every test: a command's own is another each time
+    for module in ("budget", "load"):
+        monkeypatch.setattr(f"greenroom.hf.{module}.rss_bytes", lambda: taken)
     line = cli("run", folder, "Hi", *FEW, "--memory", "20MiB").mistake
     assert "a budget of 20 MiB is too small" in line
     enough = re.search(r"--memory (\d+MiB) would do", line)

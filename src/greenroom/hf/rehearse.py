@@ -61,10 +61,10 @@ def rehearsed(
     machine: Machine,
     folder: Path,
     shape: Shape | None = None,
-    devices: Mapping[str, str] = DEVICES,
+    devices: Mapping[str, str] | None = None,
 ) -> Machine:
     """The profile with what runs beside `folder`'s disk take beyond it, on every processor."""
-    shape = shape or SHAPE
+    shape, devices = shape or SHAPE, devices or DEVICES
     with small_model(folder, shape) as model, small_model(folder, SMALLEST) as smallest:
         judged = [
             _judged(machine, each, devices[each.memory], str(model), str(smallest), shape)
