@@ -90,7 +90,7 @@ def run_llama_bench(
     if repeats == 1:
         flags.append("--no-warmup")
     if not repack:
-        flags += ["--repack", "0"]
+        flags += ["-ot", ".*=CPU"]  # the plain kind of buffer: weights stay mapped as they are
     command = [str(program), "-m", str(gguf), *flags]
     measured, out, err = run_limited(command, limit_bytes, [gguf], timeout_s, env)
     result: Result = {"engine": "llama.cpp", "model": gguf.stem, **asdict(measured)}

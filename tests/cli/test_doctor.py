@@ -24,6 +24,8 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(doctor, "LEAST_BYTES", 8 << 20)
     for name in ("SHAPE", "SMALLEST"):
         monkeypatch.setattr(rehearse, name, rehearse.Shape(64, 64, 2, 8, 2, 64))
+    for name, tokens in (("TOKENS", 12), ("SETTLE", 4)):
+        monkeypatch.setattr(rehearse, name, tokens)
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
     monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
