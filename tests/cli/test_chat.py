@@ -249,7 +249,7 @@ class Screen:
         os.write(self.fd, text.encode())
 
     def press(self, key: str, text: str) -> None:
-        """A key until this is shown: one that comes while a prompt begins is lost, to a user too."""
+        """A key until this is shown: while a prompt begins, one is lost (to a user too)."""
         end = time.monotonic() + 60
         while text not in self.shown:
             assert time.monotonic() < end, repr(self.shown)
