@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.precision import Thresholds
+from greenroom.errors import OutputError
 from greenroom.plan import kept
 from greenroom.policies import policy
 from greenroom.sim.lesser import Lesser
@@ -76,6 +77,10 @@ def test_packing_running_and_what_it_costs(
     assert none["kl_mean"] == 0
 
 
+def _full(*_: object) -> None:
+    raise OutputError("cannot write: no space left on device")
+
+
 def test_a_run_tells_what_was_measured_of_its_quality(
     cli: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +94,13 @@ def test_a_run_tells_what_was_measured_of_its_quality(
     assert cli(*asked, "--json").json["quality"] is None
     judged = cli("verify", folder, "--quality", text, "--cache", "30%", *LOW, "--tokens", 24,
                  "--json").json  # fmt: skip
+    monkeypatch.setattr("greenroom.hf.loss.kept.save", _full)
+    again = cli("verify", folder, "--quality", text, "--cache", "30%", *LOW, "--tokens", 24)
+    assert again.code == 0
+    assert "KL divergence" in again.out  # what cannot be kept is shown all the same
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(kept.SWITCH, "on")
     last = cli(*asked).err.splitlines()[-1]
     assert f"over {judged['tokens']} tokens" in last
     assert f"KL divergence {judged['kl_mean']:.3g} nats" in last

@@ -262,7 +262,7 @@ def facts_of(
                   f" {show_bytes(model.expert_bytes)} each"),
         ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
         ("routing", evidence.said),
-        ("in memory", slots),
+        ("slots", slots),
     ]  # fmt: skip
 
 

@@ -79,6 +79,13 @@ def needs(draft: Draft, parts: Parts, process: int | None = None) -> Needs:
     )
 
 
+def needs_on_a_gpu(draft: Draft, parts: Parts) -> Needs:
+    """The same of a GPU's memory, where the process is not."""
+    return Needs(
+        0, draft.dense_bytes, parts.kv_cache_bytes, workspace_bytes(draft, parts), LIBRARIES
+    )
+
+
 def needs_at_first(need: Needs, draft: Draft, parts: Parts, keys_values: KVBytes) -> Needs:
     """The same while the context is no longer than the first block of a prompt: slots that a run
     begins with (`Growth.first`), and has with short contexts."""
@@ -133,8 +140,7 @@ class DeviceBudget:
 
     def before(self, draft: Draft, parts: Parts) -> Needs:
         """What is needed beside the slots with a full context, before anything is loaded."""
-        workspace = workspace_bytes(draft, parts)
-        return Needs(0, draft.dense_bytes, parts.kv_cache_bytes, workspace, LIBRARIES)
+        return needs_on_a_gpu(draft, parts)
 
     def after(self, need: Needs, slots: int) -> Needs:
         """The same once everything is loaded, with so many bytes of slots: dense parts and

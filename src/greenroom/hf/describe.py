@@ -7,7 +7,6 @@ cache the hub is asked for the same: its config, and its safetensors' headers by
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +14,11 @@ from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
 from greenroom.errors import GreenroomError
 from greenroom.hf.budget import (
-    LIBRARIES,
     PREFILL_BLOCK,
     experts_per_token,
     needs,
     needs_at_first,
+    needs_on_a_gpu,
 )
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, local
@@ -56,10 +55,10 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         readers=config.readers, kv=keys_values.kind,
     )  # fmt: skip
     catalog, digest = draft.catalog, fingerprint(checkpoint)
-    known = None if on_a_gpu else kept.load(digest, name_of(host())).process
-    full = needs(draft, parts, known)
     if on_a_gpu:
-        full = replace(full, process=0, staging=LIBRARIES)
+        full = needs_on_a_gpu(draft, parts)
+    else:
+        full = needs(draft, parts, kept.load(digest, name_of(host())).process)
     need = needs_at_first(full, draft, parts, keys_values)
     check_copies(catalog, config.miss_precision)
     low, nested = 0.0, False

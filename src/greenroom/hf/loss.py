@@ -6,10 +6,12 @@ with. It is told with the share that was not exact then: a larger cache misses l
 
 from __future__ import annotations
 
+import logging
 from datetime import date
 
 from greenroom.config import LoadConfig, thresholds_of
 from greenroom.core.machine import name_of
+from greenroom.errors import OutputError
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint
 from greenroom.hf.parts import Parts
@@ -18,9 +20,11 @@ from greenroom.plan import kept
 from greenroom.plan.kept import Loss
 from greenroom.runtime.measure import host
 
+log = logging.getLogger(__name__)
+
 
 def keep_loss(config: LoadConfig, found: Quality) -> None:
-    """Leave a measurement to the runs that follow. OutputError as kept.save."""
+    """Leave a measurement to the runs that follow; where that fails it is said, and not lost."""
     if found.lesser is None:
         return
     digest, name = fingerprint(Checkpoint.open(resolve(found.model))), name_of(host())
@@ -32,7 +36,10 @@ def keep_loss(config: LoadConfig, found: Quality) -> None:
         found.kl_mean, found.perplexity, found.original_perplexity, found.tokens,
         date.today().isoformat(),
     )  # fmt: skip
-    kept.save(digest, name, kept.load(digest, name).with_loss(loss))
+    try:
+        kept.save(digest, name, kept.load(digest, name).with_loss(loss))
+    except OutputError as error:
+        log.warning("what was measured is not kept: %s", error)
 
 
 def loss_of(parts: Parts) -> Loss | None:
