@@ -184,6 +184,27 @@ def test_whoever_listens_hears():
         assert torch.equal(states, wanted[:1])
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_whoever_listens_changes_no_bit(name, monkeypatch):
+    """A predictor that listens at routers must not have them computed by torch, whose products may
+    differ in a last bit."""
+    with served(name) as model:
+        alone = tokens(model)
+        routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+        assert routers
+
+        def by_torch(*_: Any) -> None:
+            raise AssertionError("one token's experts are chosen by other means than unheard")
+
+        monkeypatch.setattr(type(routers[0]), "forward", by_torch)
+        heard: list[int] = []
+        hooks = [r.register_forward_pre_hook(lambda *_: heard.append(1)) for r in routers]
+        assert torch.equal(tokens(model), alone)
+        assert len(heard) == 7 * len(routers)
+        for hook in hooks:
+            hook.remove()
+
+
 def test_a_timeline_shows_every_step(tmp_path):
     with served("mixtral") as model:
         wanted = tokens(model)

@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from greenroom.runtime.kernels.router import Router
 
 HIDDEN = 96
+ONE = 1, HIDDEN
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
 )
 def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
     module = made(cls, config, dtype)
-    ours, by_torch = Router.of(module, HIDDEN, dtype), []
+    ours, by_torch = Router.of(module, ONE, dtype), []
     assert ours is not None
     slow = Router.by_torch
     monkeypatch.setattr(Router, "by_torch", lambda *a: by_torch.append(True) or slow(*a))
@@ -80,7 +81,7 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
 def test_equal_scores_and_no_numbers_are_torch_s() -> None:
     """Where it is open who is the last. The products are exact here, so they are torch's."""
     module = made(Qwen3MoeTopKRouter, qwen())
-    ours = Router.of(module, HIDDEN, torch.bfloat16)
+    ours = Router.of(module, ONE, torch.bfloat16)
     module.weight.copy_(torch.randint(-2, 3, module.weight.shape))
     least = 0
     for _ in range(50):
@@ -107,21 +108,66 @@ class Biased(Qwen3MoeTopKRouter):
 
 
 def test_routers_of_other_kinds_are_left_alone():
-    assert Router.of(made(Biased, qwen()), HIDDEN, torch.bfloat16) is None
-    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), HIDDEN, torch.float16) is None
-    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), 64, torch.bfloat16) is None
+    assert Router.of(made(Biased, qwen()), ONE, torch.bfloat16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64)
-    assert Router.of(made(DeepseekV3TopkRouter, config), HIDDEN, torch.bfloat16) is None
-    assert Router.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), HIDDEN, torch.bfloat16) is None
+    assert Router.of(made(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
+    assert Router.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
+
+
+class Scored(Qwen3MoeTopKRouter):
+    """Returns the softmax of all experts."""
+
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        return logits.softmax(-1, dtype=torch.float32), weights, ids
+
+
+@pytest.mark.parametrize("cls", [Qwen3MoeTopKRouter, Scored])
+def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> None:
+    module = made(cls, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    module.forward = ours.forward
+    assert ours.intact()
+    heard = []
+    module.register_forward_hook(lambda module, args, out: heard.append(out))
+    for _ in range(20):
+        x = torch.randn(*ONE).bfloat16()
+        of_all, weights, ids = module(x)
+        wanted = cls.forward(module, x)[0]
+        assert heard.pop()[1] is weights
+        assert all(map(torch.equal, ours(x), (ids, weights)))
+        assert of_all.dtype is wanted.dtype
+        assert (of_all - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("change", ["several", "type", "strided", "gradients"])
+def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) -> None:
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    monkeypatch.setattr(ours, "_original", lambda module, x: "the class")
+    assert ours.forward(torch.ones(*ONE).bfloat16()) != "the class"
+    x = {
+        "several": torch.ones(2, HIDDEN).bfloat16(),
+        "type": torch.ones(*ONE),
+        "strided": torch.ones(1, 2 * HIDDEN).bfloat16()[:, ::2],
+    }.get(change, torch.ones(*ONE).bfloat16())
+    with torch.set_grad_enabled(change == "gradients"):
+        assert ours.forward(x) == "the class"
 
 
 def test_who_changes_or_hears_a_router_gets_the_module():
     module = made(Qwen3MoeTopKRouter, qwen())
-    ours = Router.of(module, HIDDEN, torch.bfloat16)
+    ours = Router.of(module, ONE, torch.bfloat16)
     assert ours.intact()
     hook = module.register_forward_hook(lambda *_: None)
     assert not ours.intact()
     hook.remove()
     assert ours.intact()
+    module.forward = lambda x: x
+    assert not ours.intact()
+    assert Router.of(module, ONE, torch.bfloat16) is None
+    del module.forward
     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
     assert not ours.intact()

@@ -48,7 +48,7 @@ from greenroom.runtime.kernels.stored import (
 FEW = 16  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
 _DTYPES = {torch.bfloat16, torch.float16}
-_ROUTERS = {"gate", "router"}  # their choice of experts stays torch's, bit for bit
+_ROUTERS = {"gate", "router"}  # compiled with their layer or not at all (router.py)
 
 Forward = Callable[..., Tensor]
 
@@ -97,6 +97,8 @@ def accelerate(
     for layer in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
         if (around := _around(layer, attentions, onto)) is not None:
             done.add("layer", layer, layer_forward(around, layer))
+            if around.choice is not None:
+                done.add("router", around.choice.module, around.choice.forward)
     for module in model.modules():
         if (stored := stored_of(module)) is not None:
             embedding = isinstance(module, nn.Embedding)

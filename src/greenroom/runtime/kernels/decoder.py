@@ -55,7 +55,7 @@ class OneLayer:
         )
         self._onto = onto
         self._router, self._experts, self._shape = self._parts_of_block()
-        self._choice = self._chosen_fast()
+        self.choice = self._chosen_fast()
 
     def _attention(self) -> str:
         return next(n for n, part in self._layer._modules.items() if part is self._one.module)
@@ -79,12 +79,12 @@ class OneLayer:
         """The router, where its choice can be compiled."""
         if self._experts is None:
             return None
-        return Router.of(self._block._modules[self._router], self._one.hidden, self._one.dtype)  # type: ignore[arg-type]
+        return Router.of(self._block._modules[self._router], self._shape, self._one.dtype)  # type: ignore[arg-type]
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids of the experts that x [T, hidden] goes to, their weights), [T, K] each."""
-        if len(x) == 1 and self._choice is not None and self._choice.intact():
-            return self._choice(x)
+        if len(x) == 1 and self.choice is not None and self.choice.intact():
+            return self.choice(x)
         given = x if len(self._shape) == 2 else x[None]
         _, weights, index = self._block._modules[self._router](given)  # type: ignore[misc]
         return index, weights
@@ -119,8 +119,8 @@ class OneLayer:
         if self._experts is None or self._onto is None or not self._plain():
             sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
-        if self._choice is not None and self._choice.intact():
-            asked = Asked(self._choice, state.data_ptr())
+        if self.choice is not None and self.choice.intact():
+            asked = Asked(self.choice, state.data_ptr())
             sequence.run((*stages, *asked.stages))
             index, weights = asked.answer()
         else:
@@ -169,7 +169,7 @@ class OneLayer:
         if self._experts is None or self._onto is None or not self._plain():
             rows = state.split(1, 1) if exact else (state,)
             return total + torch.cat([self._block(row) for row in rows], 1)
-        alone = exact or self._choice is not None  # a compiled choice is of one token
+        alone = exact or self.choice is not None  # a compiled choice is of one token
         chosen = [self._choose(row) for row in (state[0].split(1) if alone else (state[0],))]
         index, weights = (torch.cat(each) for each in zip(*chosen, strict=True))
         return self._onto(self._experts, state[0], index, weights, total[0]).view(state.shape)

@@ -7,6 +7,9 @@ operations cost ten times that where a wave of experts has gone through the cach
 summed in another order than torch's and rounded to the model's type as torch's is, so as in other
 compiled layers a last bit may differ. Where the last expert that is chosen and the next are equal
 torch chooses. That a router is of this kind is found by trying it.
+
+The module gets this choice as its own forward for one token: it is called wherever somebody listens
+to it, as predictors do, and what listens must not change a bit.
 """
 
 from __future__ import annotations
@@ -51,18 +54,31 @@ class Asked:
         """(ids [1, top_k] of the experts, their weights)."""
         if self._words[choice.S_FOUND]:
             return self.ids, self.weights
-        router, at = self._router, self._router.places[1]
-        number, kind = len(router.weight), router.weight.dtype
-        products = torch.frombuffer(self._words, dtype=kind, count=number, offset=8 * at)
-        return router.by_torch(products[None])
+        return self._router.by_torch(self.products)
+
+    @property
+    def products(self) -> Tensor:
+        """x times the router's matrix [1, experts], rounded to the model's type."""
+        router = self._router
+        found = torch.frombuffer(
+            self._words,
+            dtype=router.weight.dtype,
+            count=len(router.weight),
+            offset=8 * router.places[1],
+        )
+        return found[None]
 
 
 class Router:
     """One router's choice for one token; `of` says whether it is of this kind."""
 
-    def __init__(self, module: nn.Module, top_k: int, summed: bool, dtype: torch.dtype) -> None:
-        """`summed`: are weights, which have this type, divided by their sum?"""
-        self._module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
+    def __init__(
+        self, module: nn.Module, top_k: int, summed: bool, dtype: torch.dtype, scored: bool = False
+    ) -> None:
+        """`summed`: are weights, which have this type, divided by their sum? `scored`: does the
+        module return all experts' softmax, where others return their products?"""
+        self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
+        self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
         self.multiply = body(layers.gemv, self.weight.dtype, False)
         self.select = body(choice.select, self.weight.dtype, dtype is torch.float32)
@@ -77,24 +93,26 @@ class Router:
         self.choice[choice.SUMMED] = int(summed)
 
     @staticmethod
-    def of(module: nn.Module, hidden: int, dtype: torch.dtype) -> Router | None:
-        """One for a router of x [1, hidden] in `dtype`, or None."""
+    def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Router | None:
+        """One for a router of x in `dtype`, of this shape for one token, or None."""
         weight = module._parameters.get("weight")
         parts = len(module._parameters), len(module._buffers), len(module._modules)
         if parts != (1, 0, 0) or weight is None or weight.dtype is not dtype:
             return None
-        if weight.dim() != 2 or weight.shape[1] != hidden or weight.device.type != "cpu":
+        if weight.dim() != 2 or weight.shape[1] != shape[-1] or weight.device.type != "cpu":
             return None
-        return _tried(module, hidden, dtype) if weight.is_contiguous() else None
+        if "forward" in module.__dict__ or not weight.is_contiguous():
+            return None
+        return _tried(module, shape, dtype)
 
     def intact(self) -> bool:
         """Is the module still what it was, and does nobody listen to it?"""
-        module = self._module
+        module = self.module
         return not (
             module._forward_hooks
             or module._forward_pre_hooks
             or module._parameters["weight"] is not self.weight
-            or "forward" in module.__dict__
+            or module.__dict__.get("forward", self.forward) != self.forward
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +120,27 @@ class Router:
         asked = Asked(self, x.data_ptr())
         sequence.run(asked.stages)
         return asked.answer()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The module's: (products or softmax of all experts, weights, ids), compiled for one."""
+        if (
+            args
+            or kwargs
+            or x.numel() != self.weight.shape[1]
+            or x.dtype is not self.weight.dtype
+            or not x.is_contiguous()
+            or torch.is_grad_enabled()
+            or self.module._parameters["weight"] is not self.weight
+        ):
+            return self._original(self.module, x, *args, **kwargs)
+        asked = Asked(self, x.data_ptr())
+        sequence.run(asked.stages)
+        ids, weights = asked.answer()
+        return self.of_all(asked.products), weights, ids
+
+    def of_all(self, products: Tensor) -> Tensor:
+        """What the module returns of all experts."""
+        return products.softmax(-1, dtype=torch.float32) if self._scored else products
 
     def by_torch(self, products: Tensor) -> tuple[Tensor, Tensor]:
         """The choice where it is torch's, from the products [1, experts]."""
@@ -112,41 +151,52 @@ class Router:
 
 
 @torch.no_grad()
-def _tried(module: nn.Module, hidden: int, dtype: torch.dtype) -> Router | None:
+def _tried(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Router | None:
     """The router that gives the module's own answers, on small inputs and on large ones."""
     random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(_TRIALS, 1, hidden, generator=random)
-    inputs = (inputs * torch.logspace(-1, 1.5, _TRIALS)[:, None, None]).to(dtype)
+    inputs = torch.randn(_TRIALS, *shape, generator=random)
+    scales = torch.logspace(-1, 1.5, _TRIALS).view(-1, *(1 for _ in shape))
+    inputs = (inputs * scales).to(dtype)
+    own = type(module).forward
     try:
-        answers = [_answer(module(x)) for x in inputs]
+        answers = [_answer(own(module, x)) for x in inputs]
     except _ODD:
         return None
     if not all(answers):
         return None
-    ids, weights = answers[0]  # type: ignore[misc]
+    first, weights, ids = answers[0]  # type: ignore[misc]
     for summed in (True, False):
-        made = Router(module, ids.shape[1], summed, weights.dtype)
-        pairs = zip((made(x) for x in inputs), answers, strict=True)
-        if sum(_near(mine, answer, len(made.weight)) for mine, answer in pairs) >= _AGREE:
+        made = Router(module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32)
+        pairs = zip((made.forward(x) for x in inputs), answers, strict=True)
+        if sum(_alike(mine, answer) for mine, answer in pairs) >= _AGREE:
             return made
     return None
 
 
-def _answer(out: Any) -> tuple[Tensor, Tensor] | None:
-    """(ids, weights) of what a router returns, where it is of that form."""
+def _answer(out: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(of all experts, weights, ids) of what a router returns, where it is of that form."""
     if not (isinstance(out, tuple) and len(out) == 3 and all(isinstance(t, Tensor) for t in out)):
         return None
-    _, weights, ids = out
+    of_all, weights, ids = out
     floats = weights.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if ids.dtype is not torch.int64 or not floats or ids.shape != weights.shape:
         return None
-    return (ids, weights) if ids.dim() == 2 and len(ids) == 1 else None
+    return (of_all, weights, ids) if ids.dim() == 2 and len(ids) == 1 else None
 
 
-def _near(mine: tuple[Tensor, Tensor], wanted: Any, experts: int) -> bool:
-    """Do both give all experts about the same weight?"""
-    ours, theirs = (
-        torch.zeros(1, experts).scatter_add_(1, ids, weights.float())
-        for ids, weights in (mine, wanted)
-    )
+def _alike(mine: tuple[Tensor, Tensor, Tensor], answer: Any) -> bool:
+    """Are these the same, but for last bits?"""
+    if mine[0].shape != answer[0].shape or mine[0].dtype is not answer[0].dtype:
+        return False
+    both = [_spread(*each) for each in (mine, answer)]
+    return all(_near(ours, theirs) for ours, theirs in [(mine[0], answer[0]), both])
+
+
+def _spread(of_all: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """A choice as the weights of all experts."""
+    return torch.zeros(1, of_all.shape[-1]).scatter_add_(1, ids, weights.float())
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    ours, theirs = ours.float(), theirs.float()
     return bool((ours - theirs).norm() <= _NEAR * theirs.norm())
