@@ -362,6 +362,28 @@ def test_what_is_computed_meanwhile_may_fail(rig):
     r.check()
 
 
+def test_a_predictor_is_told_of_no_pass_whose_beginning_it_missed(rig):
+    """It began where every expert had a slot: how many tokens it has nobody has said."""
+    r = ahead(rig, lambda layer: [], capacity=16)
+    told = []
+    r.driver.foresight.predictor.begin = lambda at: told.append(f"{at.tokens} tokens")
+    r.driver.foresight.predictor.observe = lambda seen: told.append(seen.layer)
+    r.begin(prefill=True, tokens=5)
+    r.step(0, 0)
+    r.driver.resize(8)
+    r.step(1, 3)
+    r.driver.end_pass()
+    assert told == []
+    r.begin()
+    r.step(0, 0)
+    r.driver.resize(16)  # the end may be missed
+    r.step(1, 3)
+    r.driver.end_pass()
+    r.driver.resize(8)
+    r.step(0, 0)  # of no pass
+    assert told == ["1 tokens", 0]
+
+
 def test_a_slow_disk_is_waited_for_and_a_demand_overtakes_prefetches(rig):
     """Chunks take 20 ms each; at most one is on the lane when the demand comes."""
     r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [], latency=0.02, lanes=1)

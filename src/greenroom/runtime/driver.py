@@ -112,6 +112,7 @@ class Driver:
         self._begun: tuple[float, float, int] | None = (
             None  # of the pass: when, stalls then, tokens
         )
+        self._foretold = False  # is the predictor told of this pass, from its beginning?
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._closed = self._interrupted = False
         self._broken: BaseException | None = None
@@ -127,7 +128,8 @@ class Driver:
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
             self._begun = time.perf_counter(), self.meter.stall_s, at.tokens
-        if self._foresees and not self._closed:
+        self._foretold = self._foresees
+        if self._foretold and not self._closed:
             self._foretell(lambda foresight: foresight.begin(at))
 
     @property
@@ -142,13 +144,14 @@ class Driver:
             return
         begun, stalls, tokens = self._begun
         self._begun, now = None, time.perf_counter()
+        foretold, self._foretold = self._foretold, False
         if not self._prefill:
             self.meter.decodes += 1
             self.meter.decode_s += now - begun
             self.meter.waited_s += self.meter.stall_s - stalls
         if self.timeline is not None:
             self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
-        if self.guard is not None and self._foresees and not self._prefill:
+        if self.guard is not None and foretold and self._foresees and not self._prefill:
             assert self.foresight is not None
             self.guard.passed(now - begun, self.meter.stall_s - stalls, tokens)
             self.foresight.on = self.guard.on
@@ -234,7 +237,7 @@ class Driver:
                     )
                 )
                 self.missed[layer] += self.scheduler.counts.misses - misses
-                if self._foresees and seen is not None:
+                if self._foretold and self._foresees and seen is not None:
                     self._foretell(lambda foresight: foresight.routed(seen(foresight.on)))
                 while isinstance(order := self._next_order(), Compute):
                     if order.device == HOST:
