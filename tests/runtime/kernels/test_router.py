@@ -66,7 +66,7 @@ def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
             assert mine[1].shape == mine[0].shape == ids.shape
             assert (mine[1][:, :-1] >= mine[1][:, 1:]).all()
             wanted, got = dense((ids, weights), module), dense(mine, module)
-            same += torch.equal(got, wanted)
+            same += torch.allclose(got, wanted, rtol=4e-7, atol=0)  # of float32 weights two units
             near += bool((got - wanted).norm() <= 1e-2 * wanted.norm())
     assert near >= 297  # a last bit of a product may decide between two experts
     assert same >= 250  # or change the weights of all

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from greenroom.runtime.kernels.base import LayerExperts
-from greenroom.runtime.kernels.compiled import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
+from greenroom.runtime.kernels.gating import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A formula of `compiled.activate` and its numbers; RAW means: call the module."""
+    """A formula of `gating.activate` and its numbers; RAW means: call the module."""
 
     code: int = RAW
     limit: float = inf

@@ -5,13 +5,15 @@ Compiled, for one token. One thread does it, in less time than Python takes for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.compiled import exp
 from greenroom.runtime.kernels.ir import address_of, claim, get, put, put_word, word
+from greenroom.runtime.kernels.lanes import Lanes, exponentials, over_rows
 
-F = np.float32(0)
+F, ONE = np.float32(0), np.float32(1)
 
 # The words of `select`, after the cursor: the products, [S_NUMBER] of the model's type; SCORES,
 # float32 [S_NUMBER], their softmax, and the results go to S_IDS, int64 [S_TOP_K], and S_WEIGHTS
@@ -32,22 +34,16 @@ PLACE_WORDS = 13
 ) = range(PLACE_WORDS)  # fmt: skip
 
 
+@over_rows("f", "f", scalars=1)
+def shares(kind: Any, x: Lanes, total: Lanes) -> Lanes:
+    return x / total
+
+
 @njit(inline="always")
 def softmax(kind, products, count, out):
     """out [count], float32, from products of `kind`; False where one is no number."""
-    largest = get(kind, products, 0)
-    for e in range(count):
-        v = get(kind, products, e)
-        if v != v:
-            return False
-        largest = max(largest, v)
-    total = F
-    for e in range(count):
-        v = exp(get(kind, products, e) - largest)
-        put(F, out, e, v)
-        total += v
-    for e in range(count):
-        put(F, out, e, get(F, out, e) / total)
+    total = exponentials(kind, count, products, ONE, out)
+    shares(kind, count, (out, out), (total,))
     return total == total
 
 

@@ -12,12 +12,12 @@ from numba import njit
 
 from greenroom.runtime.kernels.emit import COLUMNS, LANES, ROWS, STRIP
 from greenroom.runtime.kernels.encoded import L_CODES, L_ROW, expanded_rows, one_row
+from greenroom.runtime.kernels.gating import activate, finish
 from greenroom.runtime.kernels.ir import (
     address_of,
     await_,
     axpy_1x1,
     axpy_many,
-    bits_of,
     claim,
     dot_1x1,
     dot_1x4,
@@ -38,9 +38,6 @@ FEW = 4  # rows up to which one by one is faster than widening encoded weights f
 MANY = 8  # rows from which an expert's weights are widened once and for all
 GROUP = 16  # weight rows widened together
 F = np.float32(0)
-
-# Activations that are computed here; the others are called on the module.
-RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 # The words of `wave`. APART: rows of an expert up to which encoded weights are multiplied with one
 # at a time. Slots, experts and finished units (one each per expert) follow them.
@@ -217,70 +214,6 @@ def encoded(
     return 0
 
 
-@njit(error_model="numpy")
-def exp(x):
-    """exp in float32 within about one unit in the last place; above 88.7 infinity (Cephes)."""
-    y = np.float32(-87.0) if x < np.float32(-87.0) else x
-    y = np.float32(88.72) if y > np.float32(88.72) else y
-    shifted = y * np.float32(1.44269504088896341) + np.float32(12582912.0)
-    n = shifted - np.float32(12582912.0)
-    r = y - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    # 2^n in two factors: n may be 128. The integer n sits in the low bits of `shifted`.
-    scale = float_of((bits_of(shifted) << np.int32(23)) + np.int32(0x3F000000))
-    p = p * scale * np.float32(2.0)
-    return np.float32(np.inf) if x > np.float32(88.7228) else p
-
-
-@njit(inline="always")
-def finish(kind, gu, bias, n, rounds):
-    """Round n float32 sums to the model's type in place, and add the bias as eager does."""
-    if rounds:
-        for i in range(n):
-            put(F, gu, i, rounded(kind, get(F, gu, i)))
-    if bias != 0:
-        for i in range(n):
-            v = get(F, gu, i) + get(kind, bias, i)
-            put(F, gu, i, rounded(kind, v) if rounds else v)
-
-
-@njit(inline="always")
-def activate(kind, code, gate, up, step, out, n, limit, alpha):
-    """out[:n] from the gate's and the up projection's values, `step` elements apart, rounded.
-
-    Every operation is rounded to the model's type, as eager's separate tensor operations are.
-    """
-    one = np.float32(1.0)
-    if code == SILU:
-        for i in range(n):
-            g, u = get(F, gate, i * step), get(F, up, i * step)
-            g = limit if g > limit else g
-            u = limit if u > limit else (-limit if u < -limit else u)
-            put(F, out, i, rounded(kind, rounded(kind, g / (one + exp(-g))) * u))
-    elif code == SILU_FLOAT:
-        for i in range(n):
-            g, u = get(F, gate, i * step), get(F, up, i * step)
-            put(F, out, i, rounded(kind, g / (one + exp(-g)) * u))
-    elif code == CLAMPED:
-        for i in range(n):
-            g, u = get(F, gate, i * step), get(F, up, i * step)
-            g = limit if g > limit else g
-            u = limit if u > limit else (-limit if u < -limit else u)
-            s = rounded(kind, one / (one + exp(-rounded(kind, g * alpha))))
-            put(F, out, i, rounded(kind, rounded(kind, u + one) * rounded(kind, g * s)))
-    elif code == RELU2:
-        for i in range(n):
-            u = get(F, up, i * step)
-            u = F if u < F else u
-            put(F, out, i, rounded(kind, u * u))
-
-
 @njit(inline="always")
 def entries(experts, starts, count, expert):
     """Which rows an expert computes: bisection of the step's ascending ids."""
@@ -395,12 +328,10 @@ def wave(kind, stamp, by_columns, by_code):
                     if bias != 0:
                         bias += (expert * width + at) * size_of(kind)
                     finish(kind, mid + 4 * (j * width + at), bias, n, rounds)
-                gate, step = mid + 4 * (j * width + first), 1
-                up = gate + 4 * inner * (pairs - 1)
-                if interleaved != 0:
-                    step, up = 2, gate + 4
+                gate, paired = mid + 4 * (j * width + first), interleaved != 0
+                up = gate + 4 * (1 if paired else inner * (pairs - 1))
                 out = act + 4 * (j * inner + c0)
-                activate(kind, code, gate, up, step, out, c1 - c0, limit, alpha)
+                activate(kind, code, gate, up, paired, out, c1 - c0, limit, alpha)
             claim(done, e, 1)
 
     return enter

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from greenroom.core.whole import Tables
-from greenroom.runtime.kernels import choice, compiled, layers
+from greenroom.runtime.kernels import choice, compiled, gating, layers
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.fused import Fused, Step, plan_of
 from greenroom.runtime.kernels.openmp import BARRIER, body
@@ -81,7 +81,7 @@ class Direct:
         """One for a layer that the fused kernel computes without Python in between, or None."""
         if not isinstance(kernel, Fused) or not kernel.fuses(layer) or layer.norm is not None:
             return None
-        raw = plan_of(layer, kernel.rounded).activation.code == compiled.RAW
+        raw = plan_of(layer, kernel.rounded).activation.code == gating.RAW
         if raw or top_k > layer.num_experts:
             return None
         return Direct(kernel, layer, top_k, weights)

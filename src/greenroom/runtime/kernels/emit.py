@@ -17,7 +17,9 @@ LANES = 16 if WIDE else 8
 ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
 COLUMNS = 4  # of the result in the widest tile
 STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
-AHEAD = COLUMNS  # rows of weights: a tile's own rows are on their way when it begins
+# Does the processor fetch one stream of memory ahead better than four that it is told of? (AMD's
+# read twice as fast; Intel's want to be asked for the next four rows while four are multiplied.)
+IN_TURN = llvm.get_host_cpu_name().startswith("znver")
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
@@ -66,13 +68,15 @@ def load(b, kind, address, mask=None, lanes=None):
 
 
 def store(b, value, address, mask=None):
-    """Store float32 lanes at an address."""
+    """Store lanes, float32 or narrowed, at an address; those beyond the mask are not touched."""
     pointer = b.inttoptr(address, value.type.as_pointer())
+    narrow = value.type.element == I16
+    size, letter = (2, "i16") if narrow else (4, "f32")
     if mask is None:
-        b.store(value, pointer, align=4)
+        b.store(value, pointer, align=size)
     else:
-        name = f"llvm.masked.store.v{LANES}f32.p0"
-        llvm_call(b, name, ir.VoidType(), [value, pointer, I32(4), mask])
+        name = f"llvm.masked.store.v{LANES}{letter}.p0"
+        llvm_call(b, name, ir.VoidType(), [value, pointer, I32(size), mask])
 
 
 def lanes_below(b, count):
@@ -147,7 +151,7 @@ def outlined(name, emit):
             elif kind == types.int64:
                 flat.append(value)
         kinds = [str(kind) for kind in sig.args if kind in SIZE]
-        shape = ir.FunctionType(ir.VoidType(), [I64] * len(flat))
+        shape = ir.FunctionType(ir.VoidType(), [value.type for value in flat])
         full = ".".join(["greenroom", name, *kinds])
         tile = b.module.globals.get(full)
         if tile is None:
@@ -164,13 +168,22 @@ def outlined(name, emit):
 
 
 def narrow(b, kind, value):
-    """float32 -> the nearest `kind`, ties to even, as torch rounds; every NaN becomes the same."""
+    """float32 -> the nearest `kind`, ties to even, as torch rounds; every NaN becomes the same.
+
+    Scalar or vector.
+    """
     if kind == types.float32:
         return value
+    many = isinstance(value.type, ir.VectorType)
+    shape = (lambda t: vector_of(t, value.type.count)) if many else (lambda t: t)
     if kind == types.int16:
-        return b.bitcast(b.fptrunc(value, F16), I16)
-    bits = b.bitcast(value, I32)
-    odd = b.and_(b.lshr(bits, I32(16)), I32(1))
-    near = b.lshr(b.add(bits, b.add(odd, I32(0x7FFF))), I32(16))
-    near = b.select(b.fcmp_unordered("uno", value, value), I32(0x7FC0), near)
-    return b.trunc(near, I16)
+        return b.bitcast(b.fptrunc(value, shape(F16)), shape(I16))
+
+    def number(n):
+        return splat(n, shape(I32)) if many else I32(n)
+
+    bits = b.bitcast(value, shape(I32))
+    odd = b.and_(b.lshr(bits, number(16)), number(1))
+    near = b.lshr(b.add(bits, b.add(odd, number(0x7FFF))), number(16))
+    near = b.select(b.fcmp_unordered("uno", value, value), number(0x7FC0), near)
+    return b.trunc(near, shape(I16))

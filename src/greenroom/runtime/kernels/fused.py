@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from greenroom.core.layout import PLAIN
-from greenroom.runtime.kernels import compiled, eager, layers, sequence
+from greenroom.runtime.kernels import compiled, eager, gating, layers, sequence
 from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import LayerExperts
 from greenroom.runtime.kernels.eager import Eager
@@ -176,7 +176,7 @@ class Fused:
             return Eager().wave(step, experts, slots)
         layer = part or step.layer
         plan = plan_of(layer, self.rounded)
-        if plan.activation.code != compiled.RAW:
+        if plan.activation.code != gating.RAW:
             words = self.words_of_wave(plan, step, experts, slots, carry, True, True)
             whole = part is None and len(experts) == len(step.routing.experts)
             if whole and step.narrow and layer.norm is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from greenroom.runtime.kernels.compiled import BLOCK, dots, exp, panels
+from greenroom.runtime.kernels.compiled import BLOCK, dots, panels
 from greenroom.runtime.kernels.ir import (
     COLUMNS,
     address_of,
@@ -25,6 +25,7 @@ from greenroom.runtime.kernels.ir import (
     stack,
     word,
 )
+from greenroom.runtime.kernels.lanes import exponentials
 from greenroom.runtime.kernels.layers import (
     M_PRODUCT,
     R_COUNT,
@@ -187,27 +188,6 @@ def project_rows(kind, stamp, by_code):
 
 
 @njit(inline="always")
-def exponentials(row, n, scale):
-    """exp(scale * (x - max)) in place over n float32; returns their sum, in four strands."""
-    top = get(F, row, 0)
-    for i in range(1, n):
-        v = get(F, row, i)
-        top = v if v > top else top
-    for i in range(n):
-        put(F, row, i, exp((get(F, row, i) - top) * scale))
-    a = b = c = d = F
-    whole = n - n % 4
-    for i in range(0, whole, 4):
-        a += get(F, row, i)
-        b += get(F, row, i + 1)
-        c += get(F, row, i + 2)
-        d += get(F, row, i + 3)
-    for i in range(whole, n):
-        a += get(F, row, i)
-    return (a + b) + (c + d)
-
-
-@njit(inline="always")
 def attend_heads(kind, p, unit):
     """One head of keys of `attend`, and the queries that share it, with the words at p."""
     size, context, width = size_of(kind), word(p, CONTEXT), word(p, A_WIDTH)
@@ -233,7 +213,8 @@ def attend_heads(kind, p, unit):
             out_of = (scores + 4 * (j * context + t),)
             dot_1x1(kind, F, keys + t * ld, ld, width, width, 0, (x + 4 * j * width,), out_of)
     for j in range(group):  # the sums take the place of the queries
-        put(F, x, j, exponentials(scores + 4 * j * context, context, scale))
+        row = scores + 4 * j * context
+        put(F, x, j, exponentials(F, context, row, scale, row))
     for j in range(group):
         panels(
             kind, word(p, V) + unit * word(p, V_HEAD), word(p, V_ROW), context, width,

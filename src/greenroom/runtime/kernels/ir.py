@@ -17,12 +17,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from greenroom.runtime.kernels.emit import (
-    AHEAD,
     COLUMNS,
     ELEMENT,
     F32,
     I32,
     I64,
+    IN_TURN,
     LANES,
     ROWS,
     SIZE,
@@ -51,7 +51,11 @@ def _dot(rows, columns):
     `w` is the address of the first of `columns` weight rows of K elements, `ld` bytes apart;
     each of the `rows` addresses x is a row of K elements of xkind; each of the addresses in out
     takes `columns` floats, which are added to where `carry` is set.
+
+    The rows of weights are read side by side, or, where it is one product of one row on a processor
+    that wants it so (IN_TURN), one after the other: the sums are the same.
     """
+    in_turn = IN_TURN and rows == 1 and columns > 1
 
     @intrinsic
     def dot(typingctx, kind, xkind, w, ld, K, block, carry, x, out):
@@ -72,18 +76,33 @@ def _dot(rows, columns):
                         value = b.insert_element(value, old, I32(m * columns + n))
                 b.store(value, sums)
 
-            def step(at, mask=None):
-                """Multiply LANES elements from element `at`."""
+            def step(at, of=range(columns), mask=None):
+                """Multiply LANES elements from element `at` of some rows of weights."""
                 xat = b.mul(at, I64(SIZE[xkind]))
                 wat = b.add(w, b.mul(at, I64(SIZE[kind])))
                 xv = [load(b, xkind, b.add(x, xat), mask) for x in xs]
-                for n in range(columns):
-                    if rows == 1 and columns > 1 and mask is None:
-                        prefetch(b, b.add(wat, b.mul(ld, I64(n + AHEAD))))
+                if rows == 1 and len(of) > 1 and mask is None:
+                    ask(wat, at)
+                for n in of:
                     wv = load(b, kind, b.add(wat, b.mul(ld, I64(n))), mask)
                     for m in range(rows):
                         cell = cells[m * columns + n]
                         b.store(fma(b, xv[m], wv, b.load(cell)), cell)
+
+            def ask(wat, at):
+                """For what the next rows are multiplied with, while these are."""
+                if not in_turn:
+                    for n in range(columns):
+                        prefetch(b, b.add(wat, b.mul(ld, I64(n + columns))))
+                    return
+                turn = SIZE[kind] * columns
+                behind = b.add(b.add(w, b.mul(ld, I64(columns))), b.mul(at, I64(turn)))
+                for line in range(0, turn * LANES, 64):
+                    prefetch(b, b.add(behind, I64(line)))
+
+            def steps(start, stop, of=range(columns)):
+                with cgutils.for_range_slice(b, start, stop, I64(LANES), I64) as (at, _):
+                    step(at, of)
 
             with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
                 for cell in cells:
@@ -91,13 +110,18 @@ def _dot(rows, columns):
                 stop = b.add(start, block)
                 stop = b.select(b.icmp_signed("<", stop, K), stop, K)
                 left = b.and_(b.sub(stop, start), I64(LANES - 1))
-                with cgutils.for_range_slice(b, start, b.sub(stop, left), I64(LANES), I64) as (
-                    at,
-                    _,
-                ):
-                    step(at)
+                end = b.sub(stop, left)
+                if in_turn:
+                    with b.if_else(b.icmp_signed(">=", block, K)) as (one_block, blocks):
+                        with one_block:
+                            for n in range(columns):
+                                steps(start, end, [n])
+                        with blocks:
+                            steps(start, end)
+                else:
+                    steps(start, end)
                 with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-                    step(b.sub(stop, left), lanes_below(b, left))
+                    step(end, mask=lanes_below(b, left))
                 total = lane_sums(b, [b.load(cell) for cell in cells])
                 b.store(b.fadd(b.load(sums), total), sums)
             final = b.load(sums)
