@@ -16,6 +16,7 @@ from greenroom.hf.build import Draft
 from greenroom.hf.parts import Parts
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.forward import BINDING, experts_forward, experts_onto
+from greenroom.runtime.kernels.chain import Chain
 from greenroom.runtime.kernels.decoder import OneLayer
 from tests.models import cached_tiny
 
@@ -83,23 +84,39 @@ def one_by_one(model: PreTrainedModel, **options: Any) -> Tensor:
 
 
 class Calls:
-    """How often whole layers, and steps at once, were computed."""
+    """How often whole layers, and steps at once, were computed, each alone or with others."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.layers = self.steps = 0
-        layer, step = OneLayer.__call__, Driver.at_once
+        layer, chain, step, several = (
+            *(OneLayer.__call__, Chain.__call__),
+            *(Driver.at_once, Driver.several),
+        )
 
-        def counted(one: OneLayer, *args: Any) -> Any:
-            self.layers += 1
-            return layer(one, *args)
+        def counted(*args: Any) -> Any:
+            out = layer(*args)
+            self.layers += out is not None
+            return out
+
+        def chained(*args: Any) -> Any:
+            out = chain(*args)
+            self.layers += out is not None
+            return out
 
         def asked(driver: Driver, *args: Any) -> bool:
             done = step(driver, *args)
             self.steps += done
             return done
 
+        def asked_together(driver: Driver, *args: Any) -> int | None:
+            done = several(driver, *args)
+            self.steps += done or 0
+            return done
+
         monkeypatch.setattr(OneLayer, "__call__", counted)
+        monkeypatch.setattr(Chain, "__call__", chained)
         monkeypatch.setattr(Driver, "at_once", asked)
+        monkeypatch.setattr(Driver, "several", asked_together)
 
 
 @pytest.mark.parametrize(

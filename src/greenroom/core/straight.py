@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 
 from greenroom.core.pieces import Ints
 from greenroom.core.residence import Residence
@@ -43,6 +44,28 @@ class Straight(Residence):
         counts.requests += found
         counts.hits += found
         return True
+
+    def several(
+        self,
+        firsts: Sequence[int],
+        asked: Ints,
+        find: Callable[[Sequence[Tables]], Sequence[int]],
+    ) -> int | None:
+        """As `at_once` for steps that follow one another, each with tables of its own: how many of
+        them were done, the first of them; None where `find` was not asked."""
+        if (whole := self._whole) is None:
+            return None
+        tables = [array("q", whole.tables(asked, self.place)) for _ in firsts]
+        for number, (first, each) in enumerate(zip(firsts, tables, strict=True)):
+            each[0] = first
+            each[-1] += number
+        counts, found = self.counts, find(tables)
+        for pieces in found:
+            whole.noted()
+            counts.steps += 1
+            counts.requests += pieces
+            counts.hits += pieces
+        return len(found)
 
     def _no_longer_whole(self) -> None:
         """The policy hears what it was not told of."""

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from greenroom.core.precision import LOW
 from greenroom.core.predictor import Ids
 from greenroom.hf.build import IMPLEMENTATION
-from greenroom.hf.kv import reserve
+from greenroom.hf.kv import reserve, take_back
 from greenroom.hf.lesser import layer_with_less, memory_of
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.hf.parts import Parts
@@ -31,7 +31,13 @@ from greenroom.runtime.cuda.engine import Engine, Host
 from greenroom.runtime.cuda.slab import PlacedSlots
 from greenroom.runtime.cuda.spread import Spread, SpreadSlots
 from greenroom.runtime.driver import Driver
-from greenroom.runtime.forward import BINDING, Binding, experts_forward, experts_onto
+from greenroom.runtime.forward import (
+    BINDING,
+    Binding,
+    experts_ahead,
+    experts_forward,
+    experts_onto,
+)
 from greenroom.runtime.kernels import Kernel, LayerExperts, described
 from greenroom.runtime.kernels.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.fused import Fused
@@ -93,7 +99,14 @@ class Bindings:
         """Give every module what it needs to be served. `inputs` are those of the routers, `chosen`
         is told what each step's tokens chose."""
         if isinstance(self.kernel, Fused):
-            self.accelerated = accelerate(model, reserve, experts_onto, self.kernel.rounded)
+            self.accelerated = accelerate(
+                model,
+                reserve,
+                experts_onto,
+                self.kernel.rounded,
+                ahead=experts_ahead,
+                take_back=take_back,
+            )
         else:
             put_back(model)
         self.shared = shared(model, self.modules)

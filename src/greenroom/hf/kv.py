@@ -224,6 +224,11 @@ def reserve(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
     return layer.one_more()
 
 
+def take_back(cache: Any, layer_idx: int) -> None:
+    """Take the token out again that `reserve` added to a layer."""
+    cache.layers[layer_idx].crop(-1)
+
+
 def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
     """On a GPU: room for so many tokens, layer by layer. What was outgrown goes back as it adds
     up, by `release`; else the allocator would keep all of it until the last layer has grown."""

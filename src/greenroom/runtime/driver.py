@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -299,6 +299,25 @@ class Driver:
             self.meter.passes = self._pass + 1
             compute()
             return True
+
+    def several(
+        self, layers: Sequence[int], find: Callable[[Sequence[Tables]], Sequence[int]]
+    ) -> int | None:
+        """As `at_once` for the steps of layers that follow one another, which `find` also computes:
+        it says how many pieces each of the first steps had, until one that has to be a `step`.
+        How many steps were done; None where nothing was."""
+        if self.timeline is not None:
+            return None
+        with self._one_step:
+            self._enter()
+            self._check_wanted()
+            firsts = [self.scheduler.pieces.offsets[layer] for layer in layers]
+            done = self.scheduler.several(firsts, self.asked, find)
+            for layer in layers[: done or 0]:
+                self._pass += layer <= self._layer
+                self._layer = layer
+            self.meter.passes = self._pass + 1
+            return done
 
     def order(self, event: Event) -> None:
         """Tell the scheduler something between two steps."""

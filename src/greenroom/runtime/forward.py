@@ -13,6 +13,7 @@ from torch import nn
 
 from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
+from greenroom.core.whole import Tables
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.both import Both
 from greenroom.runtime.cuda.engine import device_errors
@@ -94,6 +95,35 @@ def experts_onto(
             return done
     number = int(module.num_experts)  # type: ignore[arg-type]
     return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The experts of layers that follow one another, for one token in one region."""
+
+    driver: Driver
+    layers: Sequence[int]
+    direct: Sequence[Direct]
+
+    def several(self, first: int, find: Callable[[Sequence[Tables]], Sequence[int]]) -> int | None:
+        return self.driver.several(self.layers[first:], find)
+
+
+def experts_ahead(keys: Sequence[tuple[nn.Module, int, torch.dtype]]) -> Ahead | None:
+    """Those of these modules, of each of which so many are chosen, with weights of a type; None
+    where one of them is not computed in one region."""
+    bindings: list[Binding] = [
+        binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None
+    ]
+    if len(bindings) < len(keys) or len({id(each.driver) for each in bindings}) != 1:
+        return None
+    found: list[Direct] = []
+    for (_, top_k, dtype), binding in zip(keys, bindings, strict=True):
+        direct = Direct.of(binding.kernel, binding.experts, top_k, dtype)
+        if direct is None or not direct.takes(dtype):
+            return None
+        found.append(direct)
+    return Ahead(bindings[0].driver, [binding.layer for binding in bindings], found)
 
 
 def _step(

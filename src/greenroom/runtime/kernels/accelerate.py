@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ from greenroom.runtime.kernels.attention import (
     fits,
     norms_of,
 )
-from greenroom.runtime.kernels.decoder import OneLayer, Onto, layer_forward
+from greenroom.runtime.kernels.chain import Chain, Experts
+from greenroom.runtime.kernels.decoder import Key, OneLayer, Onto
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import sublayers
 from greenroom.runtime.kernels.stored import (
@@ -51,6 +54,7 @@ _DTYPES = {torch.bfloat16, torch.float16}
 _ROUTERS = {"gate", "router"}  # compiled with their layer or not at all (router.py)
 
 Forward = Callable[..., Tensor]
+Ahead = Callable[[Sequence[Key]], "Experts | None"]
 
 
 class Accelerated:
@@ -79,12 +83,16 @@ def accelerate(
     reserve: Reserve = lambda cache, layer: None,
     onto: Onto | None = None,
     rounded: bool = False,
+    *,
+    ahead: Ahead | None = None,
+    take_back: Callable[[Any, int], None] = lambda cache, layer: None,
 ) -> Accelerated:
     """Give the eligible submodules of a model on the CPU a compiled forward for few tokens.
 
     `reserve` makes room in a KV cache for one token, where it can; `onto` computes a layer's
     experts and adds them to what it is given; `rounded` says whether stored weights are rounded to
-    the model's type.
+    the model's type. `ahead` are the experts of layers that follow one another, of which each token
+    then goes through all in one region; `take_back` takes such a token out of a cache again.
     """
     done, tried, attentions = Accelerated(model), dict[Any, bool](), dict[nn.Module, OneToken]()
     for module in model.modules():
@@ -94,11 +102,15 @@ def accelerate(
                 style = styles.pop() if styles else None
                 attentions[module] = one = OneToken(module, style, reserve, tried, rounded)
                 done.add("attention", module, attention_forward(one))
+    layers_of: dict[nn.Module, OneLayer] = {}
     for layer in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
         if (around := _around(layer, attentions, onto)) is not None:
-            done.add("layer", layer, layer_forward(around, layer))
+            layers_of[layer] = around
+            done.add("layer", layer, around.forward)
             if around.choice is not None:
                 done.add("router", around.choice.module, around.choice.forward)
+    if ahead is not None:
+        _join(model, layers_of, ahead, take_back)
     for module in model.modules():
         if (stored := stored_of(module)) is not None:
             embedding = isinstance(module, nn.Embedding)
@@ -131,6 +143,28 @@ def _around(
     if names is None:
         return None
     return OneLayer(layer, one, names, (styles[names[0]], styles[names[1]]), onto)
+
+
+def _join(
+    model: nn.Module,
+    layers_of: dict[nn.Module, OneLayer],
+    ahead: Ahead,
+    take_back: Callable[[Any, int], None],
+) -> None:
+    """Make chains of the layers that stand side by side in a list."""
+    for each in model.modules():
+        if isinstance(each, nn.ModuleList):
+            for parts, run in groupby(each, lambda layer: _takes_part(layers_of.get(layer))):
+                links = [layers_of[layer] for layer in run] if parts else []
+                if len(links) > 1:
+                    keys = [key for link in links if (key := link.takes_part()) is not None]
+                    made = Chain(links, partial(ahead, keys), take_back)
+                    for number, link in enumerate(links):
+                        link.chain = made, number
+
+
+def _takes_part(one: OneLayer | None) -> bool:
+    return one is not None and one.takes_part() is not None
 
 
 def _norm_of(part: nn.Module, one: OneToken) -> Style | None:

@@ -27,10 +27,10 @@ SELECT_WORDS = 10
 # The words of `place`. From FIRST_PIECE to STEP they are those of core/whole.py's Tables. IDS is
 # the address of the ids chosen [K]; the results go to P_EXPERTS, in ascending order, P_SLOTS and
 # P_RANKS [K]. All is int64.
-PLACE_WORDS = 13
+PLACE_WORDS = 14
 (
-    FOUND, IDS, TOP_K, NUMBER, FIRST_PIECE, SLOT_OF, USED, ASKED, PLACE, STEP, P_EXPERTS, P_SLOTS,
-    P_RANKS,
+    P_TURN, FOUND, IDS, TOP_K, NUMBER, FIRST_PIECE, SLOT_OF, USED, ASKED, PLACE, STEP, P_EXPERTS,
+    P_SLOTS, P_RANKS,
 ) = range(PLACE_WORDS)  # fmt: skip
 
 
@@ -111,6 +111,8 @@ def place(kind, stamp):
     def enter(pointer):
         stamp  # noqa: B018 - part of the cache's key
         p = address_of(pointer)
+        if claim(p, P_TURN, 1) != 0:
+            return
         count, first = word(p, TOP_K), word(p, FIRST_PIECE)
         experts, slots, ranks = word(p, P_EXPERTS), word(p, P_SLOTS), word(p, P_RANKS)
         for rank in range(count):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from greenroom.runtime.kernels import layers, sequence
 from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
+from greenroom.runtime.kernels.chain import Chain
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import routed
 from greenroom.runtime.kernels.router import Asked, Router
@@ -25,6 +26,9 @@ from greenroom.runtime.kernels.router import Asked, Router
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
+
+# An experts module, how many experts are chosen, and the type of their weights.
+Key = tuple[nn.Module, int, torch.dtype]
 
 # The stages up to a layer's block, and the memory that they use.
 Attending = tuple[tuple[sequence.Stage, ...], Tensor]
@@ -56,6 +60,8 @@ class OneLayer:
         self._onto = onto
         self._router, self._experts, self._shape = self._parts_of_block()
         self.choice = self._chosen_fast()
+        self.forward: Callable[..., Any] = layer_forward(self, layer)
+        self.chain: tuple[Chain, int] | None = None  # and the layer's number there
 
     def _attention(self) -> str:
         return next(n for n, part in self._layer._modules.items() if part is self._one.module)
@@ -122,11 +128,56 @@ class OneLayer:
         if self.choice is not None and self.choice.intact():
             asked = Asked(self.choice, state.data_ptr())
             sequence.run((*stages, *asked.stages))
-            index, weights = asked.answer()
-        else:
-            sequence.run(stages)
-            index, weights = self._choose(state)
+            return self.from_choice(state, asked, residual).view(x.shape)
+        sequence.run(stages)
+        index, weights = self._choose(state)
         return self._onto(self._experts, state, index, weights, residual).view(x.shape)
+
+    def unheard(self) -> bool:
+        """Is the layer still what it was, its forward too, and does nobody listen to its parts?"""
+        return (
+            self._layer.__dict__.get("forward") is self.forward
+            and self.choice is not None
+            and self.choice.intact()
+            and self._plain()
+        )
+
+    def room(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """The layer's keys and values in a cache, with room for one more token, or None."""
+        return self._one.room(cache)
+
+    def takes_part(self) -> Key | None:
+        """(experts module, how many are chosen, type of weights) where one region can do it all."""
+        if self.choice is None or self._experts is None or self._onto is None:
+            return None
+        return self._experts, self.choice.top_k, self.choice.dtype
+
+    @property
+    def index(self) -> int:
+        """The layer's number in a cache."""
+        return int(self._one.module.layer_idx)
+
+    def up_to_choice(
+        self,
+        x: Tensor,
+        positions: Positions,
+        room: tuple[Tensor, Tensor],
+        residual: Tensor,
+        state: Tensor,
+    ) -> tuple[Sequence[sequence.Stage], Asked, Tensor]:
+        """(stages to residual = x + attention and state = its norm [1, hidden] and to the choice
+        of experts for that, the choice, memory that must live until they are done)."""
+        assert self.choice is not None
+        stages, work = self._stages(x, positions, room, residual, state)
+        asked = Asked(self.choice, state.data_ptr())
+        return (*stages, *asked.stages), asked, work
+
+    def from_choice(self, state: Tensor, asked: Asked, residual: Tensor) -> Tensor:
+        """The layer's output [1, hidden], from what these stages left."""
+        assert self._experts is not None
+        assert self._onto is not None
+        index, weights = asked.answer()
+        return self._onto(self._experts, state, index, weights, residual)
 
     def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
         """The layer's output for x [1, T, hidden], a token each of the T sequences of `together`
@@ -213,15 +264,22 @@ def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:
     original = type(module).forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and one.takes(hidden_states, kwargs):
+        if args:
+            return original(module, hidden_states, *args, **kwargs)
+        chain, number = one.chain or (None, 0)
+        if chain is not None and (out := chain(number, hidden_states, kwargs)) is not None:
+            return out
+        if one.takes(hidden_states, kwargs):
             out = one(hidden_states, kwargs)
             if out is not None:
+                if chain is not None:
+                    chain.saw(number, hidden_states, kwargs, out)
                 return out
         together = kwargs.get("together")
-        if not args and together is not None and together.singles:
+        if together is not None and together.singles:
             out = one.tokens(hidden_states, kwargs, together)
             if out is not None:
                 return out
-        return original(module, hidden_states, *args, **kwargs)
+        return original(module, hidden_states, **kwargs)
 
     return forward

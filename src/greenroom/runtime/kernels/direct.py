@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,10 +101,11 @@ class Direct:
             return None
         if weights.dtype is not self._weights or not weights.is_contiguous():
             weights = weights.to(self._weights).contiguous()
-        words = array("q", self._template)
-        base, place, combine, join = words.buffer_info()[0], self._place, self._combine, self._join
-        for where, of in self._inner:
-            words[where] = base + 8 * of
+        buffer = self.room()
+        words, base = self._words(x.data_ptr(), weights.data_ptr(), residual.data_ptr(), buffer)
+        result = torch.empty_like(x)
+        self._leave_at(words, result.data_ptr())
+        place = self._place
 
         def find(tables: Tables) -> int:
             words[place + choice.IDS] = index.data_ptr()
@@ -111,17 +113,56 @@ class Direct:
             self._find(base + 8 * place, False)
             return words[place + choice.FOUND]
 
-        buffer = torch.empty(self._floats)
-        result = torch.empty_like(x)
-        start, out = buffer.data_ptr(), result.data_ptr()
-        words[compiled.X] = x.data_ptr()
-        words[compiled.MID], words[compiled.ACT] = start + self._mid, start + self._act
-        words[compiled.OUT] = words[combine + compiled.C_OUT] = start + self._out
-        words[compiled.SCRATCH] = self._kernel.scratch(self._plan.scratch)[0]
-        words[combine + compiled.C_WEIGHTS] = weights.data_ptr()
-        words[combine + compiled.SUMS] = start + self._sums
-        words[combine + compiled.RESULT] = out
-        words[join + layers.J_X], words[join + layers.J_Y] = residual.data_ptr(), out
-        words[join + layers.J_SUM] = out
         done = ask(find, lambda: self._in_turn(base + 8 * self._turns))
         return result if done else None
+
+    def room(self) -> Tensor:
+        """Memory for a call."""
+        return torch.empty(self._floats)
+
+    def _words(self, x: int, weights: int, residual: int, buffer: Tensor) -> tuple[array[int], int]:
+        """(the words of all bodies, where they lie)."""
+        words = array("q", self._template)
+        base, start = words.buffer_info()[0], buffer.data_ptr()
+        for where, of in self._inner:
+            words[where] = base + 8 * of
+        words[compiled.X] = x
+        words[compiled.MID], words[compiled.ACT] = start + self._mid, start + self._act
+        words[compiled.OUT] = words[self._combine + compiled.C_OUT] = start + self._out
+        words[compiled.SCRATCH] = self._kernel.scratch(self._plan.scratch)[0]
+        words[self._combine + compiled.C_WEIGHTS] = weights
+        words[self._combine + compiled.SUMS] = start + self._sums
+        words[self._join + layers.J_X] = residual
+        return words, base
+
+    def _leave_at(self, words: array[int], out: int) -> None:
+        words[self._combine + compiled.RESULT] = words[self._join + layers.J_Y] = out
+        words[self._join + layers.J_SUM] = out
+
+    def takes(self, weights: torch.dtype) -> bool:
+        """Are weights of this type used as they are?"""
+        return weights is self._weights
+
+    def planned(
+        self, x: int, index: int, weights: int, residual: int, out: int, buffer: Tensor,
+        tables: Tables,
+    ) -> Planned:  # fmt: skip
+        """The same with all addresses known and ids and weights yet to come, as entries of
+        `in_turn`; nothing is computed where an expert is not there."""
+        words, base = self._words(x, weights, residual, buffer)
+        self._leave_at(words, out)
+        place, turns = self._place, self._turns + layers.FIRST
+        words[place + choice.IDS] = index
+        words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables
+        found = base + 8 * (place + choice.FOUND)
+        entries = self._find.address, base + 8 * place, 0, found, *words[turns : turns + 6]
+        return Planned(words, entries, place + choice.FOUND)
+
+
+class Planned(NamedTuple):
+    """A layer's experts in a region of several layers: words that must live until it is over,
+    entries of `in_turn`, and at which word it then says how many experts there were."""
+
+    words: array[int]
+    entries: tuple[int, ...]
+    found: int

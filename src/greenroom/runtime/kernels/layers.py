@@ -59,7 +59,8 @@ U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STR
 R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
 
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
-# there is one thread). The address of each body follows, and that of its words.
+# there is one thread). The address of each body follows, and that of its words; where there is no
+# body (0), that of a word without which all leave.
 COUNT, WAIT, FIRST = range(3)
 
 # How an RMSNorm applies its weight to the normed value n (see norm.py).
@@ -273,6 +274,10 @@ def in_turn(kind, stamp):
         for stage in range(word(p, COUNT)):
             if stage != 0 and wait != 0:
                 enter_at(wait, 0)
-            enter_at(word(p, FIRST + 2 * stage), word(p, FIRST + 2 * stage + 1))
+            entry, argument = word(p, FIRST + 2 * stage), word(p, FIRST + 2 * stage + 1)
+            if entry != 0:
+                enter_at(entry, argument)
+            elif word(argument, 0) == 0:
+                return
 
     return enter

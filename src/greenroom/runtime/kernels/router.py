@@ -57,6 +57,11 @@ class Asked:
         return self._router.by_torch(self.products)
 
     @property
+    def found(self) -> int:
+        """The address of a word that is 0 where the choice is torch's."""
+        return self._words.buffer_info()[0] + 8 * choice.S_FOUND
+
+    @property
     def products(self) -> Tensor:
         """x times the router's matrix [1, experts], rounded to the model's type."""
         router = self._router
