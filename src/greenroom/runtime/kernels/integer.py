@@ -8,7 +8,8 @@ exact weights and inputs; others are rounded to 2^-15 of that neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +23,7 @@ from greenroom.runtime.kernels.emit import (
     F32,
     I32,
     I64,
+    IN_TURN,
     fma,
     lane_sums,
     outlined,
@@ -106,16 +108,22 @@ def _emit_tile(b, whole, columns, nbytes, codes, ld, ahead, ready, step, K, bloc
         rows.append(Row(b.add(codes, b.mul(ld, I64(n))), None, scale, minima, K, None))
     cells = [cgutils.alloca_once_value(b, nothing) for _ in range(columns)]
 
-    def turn(at: Value, left: Left, add: Callable[[int, int, Value, Value], None]) -> None:
+    def turn(
+        at: Value,
+        left: Left,
+        add: Callable[[int, int, Value, Value], None],
+        of: Sequence[int] = range(columns),
+    ) -> None:
+        """A turn of some rows; those behind them are asked for where there are several."""
         number = b.udiv(at, I64(whole.unit))
         here = b.add(x, b.mul(number, I64(LINE * whole.vectors)))
         vectors = [words_from(b, at_byte(b, here, LINE * i), 16) for i in range(whole.vectors)]
         # In the order in which they lie: the processor's own prefetching joins in.
         behind = b.add(ahead, b.mul(number, I64(columns * nbytes)))
-        for line in range(0, columns * nbytes, LINE):
+        for line in range(0, columns * nbytes if len(of) == columns else 0, LINE):
             prefetch(b, at_byte(b, behind, line))
-        for n, row in enumerate(rows):
-            for block, value, factor in whole.terms(b, row, at, vectors, left):
+        for n in of:
+            for block, value, factor in whole.terms(b, rows[n], at, vectors, left):
                 add(n, block, value, factor)
 
     def turns(one: Callable[[Value, Left], None]) -> None:
@@ -148,7 +156,9 @@ def _emit_tile(b, whole, columns, nbytes, codes, ld, ahead, ready, step, K, bloc
         with short_blocks:
             turns(in_blocks)
         with one_block:
-            turns(lambda at, left: turn(at, left, grow))
+            alone = IN_TURN and whole.alone
+            for of in [[n] for n in range(columns)] if alone else [range(columns)]:
+                turns(partial(turn, add=grow, of=of))
             total = lane_sums(b, [b.load(cell) for cell in cells])
             b.store(b.fadd(b.load(sums), total), sums)
     b.store(b.load(sums), place, align=4)

@@ -64,6 +64,7 @@ class Whole:
     apart:  are the first and the last half of `order` different sums?
     minima: are there minima, one for 32 inputs?
     paired: do the halves of a vector belong to two blocks?
+    alone:  so little to compute that rows are read one after the other where IN_TURN says so?
     """
 
     terms: Callable[[Builder, Row, Value, list[Value], Left], list[Term]]
@@ -74,6 +75,7 @@ class Whole:
     apart: bool = False
     minima: bool = False
     paired: bool = True
+    alone: bool = False
 
     @property
     def unit(self) -> int:
@@ -312,7 +314,7 @@ def _runs(length: int) -> tuple[int, ...]:
 
 
 WHOLE: dict[str, Whole] = {
-    "int8": Whole(_int8, shift=6, paired=False),
+    "int8": Whole(_int8, shift=6, paired=False, alone=True),
     "q8_0": Whole(_q8_0, paired=False),
     "int4": Whole(partial(_linear, _neighbours), order=NEIGHBOURS, offset=8),
     "mxfp4": Whole(partial(_table, _neighbours), order=NEIGHBOURS, offset=12, factor=0.5),
