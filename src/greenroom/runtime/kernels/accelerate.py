@@ -151,20 +151,19 @@ def _join(
     ahead: Ahead,
     take_back: Callable[[Any, int], None],
 ) -> None:
-    """Make chains of the layers that stand side by side in a list."""
-    for each in model.modules():
-        if isinstance(each, nn.ModuleList):
-            for parts, run in groupby(each, lambda layer: _takes_part(layers_of.get(layer))):
-                links = [layers_of[layer] for layer in run] if parts else []
-                if len(links) > 1:
-                    keys = [key for link in links if (key := link.takes_part()) is not None]
-                    made = Chain(links, partial(ahead, keys), take_back)
-                    for number, link in enumerate(links):
-                        link.chain = made, number
+    """Make chains of the layers of a kind that stand side by side in a list."""
 
+    def kind(layer: nn.Module) -> Any:
+        return layers_of[layer].kind if layer in layers_of else None
 
-def _takes_part(one: OneLayer | None) -> bool:
-    return one is not None and one.takes_part() is not None
+    for each in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
+        for alike, run in groupby(each, kind):
+            links = [layers_of[layer] for layer in run] if alike is not None else []
+            if len(links) > 1:
+                keys = [key for link in links if (key := link.takes_part()) is not None]
+                chain = Chain(links, partial(ahead, keys), take_back)
+                for number, link in enumerate(links):
+                    link.chain = chain, number
 
 
 def _norm_of(part: nn.Module, one: OneToken) -> Style | None:

@@ -59,7 +59,7 @@ class Link(Protocol):
 
 
 class Chain:
-    """Layers that may follow one another in a model.
+    """Layers of one kind that may follow one another in a model.
 
     make_experts: their experts, or None: they are no matter of one region
     take_back:    takes a layer's last token out of a cache again
@@ -120,7 +120,7 @@ class Chain:
 
     def _begin(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Compute as many layers as can be; the first one's output."""
-        if not all(link.takes(x, kwargs) and link.unheard() for link in self._links):
+        if not self._links[0].takes(x, kwargs) or not all(link.unheard() for link in self._links):
             return None
         assert self._experts is not None
         token = _Token(self._links, self._experts, x, kwargs)

@@ -97,6 +97,15 @@ class OneLayer:
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Is this call one that the compiled bodies know, of the parts that they know?"""
+        return self._known_parts() and self._one.takes(
+            x,
+            kwargs.get("position_embeddings"),
+            kwargs.get("attention_mask"),
+            kwargs.get("past_key_values"),
+        )
+
+    def _known_parts(self) -> bool:
+        """Are norms, attention and block still those, and does nobody listen to the first two?"""
         modules: dict[str, Any] = self._layer._modules
         for name, part, weight in self._known:
             if (
@@ -106,12 +115,7 @@ class OneLayer:
                 or (weight is not None and part._parameters["weight"] is not weight)
             ):
                 return False
-        return modules[self._name] is self._block and self._one.takes(
-            x,
-            kwargs.get("position_embeddings"),
-            kwargs.get("attention_mask"),
-            kwargs.get("past_key_values"),
-        )
+        return modules[self._name] is self._block
 
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output for x [1, 1, hidden]; None, and nothing done, where the cache has no
@@ -140,6 +144,8 @@ class OneLayer:
             and self.choice is not None
             and self.choice.intact()
             and self._plain()
+            and self._known_parts()
+            and self._one.intact()
         )
 
     def room(self, cache: Any) -> tuple[Tensor, Tensor] | None:
@@ -151,6 +157,13 @@ class OneLayer:
         if self.choice is None or self._experts is None or self._onto is None:
             return None
         return self._experts, self.choice.top_k, self.choice.dtype
+
+    @property
+    def kind(self) -> tuple[Any, ...] | None:
+        """Layers of one kind take the same calls; None of those that one region cannot do."""
+        one = self._one
+        kind = type(one.module), one.hidden, one.width, one.dtype
+        return None if self.takes_part() is None else kind
 
     @property
     def index(self) -> int:
