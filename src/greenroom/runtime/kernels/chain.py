@@ -82,18 +82,16 @@ class Chain:
         """Layer `number` computed `out` from x by itself: is that the next one's x?"""
         if self._in_order is not None:
             return
-        before, self._before = self._before, (number, out, out.clone(), kwargs)
+        before, last = self._before, number == len(self._links) - 1
+        self._before = None if last else (number, out, out.clone(), kwargs)
         if number == 0 or before is None or before[0] != number - 1:
             return
         _, given, copy, others = before
-        alike = x is given and torch.equal(x, copy) and _same(kwargs, others)
-        if not alike:
-            self._in_order = False
-        elif number == len(self._links) - 1:
+        if x is not given or not torch.equal(x, copy) or not _same(kwargs, others):
+            self._in_order, self._before = False, None
+        elif last:
             self._experts = self._make_experts()
             self._in_order = self._experts is not None
-        if self._in_order is not None:
-            self._before = None
 
     def __call__(self, number: int, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Layer `number`'s output for x [1, 1, hidden]; None: it is to compute that by itself."""
