@@ -100,7 +100,7 @@ def test_resizing_while_it_generates_changes_no_bit(loaded):
 
 
 def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise UsageError("no")
 
     before = readers()
