@@ -20,6 +20,9 @@ STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
 # Does the processor fetch one stream of memory ahead better than four that it is told of? (AMD's
 # read twice as fast; Intel's want to be asked for the next four rows while four are multiplied.)
 IN_TURN = llvm.get_host_cpu_name().startswith("znver")
+# Bytes beyond the next rows that are asked for too, into the second cache; 0: none. (AMD's first
+# cache can wait for fewer lines than a tile of short rows needs.)
+BEYOND = 8192 if IN_TURN else 0
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
@@ -87,12 +90,12 @@ def lanes_below(b, count):
     return b.icmp_signed("<", lanes, wide)
 
 
-def prefetch(b, address):
-    """Ask for a cache line; an address beyond the end does no harm."""
+def prefetch(b, address, cache=1):
+    """Ask for a line, into the first or the second cache; one beyond the end does no harm."""
     byte = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(prefetch, [b.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+    b.call(prefetch, [b.inttoptr(address, byte), I32(0), I32(4 - cache), I32(1)])
 
 
 def fma(b, x, y, z):

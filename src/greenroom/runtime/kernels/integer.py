@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from greenroom.core.layout import BLOCKS
 from greenroom.runtime.kernels.emit import (
+    BEYOND,
     COLUMNS,
     F32,
     I32,
@@ -122,6 +123,8 @@ def _emit_tile(b, whole, columns, nbytes, codes, ld, ahead, ready, step, K, bloc
         behind = b.add(ahead, b.mul(number, I64(columns * nbytes)))
         for line in range(0, columns * nbytes if len(of) == columns else 0, LINE):
             prefetch(b, at_byte(b, behind, line))
+            if BEYOND:
+                prefetch(b, at_byte(b, behind, line + BEYOND), cache=2)
         for n in of:
             for block, value, factor in whole.terms(b, rows[n], at, vectors, left):
                 add(n, block, value, factor)
