@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.cache import Cache
@@ -76,6 +76,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps, st.integers(1, 7))
 def test_after_it_shrinks_the_residents_are_those_of_one_that_was_told(
     asked: list[tuple[int, set[int], bool]], capacity: int
@@ -111,6 +112,7 @@ def place(tables: Any, pieces: list[int]) -> int:
     return len(pieces)
 
 
+@settings(deadline=None)
 @given(steps, st.integers(1, 7))
 def test_several_steps_in_one_leave_what_they_leave_one_by_one(
     steps: list[tuple[int, set[int], bool]], capacity: int

@@ -57,6 +57,12 @@ def chain_of(model: PreTrainedModel) -> Chain:
     return one.chain[0]
 
 
+def passed(model: PreTrainedModel, cache: Any) -> dict[str, Any]:
+    """What a layer is given beside a token's hidden states."""
+    cos = torch.ones(1, 1, model.config.head_dim).bfloat16()
+    return {"position_embeddings": (cos, cos.clone()), "past_key_values": cache}
+
+
 def make_ties(model: PreTrainedModel) -> None:
     """All experts are liked as one of two: always more than can be chosen."""
     for layer in model.model.layers:
@@ -163,6 +169,22 @@ def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(model, monk
             model(ids(1, 1), past_key_values=cache)
     assert calls == [True]
     assert lengths(cache) == [7, 7, 7]
+    assert torch.equal(tokens(model), wanted)
+
+
+def test_a_cache_of_which_one_layer_has_no_room_is_left_alone(model, regions, monkeypatch):
+    wanted, room = one_by_one(model), OneLayer.room
+
+    def of_the_first_two(one: OneLayer, cache: Any) -> Any:
+        return room(one, cache) if one.index < 2 else None
+
+    monkeypatch.setattr(OneLayer, "room", of_the_first_two)
+    cache = model(ids(1, 7), use_cache=True).past_key_values
+    chain = chain_of(model)
+    assert chain(0, torch.zeros(1, 1, 64).bfloat16(), passed(model, cache)) is None
+    assert regions == [(3, 0)]
+    assert lengths(cache) == [7, 7, 7]
+    monkeypatch.undo()
     assert torch.equal(tokens(model), wanted)
 
 

@@ -21,10 +21,7 @@ class Straight(Residence):
         be `Routed`."""
         if self._whole is None or (used := self._whole.use(pieces)) is None:
             return None
-        counts = self.counts
-        counts.steps += 1
-        counts.requests += pieces.size
-        counts.hits += pieces.size
+        self._count(pieces.size)
         slots: Ints = self.place[used]
         return slots
 
@@ -39,10 +36,7 @@ class Straight(Residence):
         if not (found := find(tables)):
             return False
         whole.noted()
-        counts = self.counts
-        counts.steps += 1
-        counts.requests += found
-        counts.hits += found
+        self._count(found)
         return True
 
     def several(
@@ -59,13 +53,17 @@ class Straight(Residence):
         for number, (first, each) in enumerate(zip(firsts, tables, strict=True)):
             each[0] = first
             each[-1] += number
-        counts, found = self.counts, find(tables)
+        found = find(tables)
         for pieces in found:
             whole.noted()
-            counts.steps += 1
-            counts.requests += pieces
-            counts.hits += pieces
+            self._count(pieces)
         return len(found)
+
+    def _count(self, pieces: int) -> None:
+        """A step has found all of its pieces."""
+        self.counts.steps += 1
+        self.counts.requests += pieces
+        self.counts.hits += pieces
 
     def _no_longer_whole(self) -> None:
         """The policy hears what it was not told of."""

@@ -209,9 +209,7 @@ class Driver:
         with self._one_step:
             self._enter()
             self._check_wanted()
-            self._pass += layer <= self._layer
-            self._layer = layer
-            self.meter.passes = self._pass + 1
+            self._come_to(layer)
             pieces = experts + first
             self.asked[pieces] += 1
             if (slots := self.scheduler.straight(pieces)) is not None:
@@ -294,9 +292,7 @@ class Driver:
             first = self.scheduler.pieces.offsets[layer]
             if not self.scheduler.at_once(first, self.asked, find):
                 return False
-            self._pass += layer <= self._layer
-            self._layer = layer
-            self.meter.passes = self._pass + 1
+            self._come_to(layer)
             compute()
             return True
 
@@ -314,9 +310,7 @@ class Driver:
             firsts = [self.scheduler.pieces.offsets[layer] for layer in layers]
             done = self.scheduler.several(firsts, self.asked, find)
             for layer in layers[: done or 0]:
-                self._pass += layer <= self._layer
-                self._layer = layer
-            self.meter.passes = self._pass + 1
+                self._come_to(layer)
             return done
 
     def order(self, event: Event) -> None:
@@ -343,6 +337,12 @@ class Driver:
         scheduler = self.scheduler
         parts = scheduler.pieces.split is not None or scheduler.thresholds.most > 0
         return (order.part,) if parts else ()
+
+    def _come_to(self, layer: int) -> None:
+        """A layer's step; one that does not come after the last one's begins another pass."""
+        self._pass += layer <= self._layer
+        self._layer = layer
+        self.meter.passes = self._pass + 1
 
     def _enter(self) -> None:
         """A step or a resize begins; a step whose leaving was interrupted is left now."""

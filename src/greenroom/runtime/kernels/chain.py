@@ -158,7 +158,7 @@ class _Token:
         choice on. False where none can be."""
         first = self.next
         done = self._experts.several(first, self._region)
-        if done is None or not self.rooms:
+        if done is None or len(self.rooms) < len(self._links):
             return False
         self.next += done
         if self.next < len(self._links):
@@ -203,7 +203,7 @@ class _Token:
         return found[: found.index(0)] if 0 in found else found
 
     def _make_room(self) -> bool:
-        """Room for the token in every layer's cache, or in none."""
+        """Room for the token in every layer's cache; False where one has none."""
         cache = self._kwargs["past_key_values"]
         for link in self._links:
             room = link.room(cache)

@@ -102,10 +102,10 @@ class Direct:
         if weights.dtype is not self._weights or not weights.is_contiguous():
             weights = weights.to(self._weights).contiguous()
         buffer = self.room()
-        words, base = self._words(x.data_ptr(), weights.data_ptr(), residual.data_ptr(), buffer)
-        result = torch.empty_like(x)
-        self._leave_at(words, result.data_ptr())
-        place = self._place
+        result, place = torch.empty_like(x), self._place
+        words, base = self._words(
+            x.data_ptr(), weights.data_ptr(), residual.data_ptr(), result.data_ptr(), buffer
+        )
 
         def find(tables: Tables) -> int:
             words[place + choice.IDS] = index.data_ptr()
@@ -120,7 +120,9 @@ class Direct:
         """Memory for a call."""
         return torch.empty(self._floats)
 
-    def _words(self, x: int, weights: int, residual: int, buffer: Tensor) -> tuple[array[int], int]:
+    def _words(
+        self, x: int, weights: int, residual: int, out: int, buffer: Tensor
+    ) -> tuple[array[int], int]:
         """(the words of all bodies, where they lie)."""
         words = array("q", self._template)
         base, start = words.buffer_info()[0], buffer.data_ptr()
@@ -133,11 +135,9 @@ class Direct:
         words[self._combine + compiled.C_WEIGHTS] = weights
         words[self._combine + compiled.SUMS] = start + self._sums
         words[self._join + layers.J_X] = residual
-        return words, base
-
-    def _leave_at(self, words: array[int], out: int) -> None:
         words[self._combine + compiled.RESULT] = words[self._join + layers.J_Y] = out
         words[self._join + layers.J_SUM] = out
+        return words, base
 
     def takes(self, weights: torch.dtype) -> bool:
         """Are weights of this type used as they are?"""
@@ -149,8 +149,7 @@ class Direct:
     ) -> Planned:  # fmt: skip
         """The same with all addresses known and ids and weights yet to come, as entries of
         `in_turn`; nothing is computed where an expert is not there."""
-        words, base = self._words(x, weights, residual, buffer)
-        self._leave_at(words, out)
+        words, base = self._words(x, weights, residual, out, buffer)
         place, turns = self._place, self._turns + layers.FIRST
         words[place + choice.IDS] = index
         words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables

@@ -73,8 +73,7 @@ def load(b, kind, address, mask=None, lanes=None):
 def store(b, value, address, mask=None):
     """Store lanes, float32 or narrowed, at an address; those beyond the mask are not touched."""
     pointer = b.inttoptr(address, value.type.as_pointer())
-    narrow = value.type.element == I16
-    size, letter = (2, "i16") if narrow else (4, "f32")
+    size, letter = (2, "i16") if value.type.element == I16 else (4, "f32")
     if mask is None:
         b.store(value, pointer, align=size)
     else:

@@ -119,15 +119,14 @@ Formula = Callable[..., "Lanes | tuple[Lanes, ...]"]
 
 def _read(b: Any, letter: str, kind: Any, address: Any, at: Any, left: Any) -> Lanes:
     """LANES numbers of a row from number `at` on, of which `left` exist (None: all)."""
-    mask = None if left is None else lanes_below(b, left)
     if letter != "2":
+        mask = None if left is None else lanes_below(b, left)
         of = kind if letter == "k" else FLOAT
         return Lanes(b, load(b, of, b.add(address, b.mul(at, I64(SIZE[of]))), mask))
-    halves = []
-    for half in range(2):
+    halves, last = [], b.mul(I64(LANES) if left is None else left, I64(2))
+    for half in range(2):  # what follows the last of every two may be nobody's
         place = b.add(address, b.mul(at, I64(8)))
-        if left is not None:
-            mask = lanes_below(b, b.sub(b.mul(left, I64(2)), I64(1 + half * LANES)))
+        mask = lanes_below(b, b.sub(last, I64(1 + half * LANES)))
         halves.append(load(b, FLOAT, b.add(place, I64(4 * LANES * half)), mask))
     picks = ir.Constant(vector_of(I32), list(range(0, 2 * LANES, 2)))
     return Lanes(b, b.shuffle_vector(*halves, picks))
