@@ -56,7 +56,7 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str], no_threads_left: None) -> Run:
+def cli(capfd: pytest.CaptureFixture[str], no_threads_left: None, still: None) -> Run:
     """`cli("run", folder, ...)`: what a user would get."""
 
     def call(*argv: object) -> Ran:

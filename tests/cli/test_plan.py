@@ -42,13 +42,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that takes the same however many tests have run in it."""
-    for module in ("budget", "load"):
-        monkeypatch.setattr(f"greenroom.hf.{module}.rss_bytes", lambda: 400 << 20)
-
-
 def trace_of(folder: Path, path: Path, top_k: int = 2) -> Path:
     """Random routing of the tiny model's shape."""
     model = describe(str(folder), LoadConfig())
@@ -117,7 +110,7 @@ def test_what_a_plan_was_made_for_is_in_the_command(cli: Run, folder: Path, home
 
 
 def test_a_plan_for_other_circumstances_is_not_left_to_runs(
-    cli: Run, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, still: None
+    cli: Run, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     left = []
     monkeypatch.setattr("greenroom.cli.plan.keep", lambda *given: left.append(given[-1]))
@@ -227,9 +220,7 @@ def test_tune_behind_a_limit_is_not_left_to_runs(cli: Run, folder: Path, home: P
     assert "not kept (with --read-limit" in ran.out
 
 
-def test_a_run_of_a_budget_takes_what_tune_kept_for_it(
-    cli: Run, folder: Path, home: Path, still: None
-):
+def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, home: Path):
     digest = describe(str(folder), LoadConfig()).fingerprint
     dense = describe(str(folder), LoadConfig()).dense_bytes
     kept.save(digest, name_of(host()), kept.Known().with_load((400 << 20) - dense))

@@ -231,7 +231,8 @@ def test_a_read_limit_is_kept(cli: Run, folder: Path) -> None:
     assert "no faster than 1MB/s)" in ran.err
     assert ran.json["token_ids"] == free["token_ids"]
     assert ran.json["bytes_read"] == free["bytes_read"]
-    assert ran.json["stall_s"] > 0.9 * ran.json["bytes_read"] / 1e6
+    took = ran.json["ttft_s"] + ran.json["tpot_s"] * (ran.json["new_tokens"] - 1)
+    assert took > 0.9 * ran.json["bytes_read"] / 1e6  # stalls are less: what is there is computed
 
 
 def test_a_timeline_is_written_beside_the_answer(cli: Run, folder: Path, tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ def _quiet() -> Iterator[None]:
     transformers_logging.enable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def _still(still: None) -> None:
+    """No test's budget depends on those before it."""
+
+
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
