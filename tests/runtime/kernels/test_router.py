@@ -13,7 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from greenroom.runtime.kernels.router import Router
+from greenroom.runtime.kernels import choice, router, sequence, ties
+from greenroom.runtime.kernels.router import Asked, Router
 
 HIDDEN = 96
 ONE = 1, HIDDEN
@@ -70,7 +71,9 @@ def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
             near += bool((got - wanted).norm() <= 1e-2 * wanted.norm())
     assert near >= 297  # a last bit of a product may decide between two experts
     assert same >= 250  # or change the weights of all
-    assert len(by_torch) < 60  # the last one that is chosen and the next are equal
+    # Where the last one that is chosen and the next are equal.
+    assert len(by_torch) <= (0 if ours.knows_ties else 60)
+    assert ours.knows_ties == ties.known(len(module.weight), ids.shape[1])
 
 
 def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch.Tensor:
@@ -78,10 +81,14 @@ def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch
     return torch.zeros(1, len(module.weight)).scatter_add_(1, chosen[0], chosen[1].float())
 
 
-def test_equal_scores_and_no_numbers_are_torch_s() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     """Where it is open who is the last. The products are exact here, so they are torch's."""
+    if not compiled:
+        monkeypatch.setattr(ties, "known", lambda number, top_k: False)
     module = made(Qwen3MoeTopKRouter, qwen())
     ours = Router.of(module, ONE, torch.bfloat16)
+    assert ours.knows_ties == compiled
     module.weight.copy_(torch.randint(-2, 3, module.weight.shape))
     least = 0
     for _ in range(50):
@@ -97,6 +104,42 @@ def test_equal_scores_and_no_numbers_are_torch_s() -> None:
         mine = ours(x.bfloat16())
         assert torch.equal(mine[0], ids)
         assert torch.equal(mine[1], weights) or weights.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(64, 8), (128, 8), (60, 4), (512, 10), (8, 2), (5, 3), (3, 1), (72, 17)]
+)
+def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> None:
+    ours = Router.of(made(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16)
+    assert ours.knows_ties
+    for values in (2, 9, 40):
+        for _ in range(60):
+            asked = Asked(ours, 0)
+            asked.products.copy_(torch.randint(values, asked.products.shape) / 8)
+            sequence.run(asked.stages[1:])
+            assert asked._words[choice.S_FOUND] == top_k
+            _, wanted = asked.products.float().softmax(-1).topk(top_k)
+            last, following = asked.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
+            if last != following:  # then it is only a question of their order
+                wanted, asked.ids = wanted.sort().values, asked.ids.sort().values
+            assert torch.equal(asked.ids, wanted)
+
+
+def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
+    """Another library may sort otherwise: it shows when it is tried, once for all such routers."""
+    monkeypatch.setattr(router, "_TIES", {})
+    slow = Router.by_torch
+
+    def otherwise(self, products):
+        ids, weights = slow(self, products.flip(-1))
+        return len(self.weight) - 1 - ids, weights
+
+    monkeypatch.setattr(Router, "by_torch", otherwise)
+    assert not Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
+    assert list(router._TIES.values()) == [False]
+    monkeypatch.undo()
+    assert not ties.known(512, 8)  # torch keeps a heap
+    assert not ties.known(64, 18)  # and its sort of so many is no insertion
 
 
 class Biased(Qwen3MoeTopKRouter):

@@ -12,16 +12,17 @@ from numba import njit
 
 from greenroom.runtime.kernels.ir import address_of, claim, get, put, put_word, word
 from greenroom.runtime.kernels.lanes import Lanes, exponentials, over_rows
+from greenroom.runtime.kernels.ties import ordered
 
 F, ONE = np.float32(0), np.float32(1)
 
 # The words of `select`, after the cursor: the products, [S_NUMBER] of the model's type; SCORES,
 # float32 [S_NUMBER], their softmax, and the results go to S_IDS, int64 [S_TOP_K], and S_WEIGHTS
-# [S_TOP_K]. SUMMED: are weights divided by their sum? Room for S_TOP_K + 1 ids and as many float32
-# follows.
-SELECT_WORDS = 10
+# [S_TOP_K]. SUMMED: are weights divided by their sum? S_ORDER: room for S_NUMBER ids, or 0 where
+# equal scores are torch's matter. Room for S_TOP_K + 1 ids and as many float32 follows.
+SELECT_WORDS = 11
 (
-    S_TURN, S_FOUND, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_BEST,
+    S_TURN, S_FOUND, PRODUCTS, SCORES, S_NUMBER, S_TOP_K, SUMMED, S_IDS, S_WEIGHTS, S_ORDER, S_BEST,
 ) = range(SELECT_WORDS)  # fmt: skip
 
 # The words of `place`. From FIRST_PIECE to STEP they are those of core/whole.py's Tables. IDS is
@@ -70,9 +71,9 @@ def largest(scores, number, most, best, ids):
 def select(kind, stamp, wide):
     """The softmax of a router's products, in float32, its largest scores and whose they are.
 
-    S_FOUND becomes their number; weights are rounded to `kind`, or left in float32 (`wide`). It
-    stays 0 where the last one chosen and the next are equal, so that another could as well be
-    chosen, or one is no number.
+    S_FOUND becomes their number; weights are rounded to `kind`, or left in float32 (`wide`). Where
+    the last one chosen and the next are equal, so that another could as well be chosen, torch's own
+    order decides (ties.py); S_FOUND stays 0 where that is not known, or one is no number.
     """
 
     def enter(pointer):
@@ -86,7 +87,12 @@ def select(kind, stamp, wide):
             return
         count = largest(scores, word(p, S_NUMBER), top + 1, best, ids)
         if count > top and get(F, best, top - 1) == get(F, best, top):
-            return
+            order = word(p, S_ORDER)
+            if order == 0 or not ordered(scores, order, word(p, S_NUMBER), top):
+                return
+            for i in range(top):
+                put_word(ids, i, word(order, i))
+                put(F, best, i, get(F, scores, word(order, i)))
         total = F
         for i in range(top):
             total += get(F, best, i)

@@ -6,7 +6,7 @@ In the region that ends with its input (decoder.py) it costs its weights' bytes;
 operations cost ten times that where a wave of experts has gone through the caches. The product is
 summed in another order than torch's and rounded to the model's type as torch's is, so as in other
 compiled layers a last bit may differ. Where the last expert that is chosen and the next are equal
-torch chooses. That a router is of this kind is found by trying it.
+the choice is torch's still (ties.py). That a router is of this kind is found by trying it.
 
 The module gets this choice as its own forward for one token: it is called wherever somebody listens
 to it, as predictors do, and what listens must not change a bit.
@@ -15,12 +15,13 @@ to it, as predictors do, and what listens must not change a bit.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels import choice, layers, sequence
+from greenroom.runtime.kernels import choice, layers, sequence, ties
 from greenroom.runtime.kernels.openmp import body
 
 _TRIALS = 48
@@ -41,7 +42,9 @@ class Asked:
         self.weights = torch.empty(1, router.top_k, dtype=router.dtype)
         product, words = array("q", router.product), array("q", router.choice)
         start = words.buffer_info()[0]
-        words[choice.SCORES], words[choice.PRODUCTS] = (start + 8 * at for at in router.places)
+        scores, products, order = (start + 8 * at for at in router.places)
+        words[choice.SCORES], words[choice.PRODUCTS] = scores, products
+        words[choice.S_ORDER] = order if router.knows_ties else 0
         words[choice.S_IDS], words[choice.S_WEIGHTS] = self.ids.data_ptr(), self.weights.data_ptr()
         product[layers.X], product[layers.OUT] = x, words[choice.PRODUCTS]
         self._words = words
@@ -92,10 +95,14 @@ class Router:
         self.product[layers.W_ROWS], self.product[layers.W_COLUMNS] = self.weight.shape
         number = len(self.weight)
         scores = choice.S_BEST + -(-(top_k + 1) * 3 // 2)  # words of ids and of float32
-        self.places = scores, scores + -(-number // 2)  # words at which scores and products begin
-        self.choice = array("q", [0] * (self.places[1] + -(-number // 2)))
+        half = -(-number // 2)
+        self.places = scores, scores + half, scores + 2 * half  # products and ids follow scores
+        self.choice = array("q", [0] * (self.places[2] + number))
         self.choice[choice.S_NUMBER], self.choice[choice.S_TOP_K] = number, top_k
         self.choice[choice.SUMMED] = int(summed)
+        self.knows_ties = ties.known(number, top_k)
+        if self.knows_ties:
+            self.knows_ties = _ties_tried(self)
 
     @staticmethod
     def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Router | None:
@@ -153,6 +160,30 @@ class Router:
         if self._summed:
             values = values / values.sum(-1, keepdim=True)
         return ids, values.to(self.dtype)
+
+
+_TIES: dict[Hashable, bool] = {}  # what came of trying, by the kind of router
+
+
+@torch.no_grad()
+def _ties_tried(router: Router) -> bool:
+    """Does `ties` choose among equal scores as this torch does?"""
+    key = len(router.weight), router.top_k, router.weight.dtype, router.dtype
+    if key not in _TIES:
+        random = torch.Generator().manual_seed(0)
+        _TIES[key] = all(_tie_agrees(router, random) for _ in range(_TRIALS))
+    return _TIES[key]
+
+
+def _tie_agrees(router: Router, random: torch.Generator) -> bool:
+    """Are the experts torch's where many products are equal?"""
+    asked = Asked(router, 0)
+    asked.products.copy_(torch.randint(-4, 4, asked.products.shape, generator=random) / 4)
+    sequence.run(asked.stages[1:])
+    found, wanted = (
+        ids.sort().values for ids, _ in (asked.answer(), router.by_torch(asked.products))
+    )
+    return torch.equal(found, wanted)
 
 
 @torch.no_grad()
