@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from transformers import PreTrainedModel
 
 from greenroom.errors import StoreError
 from greenroom.runtime.driver import Driver
-from greenroom.runtime.kernels import ties
+from greenroom.runtime.kernels import stored, ties
 from greenroom.runtime.kernels.chain import Chain
 from greenroom.runtime.kernels.decoder import OneLayer
+from greenroom.runtime.kernels.program import Program
 from tests.hf.test_one_token import ids, layers_of, one_by_one, served, tokens
 
 NAME = "mixtral"  # three layers, of which each is known
@@ -211,3 +214,102 @@ def test_no_regions_while_a_timeline_is_kept_or_the_cache_is_small(model, region
     model.greenroom.resize(4 * model.greenroom.parts.catalog.slot_bytes)
     assert torch.equal(tokens(model), wanted)
     assert {done for _, done in regions} == {None}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """Those that were made, but for what a model has when a test begins."""
+    found: list[Program] = []
+    make = Program.__init__
+
+    def made(self: Program, *args: Any) -> None:
+        make(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(Program, "__init__", made)
+    return found
+
+
+def test_words_are_made_once_for_all_tokens_of_a_cache(model, programs):
+    wanted = one_by_one(model, count=12)
+    chain_of(model)._pass.program = None
+    assert torch.equal(tokens(model, 12), wanted)
+    assert len(programs) == 1
+
+
+def test_words_are_made_anew_when_a_context_outgrows_them(model, programs, monkeypatch):
+    wanted = one_by_one(model, count=12)
+    chain_of(model)._pass.program = None
+    monkeypatch.setattr("greenroom.runtime.kernels.program.AHEAD", 4)
+    assert torch.equal(tokens(model, 12), wanted)
+    assert len(programs) == 3  # for 8, 13 and 18 tokens
+
+
+@pytest.mark.parametrize("memory", ["dense", "experts"])
+def test_words_are_made_anew_when_memory_has_moved(memory, programs):
+    """A pass of many tokens may have asked for more of what a thread's calls share."""
+    with served(NAME) as model:
+        cache = model(ids(1, 7), use_cache=True).past_key_values
+        for _ in range(4):
+            model(ids(1, 1), past_key_values=cache)
+        (program,) = programs
+        kernel = program._kernel._kernel
+        before = program._scratches()
+        if memory == "dense":
+            stored.scratch(1 << 22)
+        else:
+            kernel.scratch(1 << 22)
+        assert program._scratches() != before or not any(program._strides)
+        wanted = one_by_one(model, count=3)
+        assert torch.equal(tokens(model, 3), wanted)
+
+
+def test_two_caches_take_turns(model):
+    wanted = one_by_one(model)
+    caches = [model(ids(1, 7), use_cache=True) for _ in range(2)]
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(6):
+        for number, out in enumerate(caches):
+            chosen = out.logits[:, -1:].argmax(-1)
+            caches[number] = model(chosen, past_key_values=out.past_key_values)
+            found[number].append(caches[number].logits)
+    assert torch.equal(torch.cat(found[0]), wanted)
+    assert torch.equal(torch.cat(found[1]), wanted)
+
+
+def test_a_cache_that_was_cut_goes_on_from_there(model, programs):
+    cache = model(ids(1, 7), use_cache=True).past_key_values
+    first = [model(ids(1, 1), past_key_values=cache).logits for _ in range(3)]
+    cache.crop(-3)
+    again = [model(ids(1, 1), past_key_values=cache).logits for _ in range(3)]
+    assert all(map(torch.equal, first, again))
+    assert len(programs) <= 1  # where the cache is another's successor, its words hold
+
+
+def test_what_a_pass_returned_is_left_as_it_is_by_the_next(model):
+    cache = model(ids(1, 7), use_cache=True).past_key_values
+    outs = [
+        model(ids(1, 1), past_key_values=cache, output_hidden_states=True).hidden_states
+        for _ in range(3)
+    ]
+    copies = [[each.clone() for each in out] for out in outs]
+    model(ids(1, 1), past_key_values=cache)
+    for out, copy in zip(outs, copies, strict=True):
+        assert all(map(torch.equal, out, copy))
+
+
+def test_threads_have_words_of_their_own(model, programs):
+    """Two answers at once, each in its own thread: neither sees the other's."""
+    wanted = one_by_one(model, count=20)
+    programs.clear()
+    with ThreadPoolExecutor(2) as pool:
+        together = threading.Barrier(2)
+
+        def answer() -> torch.Tensor:
+            with torch.no_grad():
+                together.wait()
+                return tokens(model, 20)
+
+        found = [each.result() for each in [pool.submit(answer) for _ in range(2)]]
+    assert all(torch.equal(each, wanted) for each in found)
+    assert len({id(each) for each in programs}) == 2

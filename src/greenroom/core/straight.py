@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 from greenroom.core.pieces import Ints
@@ -39,21 +38,13 @@ class Straight(Residence):
         self._count(found)
         return True
 
-    def several(
-        self,
-        firsts: Sequence[int],
-        asked: Ints,
-        find: Callable[[Sequence[Tables]], Sequence[int]],
-    ) -> int | None:
-        """As `at_once` for steps that follow one another, each with tables of its own: how many of
-        them were done, the first of them; None where `find` was not asked."""
+    def several(self, asked: Ints, find: Callable[[Tables], Sequence[int]]) -> int | None:
+        """As `at_once` for steps that follow one another, of whose layers `find` knows the first
+        pieces; the tables are the first step's. It says how many pieces each had, up to the first
+        of which one has no slot. How many steps were done; None where it was not asked."""
         if (whole := self._whole) is None:
             return None
-        tables = [array("q", whole.tables(asked, self.place)) for _ in firsts]
-        for number, (first, each) in enumerate(zip(firsts, tables, strict=True)):
-            each[0] = first
-            each[-1] += number
-        found = find(tables)
+        found = find(whole.tables(asked, self.place))
         for pieces in found:
             whole.noted()
             self._count(pieces)

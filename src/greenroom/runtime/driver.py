@@ -296,19 +296,16 @@ class Driver:
             compute()
             return True
 
-    def several(
-        self, layers: Sequence[int], find: Callable[[Sequence[Tables]], Sequence[int]]
-    ) -> int | None:
-        """As `at_once` for the steps of layers that follow one another, which `find` also computes:
-        it says how many pieces each of the first steps had, until one that has to be a `step`.
-        How many steps were done; None where nothing was."""
+    def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
+        """As `at_once` for the steps of layers that follow one another, which `find` also computes
+        (see Scheduler.several), until one that has to be a `step`. How many steps were done; None
+        where nothing was."""
         if self.timeline is not None:
             return None
         with self._one_step:
             self._enter()
             self._check_wanted()
-            firsts = [self.scheduler.pieces.offsets[layer] for layer in layers]
-            done = self.scheduler.several(firsts, self.asked, find)
+            done = self.scheduler.several(self.asked, find)
             for layer in layers[: done or 0]:
                 self._come_to(layer)
             return done

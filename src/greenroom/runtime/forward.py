@@ -105,7 +105,13 @@ class Ahead:
     layers: Sequence[int]
     direct: Sequence[Direct]
 
-    def several(self, first: int, find: Callable[[Sequence[Tables]], Sequence[int]]) -> int | None:
+    @property
+    def firsts(self) -> Sequence[int]:
+        """The layers' first pieces."""
+        offsets = self.driver.scheduler.pieces.offsets
+        return [int(offsets[layer]) for layer in self.layers]
+
+    def several(self, first: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
         return self.driver.several(self.layers[first:], find)
 
 

@@ -81,7 +81,7 @@ class OneToken:
         self._records = [Record(weight, rounded) for weight in weights] if by_code else []
         matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
         inputs = max(self.hidden, self.heads * self.width)
-        self._stride = 4 * inputs + room(inputs) if by_code else 0
+        self.stride = 4 * inputs + room(inputs) if by_code else 0
         self._project = body(heads.project, self.dtype, by_code)
         self._attend = body(heads.attend, self.dtype, by_code)
         code, eps = style or (0, 0.0)
@@ -94,7 +94,7 @@ class OneToken:
                 heads.WIDTH: self.width,
                 heads.EPS: bits(eps),
                 heads.STYLE: code,
-                heads.STRIDE: self._stride,
+                heads.STRIDE: self.stride,
             },
         )
         norms = parts.get("q_norm"), parts.get("k_norm"), None
@@ -112,7 +112,7 @@ class OneToken:
                 heads.A_W: matrices[3],
                 heads.A_ROWS: weights[3].shape[0],
                 heads.A_BIAS: _address(o.bias),
-                heads.A_STRIDE: self._stride,
+                heads.A_STRIDE: self.stride,
             },
         )
 
@@ -216,7 +216,7 @@ class OneToken:
         their hidden states [T, hidden] in float32."""
         project, attend = ([words for _, words in stages] for stages in zip(*each, strict=True))
         wide, projected, mixed, out = (part.data_ptr() for part in work)
-        by_code = bool(self._stride)
+        by_code = bool(self.stride)
         return (
             sequence.of_rows(
                 body(heads.project_rows, self.dtype, by_code), project, wide, projected
@@ -247,7 +247,7 @@ class OneToken:
         words[heads.Q_OUT] = queries = work.data_ptr()
         words[heads.SCRATCH] = queries + 4 * self.heads * self.width
         words[heads.COS], words[heads.SIN] = cos.data_ptr(), sin.data_ptr()
-        words[heads.MEMORY] = scratch(self._stride) if self._stride else 0
+        words[heads.MEMORY] = scratch(self.stride) if self.stride else 0
         for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
             _, step_of_head, step_of_token, _ = tensor.stride()
             words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
@@ -264,7 +264,7 @@ class OneToken:
         words[heads.MIXED] = work.data_ptr() + 4 * self.heads * self.width
         words[heads.SCORES] = words[heads.MIXED] + 4 * self.heads * self.width
         words[heads.A_OUT] = out
-        words[heads.A_MEMORY] = scratch(self._stride) if self._stride else 0
+        words[heads.A_MEMORY] = scratch(self.stride) if self.stride else 0
         return words
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.runtime.kernels import layers, sequence
+from greenroom.runtime.kernels import heads, layers, sequence
 from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
 from greenroom.runtime.kernels.chain import Chain
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import routed
+from greenroom.runtime.kernels.program import Places
 from greenroom.runtime.kernels.router import Asked, Router
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
@@ -30,12 +31,19 @@ Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 # An experts module, how many experts are chosen, and the type of their weights.
 Key = tuple[nn.Module, int, torch.dtype]
 
-# The stages up to a layer's block, and the memory that they use.
-Attending = tuple[tuple[sequence.Stage, ...], Tensor]
-
 
 class OneLayer:
     """A decoder layer's compiled forward for one token, around that of its attention."""
+
+    # Of the stages up to the choice: the first sum, projections, attention, the second sum.
+    places = Places(
+        x=((0, layers.J_X), (3, layers.J_X)),
+        cos=((1, heads.COS),),
+        sin=((1, heads.SIN),),
+        key=((1, heads.K_OUT),),
+        value=((1, heads.V_OUT),),
+        tokens=((2, heads.CONTEXT),),
+    )
 
     def __init__(
         self,
@@ -125,14 +133,15 @@ class OneLayer:
             return None
         # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
         residual, state = (torch.empty(1, self._one.hidden, dtype=x.dtype) for _ in range(2))
-        stages, _work = self._stages(x, kwargs["position_embeddings"], room, residual, state)
+        work = self.work(room[0].shape[2])
+        stages = self._stages(x, kwargs["position_embeddings"], room, residual, state, work)
         if self._experts is None or self._onto is None or not self._plain():
             sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
         if self.choice is not None and self.choice.intact():
             asked = Asked(self.choice, state.data_ptr())
             sequence.run((*stages, *asked.stages))
-            return self.from_choice(state, asked, residual).view(x.shape)
+            return self.from_choice(state, *asked.answer(), residual).view(x.shape)
         sequence.run(stages)
         index, weights = self._choose(state)
         return self._onto(self._experts, state, index, weights, residual).view(x.shape)
@@ -170,6 +179,16 @@ class OneLayer:
         """The layer's number in a cache."""
         return int(self._one.module.layer_idx)
 
+    @property
+    def stride(self) -> int:
+        """Bytes of `stored.scratch` that a thread needs."""
+        return self._one.stride
+
+    def work(self, tokens: int) -> Tensor:
+        """Memory for the stages up to the choice with a context of so many tokens."""
+        # Beside the attention's: two rows of the model's type.
+        return self._one.work(tokens, beside=self._one.hidden)
+
     def up_to_choice(
         self,
         x: Tensor,
@@ -177,19 +196,21 @@ class OneLayer:
         room: tuple[Tensor, Tensor],
         residual: Tensor,
         state: Tensor,
-    ) -> tuple[Sequence[sequence.Stage], Asked, Tensor]:
+        work: Tensor,
+    ) -> tuple[Sequence[sequence.Stage], Asked]:
         """(stages to residual = x + attention and state = its norm [1, hidden] and to the choice
-        of experts for that, the choice, memory that must live until they are done)."""
+        of experts for that, the choice). All of it must live until they are done."""
         assert self.choice is not None
-        stages, work = self._stages(x, positions, room, residual, state)
+        stages = self._stages(x, positions, room, residual, state, work)
         asked = Asked(self.choice, state.data_ptr())
-        return (*stages, *asked.stages), asked, work
+        return (*stages, *asked.stages), asked
 
-    def from_choice(self, state: Tensor, asked: Asked, residual: Tensor) -> Tensor:
-        """The layer's output [1, hidden], from what these stages left."""
+    def from_choice(
+        self, state: Tensor, index: Tensor, weights: Tensor, residual: Tensor
+    ) -> Tensor:
+        """The layer's output [1, hidden], from what these stages left and the choice."""
         assert self._experts is not None
         assert self._onto is not None
-        index, weights = asked.answer()
         return self._onto(self._experts, state, index, weights, residual)
 
     def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
@@ -211,13 +232,16 @@ class OneLayer:
                 raise AssertionError("caches of one batch are of one kind")
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        rows = zip(tokens, positions, rooms, total.split(1, 1), state.split(1, 1), strict=True)
+        works = [self.work(keys.shape[2]) for keys, _ in rooms]
+        rows = zip(
+            tokens, positions, rooms, total.split(1, 1), state.split(1, 1), works, strict=True
+        )
         self._run_rows([self._stages(*row) for row in rows])
         return self._after(total, state, together.exact)
 
-    def _run_rows(self, rows: Sequence[Attending]) -> None:
+    def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """The stages of several tokens, side by side."""
-        begin, project, attend, middle = zip(*(stages for stages, _ in rows), strict=True)
+        begin, project, attend, middle = zip(*rows, strict=True)
         join, one = body(layers.join_rows, self._one.dtype), self._one
         work = torch.empty(4, len(rows), one.widest)
         sequence.run(
@@ -245,10 +269,10 @@ class OneLayer:
         room: tuple[Tensor, Tensor],
         total: Tensor,
         out: Tensor,
-    ) -> Attending:
-        """total = x + attention(norm(x)), out = its norm, and the memory that this works in."""
+        work: Tensor,
+    ) -> tuple[sequence.Stage, ...]:
+        """total = x + attention(norm(x)), out = its norm, by way of `work`."""
         one = self._one
-        work = one.work(room[0].shape[2], beside=one.hidden)  # two rows of the model's type
         normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
         attended = normed + one.hidden * x.itemsize
         begin, middle = array("q", self._begin), array("q", self._middle)
@@ -256,7 +280,7 @@ class OneLayer:
         middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
         middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
         stages = one.stages(normed, positions, *room, work, attended)
-        return ((self._join, begin), *stages, (self._join, middle)), work
+        return (self._join, begin), *stages, (self._join, middle)
 
     def _plain(self) -> bool:
         """Is the block still what it was, and does nobody listen to it or to its experts?"""

@@ -135,27 +135,45 @@ class Direct:
         words[self._combine + compiled.C_WEIGHTS] = weights
         words[self._combine + compiled.SUMS] = start + self._sums
         words[self._join + layers.J_X] = residual
-        words[self._combine + compiled.RESULT] = words[self._join + layers.J_Y] = out
-        words[self._join + layers.J_SUM] = out
+        for where in self.outputs:
+            words[where] = out
         return words, base
 
     def takes(self, weights: torch.dtype) -> bool:
         """Are weights of this type used as they are?"""
         return weights is self._weights
 
+    @property
+    def stride(self) -> int:
+        """Bytes of `scratch` that a thread needs."""
+        return self._plan.scratch
+
+    def scratch(self, stride: int) -> int:
+        """The address of memory that this thread's calls share; it moves when more is asked for."""
+        return self._kernel.scratch(stride)[0]
+
     def planned(
-        self, x: int, index: int, weights: int, residual: int, out: int, buffer: Tensor,
-        tables: Tables,
-    ) -> Planned:  # fmt: skip
-        """The same with all addresses known and ids and weights yet to come, as entries of
-        `in_turn`; nothing is computed where an expert is not there."""
-        words, base = self._words(x, weights, residual, out, buffer)
+        self, x: int, index: int, weights: int, residual: int, buffer: Tensor, first: int
+    ) -> Planned:
+        """The same with ids and weights yet to come, as entries of `in_turn`; nothing is computed
+        where an expert is not there. `first` is the layer's first piece; where the result goes and
+        the other tables are set in the words."""
+        words, base = self._words(x, weights, residual, 0, buffer)
         place, turns = self._place, self._turns + layers.FIRST
-        words[place + choice.IDS] = index
-        words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables
+        words[place + choice.IDS], words[place + choice.FIRST_PIECE] = index, first
         found = base + 8 * (place + choice.FOUND)
         entries = self._find.address, base + 8 * place, 0, found, *words[turns : turns + 6]
         return Planned(words, entries, place + choice.FOUND)
+
+    @property
+    def tables(self) -> int:
+        """Where in these words the tables begin."""
+        return self._place + choice.FIRST_PIECE
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Where in these words the result's address is."""
+        return self._combine + compiled.RESULT, self._join + layers.J_Y, self._join + layers.J_SUM
 
 
 class Planned(NamedTuple):

@@ -1,7 +1,8 @@
 """Compiled dense layers for a few tokens: `gemv` for nn.Linear, `rms_norm` for RMSNorm.
 
 Bodies of a parallel region as in compiled.py, made of the same products. `in_turn` is a body made
-of others, `join` what lies between the halves of a decoder layer, `unfold` expands a stored matrix.
+of others, `renew` sets their words; `join` is what lies between the halves of a decoder layer,
+`unfold` expands a stored matrix.
 
 A matrix is the address of its plain weights, or, where a body is compiled `by_code`, of a record:
 matrices are then read as they are stored (encoded.py), and have the bits of expanded ones.
@@ -25,6 +26,7 @@ from greenroom.runtime.kernels.ir import (
     float_of,
     get,
     put,
+    put_word,
     rounded,
     size_of,
     stack,
@@ -57,6 +59,10 @@ U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STR
 # of their inputs and outputs, a row a token (0: none), and for each the address of the words that
 # the body for one token would have.
 R_DONE, R_COUNT, R_WIDE, R_OUT, R_FIRST = range(1, 6)
+
+# The words of `renew`: how many runs of words there are; then for each where it goes, where it
+# comes from, and how many words it has.
+RUNS, RUN = 1, 2
 
 # The words of `in_turn`: bodies, and the address of what makes threads wait for each other (0:
 # there is one thread). The address of each body follows, and that of its words; where there is no
@@ -257,6 +263,24 @@ def join_rows(kind, stamp):
                 n = word(own, J_COLUMNS)
                 for i in range(n):
                     put(F, wide + 4 * token * n, i, get(kind, word(own, J_OUT), i))
+
+    return enter
+
+
+def renew(kind, stamp):
+    """Copy runs of words. `kind` is of no consequence."""
+
+    def enter(pointer):
+        stamp  # noqa: B018 - part of the cache's key
+        p = address_of(pointer)
+        while True:
+            number = claim(p, 0, 1)
+            if number >= word(p, RUNS):
+                return
+            run = RUN + 3 * number
+            to, of = word(p, run), word(p, run + 1)
+            for i in range(word(p, run + 2)):
+                put_word(to, i, word(of, i))
 
     return enter
 

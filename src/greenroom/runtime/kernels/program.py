@@ -1,0 +1,241 @@
+"""The words of layers that follow one another, made once and renewed for every token.
+
+To make them takes Python a twentieth of a token's time. From one token to the next there change the
+addresses of what comes in and goes out, the place of keys and values, and what the bodies count in:
+so all words are kept once more, where they are set in a few operations on vectors, and a body
+copies them over those that the last token has used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from greenroom.core.pieces import Ints
+from greenroom.core.whole import Tables
+from greenroom.runtime.kernels import choice, layers, sequence
+from greenroom.runtime.kernels.direct import Direct
+from greenroom.runtime.kernels.openmp import BARRIER, body
+from greenroom.runtime.kernels.router import Asked
+from greenroom.runtime.kernels.stored import scratch
+
+Room = tuple[Tensor, Tensor]  # a layer's keys and values, with room for one more token
+Positions = tuple[Tensor, Tensor]  # cosine, sine
+Place = tuple[int, int]  # one of a layer's stages up to its choice, and a word of it
+AHEAD = 256  # tokens that a program has room to work for, beside those of its first
+
+
+class Places(NamedTuple):
+    """Where a layer's words are that change from token to token."""
+
+    x: Sequence[Place]
+    cos: Sequence[Place]
+    sin: Sequence[Place]
+    key: Sequence[Place]  # where the token's own goes
+    value: Sequence[Place]
+    tokens: Sequence[Place]
+
+
+class Link(Protocol):
+    """One of the layers: what is asked of `decoder.OneLayer`."""
+
+    @property
+    def places(self) -> Places: ...
+
+    @property
+    def stride(self) -> int:
+        """Bytes of `stored.scratch` that a thread needs."""
+
+    def work(self, tokens: int) -> Tensor:
+        """Memory for `up_to_choice` with so many tokens."""
+
+    def up_to_choice(
+        self,
+        x: Tensor,
+        positions: Positions,
+        room: Room,
+        residual: Tensor,
+        state: Tensor,
+        work: Tensor,
+    ) -> tuple[Sequence[sequence.Stage], Asked]:
+        """Stages up to the choice of experts, and that."""
+
+
+class Experts(Protocol):
+    """The experts of the layers, and their first pieces."""
+
+    @property
+    def direct(self) -> Sequence[Direct]: ...
+
+    @property
+    def firsts(self) -> Sequence[int]: ...
+
+
+class Program:
+    """Layers that follow one another, for one token after another of a cache."""
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        experts: Experts,
+        x: Tensor,
+        positions: Positions,
+        rooms: Sequence[Room],
+    ) -> None:
+        """For tokens like x [1, 1, hidden]."""
+        self._count, self._rotary = len(links), positions[0].shape[-1]
+        self._most = AHEAD + max(k.shape[2] for k, _ in rooms)
+        self._rooms, self._rows = _lie(rooms), _rows(rooms)
+        # What only lives from stage to stage is the same memory in all layers.
+        self.residual, self.state = torch.empty(2, 1, x.shape[-1], dtype=x.dtype).unbind()
+        self._work = max((link.work(self._most) for link in links), key=Tensor.numel)
+        self._memory = max((each.room() for each in experts.direct), key=Tensor.numel)
+        self._strides = (
+            max(link.stride for link in links),
+            max((each.stride for each in experts.direct), default=0),
+        )
+        self._kernel = experts.direct[0]
+        self._scratch = self._scratches()  # before any of its addresses is written down
+
+        self.asked: list[Asked] = []
+        self._found: list[tuple[array[int], int]] = []
+        self._entries: list[list[int]] = []
+        stages: list[list[array[int]]] = []
+        for link, room, direct, first in zip(
+            links, rooms, experts.direct, experts.firsts, strict=True
+        ):
+            before, asked = link.up_to_choice(
+                x, positions, room, self.residual, self.state, self._work
+            )
+            planned = direct.planned(
+                self.state.data_ptr(),
+                asked.ids.data_ptr(),
+                asked.weights.data_ptr(),
+                self.residual.data_ptr(),
+                self._memory,
+                first,
+            )
+            entries = [n for each, words in before for n in (each.address, _address(words))]
+            self._entries.append([*entries, 0, asked.found, *planned.entries])
+            self._found.append((planned.words, planned.found))
+            self.asked.append(asked)
+            stages.append([*(words for _, words in before), planned.words])
+        self._keep(stages)
+        self._index(stages, links, experts.direct)
+        self._regions = {0: self._region(0)}
+
+    def _keep(self, stages: Sequence[Sequence[array[int]]]) -> None:
+        """All words once more, and the words of `renew`."""
+        live = [words for layer in stages for words in layer]
+        self._words: Ints = np.concatenate([np.frombuffer(words, np.int64) for words in live])
+        self._live = live
+        self._renew, start = array("q", (0, len(live))), self._words.ctypes.data
+        for words in live:
+            self._renew.extend((_address(words), start, len(words)))
+            start += 8 * len(words)
+
+    def _index(
+        self,
+        stages: Sequence[Sequence[array[int]]],
+        links: Sequence[Link],
+        direct: Sequence[Direct],
+    ) -> None:
+        """Where the words that change lie in all words: [layers, how many of them]."""
+        lengths = [[len(words) for words in layer] for layer in stages]
+        starts = [np.cumsum([0, *each[:-1]]) for each in lengths]
+        begins = np.cumsum([0, *(sum(each) for each in lengths[:-1])])
+
+        def index(places: Iterable[Iterable[Place]]) -> Ints:
+            return np.array(
+                [
+                    [begin + start[stage] + word for stage, word in layer]
+                    for begin, start, layer in zip(begins, starts, places, strict=True)
+                ]
+            )
+
+        self._at = {
+            name: index(getattr(link.places, name) for link in links) for name in Places._fields
+        }
+        last = [len(layer) - 1 for layer in stages]
+        pairs = list(zip(last, direct, strict=True))
+        self._out = index([(n, word) for word in each.outputs] for n, each in pairs)
+        self._tables = index(
+            [(n, each.tables + i) for i in range(1, choice.STEP - choice.FIRST_PIECE)]
+            for n, each in pairs
+        )
+        self._step = index(
+            [(n, each.tables + choice.STEP - choice.FIRST_PIECE)] for n, each in pairs
+        )[:, 0]
+
+    def _region(self, first: int) -> array[int]:
+        """The words of `in_turn` for the layers from number `first` on."""
+        entries = [n for each in self._entries[first:] for n in each]
+        renew = body(layers.renew, torch.float32).address, _address(self._renew)
+        return array("q", (1 + len(entries) // 2, BARRIER, *renew, *entries))
+
+    def _scratches(self) -> tuple[int, int]:
+        """Where the memory lies that this thread's kernels share."""
+        dense, experts = self._strides
+        return scratch(dense), self._kernel.scratch(experts)
+
+    def fits(self, positions: Positions, rooms: Sequence[Room]) -> bool:
+        """Do the addresses that are kept hold for this token too?"""
+        return (
+            _lie(rooms) == self._rooms
+            and max(k.shape[2] for k, _ in rooms) <= self._most
+            and positions[0].shape[-1] == self._rotary
+            and self._scratches() == self._scratch
+        )
+
+    def set(self, x: Tensor, positions: Positions, rooms: Sequence[Room], outputs: Tensor) -> None:
+        """The next token, and where the layers' outputs [layers, 1, 1, hidden] go."""
+        words, at = self._words, self._at
+        step = outputs.stride(0) * outputs.itemsize
+        ends = outputs.data_ptr() + step * np.arange(self._count)
+        tokens = np.array([k.shape[2] for k, _ in rooms])
+        words[self._out] = ends[:, None]
+        words[at["x"][1:]] = ends[:-1, None]
+        words[at["x"][0]] = x.data_ptr()
+        words[at["cos"]], words[at["sin"]] = (each.data_ptr() for each in positions)
+        words[at["tokens"]] = tokens[:, None]
+        (keys, key_step), (values, value_step) = self._rows
+        words[at["key"]] = (keys + (tokens - 1) * key_step)[:, None]
+        words[at["value"]] = (values + (tokens - 1) * value_step)[:, None]
+
+    def run(self, first: int, tables: Tables) -> list[int]:
+        """Compute the layers from number `first` on: how many experts each had, until one whose
+        choice is torch's or whose experts have no slots. `tables` are those of the first."""
+        words, last = self._words, choice.STEP - choice.FIRST_PIECE
+        words[self._tables] = tables[1:last]
+        words[self._step[first:]] = tables[last] + np.arange(self._count - first)
+        self._renew[0] = 0
+        if first not in self._regions:
+            self._regions[first] = self._region(first)
+        body(layers.in_turn, torch.float32)(_address(self._regions[first]))
+        found = [each[at] for each, at in self._found[first:]]
+        return found[: found.index(0)] if 0 in found else found
+
+
+def _address(words: array[int]) -> int:
+    return words.buffer_info()[0]
+
+
+def _lie(rooms: Sequence[Room]) -> list[tuple[object, ...]]:
+    """Where keys and values lie, and how."""
+    return [(k.data_ptr(), k.stride(), v.data_ptr(), v.stride()) for k, v in rooms]
+
+
+def _rows(rooms: Sequence[Room]) -> list[tuple[Ints, Ints]]:
+    """(addresses, bytes from token to token) of all keys, and of all values."""
+    return [
+        (
+            np.array([t.data_ptr() for t in each]),
+            np.array([t.stride(2) * t.itemsize for t in each]),
+        )
+        for each in zip(*rooms, strict=True)
+    ]
