@@ -34,7 +34,8 @@ def filled(tokens: int, batch: int = 1) -> DynamicCache:
 def add(cache: DynamicCache, k: torch.Tensor, v: torch.Tensor) -> None:
     room = kv.reserve(cache, 0)
     assert room is not None
-    room[0][:, :, -1:], room[1][:, :, -1:] = k, v
+    last = slice(room.tokens - 1, room.tokens)
+    room.keys[:, :, last], room.values[:, :, last] = k, v
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from greenroom.runtime.kernels.attention import Room
 from greenroom.runtime.memory import reservation
 
 ROOM = 4096  # tokens of address space, where nothing else is said
@@ -54,27 +55,33 @@ class _Room:
 
     def cut(self, tensor: Tensor, tokens: int) -> Tensor:
         """`tensor` with its first tokens alone, in place."""
-        if not self.holds(tensor) or self._whole is None:
-            return tensor[:, :, :tokens]
+        return self.first(tokens) if self.holds(tensor) else tensor[:, :, :tokens]
+
+    def first(self, tokens: int) -> Tensor:
+        """So many tokens of what there is room for."""
+        assert self._whole is not None
         self._view = self._whole[:, :, :tokens]
         return self._view
 
+    def whole(self, tokens: int) -> Tensor | None:
+        """All that there is room for, where that is so many tokens."""
+        whole = self._whole
+        return None if whole is None or tokens > whole.shape[2] else whole
+
     def holds(self, tensor: Tensor) -> bool:
         """Is this the tensor that was given out last? Others (a copy, a part) are not built on."""
-        return tensor is self._view
+        return tensor is self._view and self._whole is not None
 
     def grown(self, tensor: Tensor, like: Tensor, by: int) -> Tensor:
         """`tensor` (or nothing yet) with `by` more tokens, which are not set."""
         tokens = tensor.shape[2] if tensor.dim() == 4 else 0
         self.make(tensor, like, tokens + by)
-        assert self._whole is not None
-        self._view = self._whole[:, :, : tokens + by]
-        return self._view
+        return self.first(tokens + by)
 
     def make(self, tensor: Tensor, like: Tensor, tokens: int) -> Tensor:
         """Room for so many tokens; what `tensor` has of them, in its new place."""
         have = tensor.shape[2] if tensor.dim() == 4 else 0
-        if not self.holds(tensor) or self._whole is None or tokens > self._whole.shape[2]:
+        if not self.holds(tensor) or self.whole(tokens) is None:
             batch, heads, _, width = like.shape
             fresh = self._fresh((batch, heads, tokens, width), like)
             if have:
@@ -102,19 +109,54 @@ class _Room:
 
 
 class Growing(DynamicLayer):
-    """A `DynamicLayer` with room for the tokens to come."""
+    """A `DynamicLayer` with room for the tokens to come.
+
+    A token that `one_more` adds is not seen in keys and values before somebody looks at them: two
+    views of every layer take a compiled pass as long as a layer.
+    """
 
     def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
-        super().__init__()
         self._options = room, in_blocks
         self._rooms = _Room(*self._options), _Room(*self._options)
+        self._count = 0  # tokens in the rooms, where these are what keys and values are views of
+        self._unseen = False
+        super().__init__()
 
     @classmethod
     def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> Growing:
         """A layer that goes on where a plain one is."""
         made = cls(room, in_blocks)
-        made.__dict__ |= vars(layer)
+        for name, value in vars(layer).items():
+            setattr(made, name, value)
         return made
+
+    @property
+    def keys(self) -> Tensor | None:
+        self._look()
+        return self._keys
+
+    @keys.setter
+    def keys(self, tensor: Tensor | None) -> None:
+        self._look()
+        self._keys, self._count = tensor, 0
+
+    @property
+    def values(self) -> Tensor | None:
+        self._look()
+        return self._values
+
+    @values.setter
+    def values(self, tensor: Tensor | None) -> None:
+        self._look()
+        self._values, self._count = tensor, 0
+
+    def _look(self) -> None:
+        if self._unseen:
+            self._unseen = False
+            self._keys, self._values = (room.first(self._count) for room in self._rooms)
+
+    def get_seq_length(self) -> int:
+        return self._count or super().get_seq_length()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -133,12 +175,24 @@ class Growing(DynamicLayer):
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
 
-    def one_more(self) -> tuple[Tensor, Tensor]:
-        """Add a token: keys and values [1, heads, tokens, width], the last one unset."""
-        keys, values = self._tensors()
-        keys = self.keys = self._rooms[0].grown(keys, keys, 1)
-        values = self.values = self._rooms[1].grown(values, values, 1)
-        return keys, values
+    def one_more(self) -> Room | None:
+        """Add a token, unset; None, and nothing done, where there are several requests."""
+        if not self._count or self._rooms[0].whole(self._count + 1) is None:
+            both = self._tensors()
+            if both[0].shape[0] != 1:
+                return None
+            self.keys, self.values = grown = [
+                room.grown(tensor, tensor, 1)
+                for room, tensor in zip(self._rooms, both, strict=True)
+            ]
+            self._count = grown[0].shape[2]
+        else:
+            self._count += 1
+            self._unseen = True
+        whole = [room.whole(self._count) for room in self._rooms]
+        assert whole[0] is not None
+        assert whole[1] is not None
+        return Room(whole[0], whole[1], self._count)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Without the last -`tokens_to_remove` tokens; those that remain are not moved."""
@@ -177,15 +231,17 @@ class Growing(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
+        self._count = 0
         self._rooms = _Room(*self._options), _Room(*self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
         """Its tokens without the room behind them."""
+        self._look()
         made = Growing(*self._options)
         made.__dict__ |= {
             name: copy.deepcopy(value, memo) if not isinstance(value, Tensor) else value.clone()
             for name, value in vars(self).items()
-            if name != "_rooms"
+            if name not in ("_rooms", "_count")
         }
         return made
 
@@ -209,8 +265,8 @@ def adopt(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
                 part.layers[index] = Growing.of(layer, room, in_blocks)
 
 
-def reserve(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
-    """Add a token to a layer: its keys and values [1, heads, tokens, width], the last one unset.
+def reserve(cache: Any, layer_idx: int) -> Room | None:
+    """Add a token to a layer, unset.
 
     None where the cache is of another kind, empty, or holds several requests.
     """
@@ -219,7 +275,7 @@ def reserve(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
     layer = cache.layers[layer_idx]
     if type(layer) is DynamicLayer:
         layer = cache.layers[layer_idx] = Growing.of(layer)
-    if type(layer) is not Growing or not layer.is_initialized or layer.keys.shape[0] != 1:
+    if type(layer) is not Growing or not layer.is_initialized:
         return None
     return layer.one_more()
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import heads, sequence
 from greenroom.runtime.kernels.emit import LANES
+from greenroom.runtime.kernels.guard import Guard
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.stored import Record, coded, matrix_of, readable, room, scratch
 
@@ -34,8 +35,18 @@ _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 Forward = Callable[..., Any]
 Positions = tuple[Tensor, Tensor]  # cosine, sine
 Style = tuple[int, float]  # how an RMSNorm applies its weight, its epsilon
-# (cache, layer) -> the layer's keys and values with one more token, or None: it must be updated.
-Reserve = Callable[[Any, int], "tuple[Tensor, Tensor] | None"]
+
+
+class Room(NamedTuple):
+    """A layer's keys and values [1, kv_heads, `tokens` or more, width]; the last token is unset."""
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+
+
+# (cache, layer) -> room for one more token, or None: the cache must be updated.
+Reserve = Callable[[Any, int], "Room | None"]
 
 
 def bits(value: float) -> int:
@@ -75,7 +86,11 @@ class OneToken:
         self.heads: int = weights[0].shape[0] // self.width
         self.kv_heads: int = weights[1].shape[0] // self.width
         self.dtype: torch.dtype = weights[0].dtype
-        self._known = [(name, part, part._parameters["weight"]) for name, part in parts.items()]
+        self.guard = Guard()  # that the parts are those that the addresses are taken from
+        for name, part in parts.items():
+            self.guard.same(own._modules, name, part)
+            self.guard.weight(part)
+            self.guard.unheard(part)
         self._key = type(module), self.dtype, style
         by_code = coded(weights)
         self._records = [Record(weight, rounded) for weight in weights] if by_code else []
@@ -128,19 +143,6 @@ class OneToken:
             yield _address(norm.weight) if norm else 0
             yield int(rotated)
 
-    def intact(self) -> bool:
-        """Are the parts still those that the addresses were taken from, and nobody listens?"""
-        modules = self.module._modules
-        for name, part, weight in self._known:
-            if (
-                modules[name] is not part
-                or part._parameters["weight"] is not weight
-                or part._forward_hooks
-                or part._forward_pre_hooks
-            ):
-                return False
-        return True
-
     def takes(self, x: Tensor, positions: Any, mask: Any, cache: Any) -> bool:
         """Is this call one that the compiled bodies know?"""
         if (
@@ -163,7 +165,7 @@ class OneToken:
             and cos.is_contiguous()
             and sin.is_contiguous()
             and self.module.config.__dict__.get("_attn_implementation_internal") in _IMPLEMENTATIONS
-            and self.intact()
+            and self.guard.holds()
             and self._sound(width)
         )
 
@@ -173,8 +175,8 @@ class OneToken:
             self._tried[self._key] = try_out(self, rotary)
         return self._tried[self._key]
 
-    def room(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values in a cache, with room for one more token, or None."""
+    def room(self, cache: Any) -> Room | None:
+        """Room for one more token in a cache, or None."""
         return self._reserve(cache, self.module.layer_idx)
 
     def __call__(self, x: Tensor, positions: Positions, cache: Any) -> Tensor:
@@ -182,31 +184,32 @@ class OneToken:
         out = torch.empty(1, 1, self._attending[heads.A_ROWS], dtype=self.dtype)
         room = self.room(cache)
         if room is not None:
-            work = self.work(room[0].shape[2])
-            sequence.run(self.stages(x.data_ptr(), positions, *room, work, out.data_ptr()))
+            work = self.work(room.tokens)
+            sequence.run(self.stages(x.data_ptr(), positions, room, work, out.data_ptr()))
             return out
         k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
         work = self.work(1)
-        words = self._to_project(x.data_ptr(), positions, k, v, work)
+        words = self._to_project(x.data_ptr(), positions, Room(k, v, 1), work)
         self._project(words.buffer_info()[0])
         k, v = cache.update(k, v, self.module.layer_idx)
         if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-        more = self.work(k.shape[2])
-        words = self._to_attend(work.data_ptr(), k, v, more, out.data_ptr())
+        room = Room(k, v, k.shape[2])
+        more = self.work(room.tokens)
+        words = self._to_attend(work.data_ptr(), room, more, out.data_ptr())
         self._attend(words.buffer_info()[0])
         return out
 
     def stages(
-        self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor, out: int
+        self, x: int, positions: Positions, room: Room, work: Tensor, out: int
     ) -> tuple[sequence.Stage, sequence.Stage]:
         """From the hidden state at address x to the attention's output at address out.
 
-        The last of k's and v's tokens [1, kv_heads, tokens, width] is this one, to be written.
+        The room's last token is this one, to be written.
         """
         return (
-            (self._project, self._to_project(x, positions, k, v, work)),
-            (self._attend, self._to_attend(work.data_ptr(), k, v, work, out)),
+            (self._project, self._to_project(x, positions, room, work)),
+            (self._attend, self._to_attend(work.data_ptr(), room, work, out)),
         )
 
     def stages_of_rows(
@@ -237,9 +240,7 @@ class OneToken:
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
         return torch.empty(self.heads * self.width + max(projected, attended) + beside)
 
-    def _to_project(
-        self, x: int, positions: Positions, k: Tensor, v: Tensor, work: Tensor
-    ) -> array[int]:
+    def _to_project(self, x: int, positions: Positions, room: Room, work: Tensor) -> array[int]:
         """The words of `project`; queries are left at the beginning of `work`."""
         words, size = array("q", self._projecting), self.dtype.itemsize
         cos, sin = positions
@@ -248,16 +249,20 @@ class OneToken:
         words[heads.SCRATCH] = queries + 4 * self.heads * self.width
         words[heads.COS], words[heads.SIN] = cos.data_ptr(), sin.data_ptr()
         words[heads.MEMORY] = scratch(self.stride) if self.stride else 0
-        for tensor, out, step in ((k, heads.K_OUT, heads.K_STEP), (v, heads.V_OUT, heads.V_STEP)):
+        for tensor, out, step in (
+            (room.keys, heads.K_OUT, heads.K_STEP),
+            (room.values, heads.V_OUT, heads.V_STEP),
+        ):
             _, step_of_head, step_of_token, _ = tensor.stride()
-            words[out] = tensor.data_ptr() + size * (tensor.shape[2] - 1) * step_of_token
+            words[out] = tensor.data_ptr() + size * (room.tokens - 1) * step_of_token
             words[step] = size * step_of_head
         return words
 
-    def _to_attend(self, queries: int, k: Tensor, v: Tensor, work: Tensor, out: int) -> array[int]:
-        """The words of `attend`: queries [heads * width] over k, v [1, kv_heads, tokens, width]."""
+    def _to_attend(self, queries: int, room: Room, work: Tensor, out: int) -> array[int]:
+        """The words of `attend`: queries [heads * width] over the room's keys and values."""
         words, size = array("q", self._attending), self.dtype.itemsize
-        words[heads.Q], words[heads.CONTEXT] = queries, k.shape[2]
+        k, v, words[heads.CONTEXT] = room
+        words[heads.Q] = queries
         words[heads.K], words[heads.V] = k.data_ptr(), v.data_ptr()
         _, words[heads.K_HEAD], words[heads.K_ROW], _ = (size * n for n in k.stride())
         _, words[heads.V_HEAD], words[heads.V_ROW], _ = (size * n for n in v.stride())

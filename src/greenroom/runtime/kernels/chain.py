@@ -18,7 +18,9 @@ from torch import Tensor
 
 from greenroom.core.whole import Tables
 from greenroom.runtime.kernels import program
-from greenroom.runtime.kernels.program import Program, Room
+from greenroom.runtime.kernels.attention import Room
+from greenroom.runtime.kernels.guard import Guard
+from greenroom.runtime.kernels.program import Program
 
 
 class Experts(program.Experts, Protocol):
@@ -37,8 +39,9 @@ class Link(program.Link, Protocol):
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool: ...
 
-    def unheard(self) -> bool:
-        """Is everything in it as it was, and does nobody listen to what is in it?"""
+    @property
+    def guard(self) -> Guard:
+        """That everything in it is as it is now, and nobody listens to what is in it."""
 
     def room(self, cache: Any) -> Room | None: ...
 
@@ -74,6 +77,7 @@ class Chain:
         self._make_experts, self._take_back = make_experts, take_back
         self._experts: Experts | None = None
         self._in_order: bool | None = None  # not known yet
+        self._guarded: Guard | None = None
         self._pass = _Pass()
 
     def saw(self, number: int, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -110,6 +114,13 @@ class Chain:
             mine.made = made
         return outputs[number]
 
+    def _guard(self) -> Guard:
+        if self._guarded is None:
+            self._guarded = Guard()
+            for link in self._links:
+                self._guarded.include(link.guard)
+        return self._guarded
+
     def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
         """The layers from number `first` on have not seen this token."""
         for link in self._links[first:end]:
@@ -117,7 +128,7 @@ class Chain:
 
     def _begin(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Compute as many layers as can be; the first one's output."""
-        if not self._links[0].takes(x, kwargs) or not all(link.unheard() for link in self._links):
+        if not self._guard().holds() or not self._links[0].takes(x, kwargs):
             return None
         assert self._experts is not None
         token = _Token(self._links, self._experts, self._pass, x, kwargs)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import heads, layers, sequence
-from greenroom.runtime.kernels.attention import OneToken, Positions, Style, bits
+from greenroom.runtime.kernels.attention import OneToken, Positions, Room, Style, bits
 from greenroom.runtime.kernels.chain import Chain
+from greenroom.runtime.kernels.guard import Guard
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import routed
 from greenroom.runtime.kernels.program import Places
@@ -58,15 +59,25 @@ class OneLayer:
         parts: dict[str, Any] = dict(layer._modules)
         first, second, self._name = names
         self._block: nn.Module = parts[self._name]
-        norms = [(name, parts[name], parts[name]._parameters["weight"]) for name in (first, second)]
-        self._known = [*norms, (self._attention(), one.module, None)]
+        norms = parts[first], parts[second]
+        self._parts = Guard()  # that norms, attention and block are still those
+        for name in (first, second, self._attention(), self._name):
+            self._parts.same(layer._modules, name, parts[name])
+        for norm in norms:
+            self._parts.weight(norm)
+        for part in (*norms, one.module):
+            self._parts.unheard(part)
         self._join = body(layers.join, one.dtype)
         self._begin, self._middle = (
-            self._words(norm.weight, style)
-            for (_, norm, _), style in zip(norms, styles, strict=True)
+            self._words(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
         )
         self._onto = onto
         self._router, self._experts, self._shape = self._parts_of_block()
+        self._plain = Guard()  # that the block is what it was, and nobody listens to it
+        for part in (self._block, self._experts):
+            if part is not None:
+                self._plain.unheard(part)
+                self._plain.same(vars(part), "forward", None)
         self.choice = self._chosen_fast()
         self.forward: Callable[..., Any] = layer_forward(self, layer)
         self.chain: tuple[Chain, int] | None = None  # and the layer's number there
@@ -105,25 +116,12 @@ class OneLayer:
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Is this call one that the compiled bodies know, of the parts that they know?"""
-        return self._known_parts() and self._one.takes(
+        return self._parts.holds() and self._one.takes(
             x,
             kwargs.get("position_embeddings"),
             kwargs.get("attention_mask"),
             kwargs.get("past_key_values"),
         )
-
-    def _known_parts(self) -> bool:
-        """Are norms, attention and block still those, and does nobody listen to the first two?"""
-        modules: dict[str, Any] = self._layer._modules
-        for name, part, weight in self._known:
-            if (
-                modules[name] is not part
-                or part._forward_hooks
-                or part._forward_pre_hooks
-                or (weight is not None and part._parameters["weight"] is not weight)
-            ):
-                return False
-        return modules[self._name] is self._block
 
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output for x [1, 1, hidden]; None, and nothing done, where the cache has no
@@ -133,9 +131,9 @@ class OneLayer:
             return None
         # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
         residual, state = (torch.empty(1, self._one.hidden, dtype=x.dtype) for _ in range(2))
-        work = self.work(room[0].shape[2])
+        work = self.work(room.tokens)
         stages = self._stages(x, kwargs["position_embeddings"], room, residual, state, work)
-        if self._experts is None or self._onto is None or not self._plain():
+        if self._experts is None or self._onto is None or not self._plain.holds():
             sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
         if self.choice is not None and self.choice.intact():
@@ -146,19 +144,18 @@ class OneLayer:
         index, weights = self._choose(state)
         return self._onto(self._experts, state, index, weights, residual).view(x.shape)
 
-    def unheard(self) -> bool:
-        """Is the layer still what it was, its forward too, and does nobody listen to its parts?"""
-        return (
-            self._layer.__dict__.get("forward") is self.forward
-            and self.choice is not None
-            and self.choice.intact()
-            and self._plain()
-            and self._known_parts()
-            and self._one.intact()
-        )
+    @property
+    def guard(self) -> Guard:
+        """That the layer is what it is now, its forward too, and nobody listens to its parts."""
+        assert self.choice is not None
+        guard = Guard()
+        guard.same(vars(self._layer), "forward", self.forward)
+        for each in (self.choice.guard, self._plain, self._parts, self._one.guard):
+            guard.include(each)
+        return guard
 
-    def room(self, cache: Any) -> tuple[Tensor, Tensor] | None:
-        """The layer's keys and values in a cache, with room for one more token, or None."""
+    def room(self, cache: Any) -> Room | None:
+        """Room for one more token in a cache, or None."""
         return self._one.room(cache)
 
     def takes_part(self) -> Key | None:
@@ -193,7 +190,7 @@ class OneLayer:
         self,
         x: Tensor,
         positions: Positions,
-        room: tuple[Tensor, Tensor],
+        room: Room,
         residual: Tensor,
         state: Tensor,
         work: Tensor,
@@ -232,7 +229,7 @@ class OneLayer:
                 raise AssertionError("caches of one batch are of one kind")
             return None
         total, state = torch.empty_like(x), torch.empty_like(x)
-        works = [self.work(keys.shape[2]) for keys, _ in rooms]
+        works = [self.work(room.tokens) for room in rooms]
         rows = zip(
             tokens, positions, rooms, total.split(1, 1), state.split(1, 1), works, strict=True
         )
@@ -254,7 +251,7 @@ class OneLayer:
 
     def _after(self, total: Tensor, state: Tensor, exact: bool) -> Tensor:
         """total + what the block makes of state, [1, T, hidden]."""
-        if self._experts is None or self._onto is None or not self._plain():
+        if self._experts is None or self._onto is None or not self._plain.holds():
             rows = state.split(1, 1) if exact else (state,)
             return total + torch.cat([self._block(row) for row in rows], 1)
         alone = exact or self.choice is not None  # a compiled choice is of one token
@@ -266,7 +263,7 @@ class OneLayer:
         self,
         x: Tensor,
         positions: Positions,
-        room: tuple[Tensor, Tensor],
+        room: Room,
         total: Tensor,
         out: Tensor,
         work: Tensor,
@@ -279,21 +276,8 @@ class OneLayer:
         begin[layers.J_X], begin[layers.J_OUT] = x.data_ptr(), normed
         middle[layers.J_X], middle[layers.J_Y] = begin[layers.J_X], attended
         middle[layers.J_SUM], middle[layers.J_OUT] = total.data_ptr(), out.data_ptr()
-        stages = one.stages(normed, positions, *room, work, attended)
+        stages = one.stages(normed, positions, room, work, attended)
         return (self._join, begin), *stages, (self._join, middle)
-
-    def _plain(self) -> bool:
-        """Is the block still what it was, and does nobody listen to it or to its experts?"""
-        block, experts = self._block, self._experts
-        assert experts is not None
-        return not (
-            block._forward_hooks
-            or block._forward_pre_hooks
-            or experts._forward_hooks
-            or experts._forward_pre_hooks
-            or "forward" in block.__dict__
-            or "forward" in experts.__dict__
-        )
 
 
 def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:

@@ -19,13 +19,12 @@ from torch import Tensor
 from greenroom.core.pieces import Ints
 from greenroom.core.whole import Tables
 from greenroom.runtime.kernels import choice, layers, sequence
+from greenroom.runtime.kernels.attention import Positions, Room
 from greenroom.runtime.kernels.direct import Direct
 from greenroom.runtime.kernels.openmp import BARRIER, body
 from greenroom.runtime.kernels.router import Asked
 from greenroom.runtime.kernels.stored import scratch
 
-Room = tuple[Tensor, Tensor]  # a layer's keys and values, with room for one more token
-Positions = tuple[Tensor, Tensor]  # cosine, sine
 Place = tuple[int, int]  # one of a layer's stages up to its choice, and a word of it
 AHEAD = 256  # tokens that a program has room to work for, beside those of its first
 
@@ -89,8 +88,9 @@ class Program:
     ) -> None:
         """For tokens like x [1, 1, hidden]."""
         self._count, self._rotary = len(links), positions[0].shape[-1]
-        self._most = AHEAD + max(k.shape[2] for k, _ in rooms)
-        self._rooms, self._rows = _lie(rooms), _rows(rooms)
+        self._most = AHEAD + max(room.tokens for room in rooms)
+        self._rooms = rooms
+        self._keys, self._values = (_rows(each) for each in list(zip(*rooms, strict=True))[:2])
         # What only lives from stage to stage is the same memory in all layers.
         self.residual, self.state = torch.empty(2, 1, x.shape[-1], dtype=x.dtype).unbind()
         self._work = max((link.work(self._most) for link in links), key=Tensor.numel)
@@ -186,8 +186,11 @@ class Program:
     def fits(self, positions: Positions, rooms: Sequence[Room]) -> bool:
         """Do the addresses that are kept hold for this token too?"""
         return (
-            _lie(rooms) == self._rooms
-            and max(k.shape[2] for k, _ in rooms) <= self._most
+            all(
+                mine.keys is room.keys and mine.values is room.values
+                for mine, room in zip(self._rooms, rooms, strict=True)
+            )
+            and max(room.tokens for room in rooms) <= self._most
             and positions[0].shape[-1] == self._rotary
             and self._scratches() == self._scratch
         )
@@ -197,15 +200,14 @@ class Program:
         words, at = self._words, self._at
         step = outputs.stride(0) * outputs.itemsize
         ends = outputs.data_ptr() + step * np.arange(self._count)
-        tokens = np.array([k.shape[2] for k, _ in rooms])
+        tokens = np.array([room.tokens for room in rooms])
         words[self._out] = ends[:, None]
         words[at["x"][1:]] = ends[:-1, None]
         words[at["x"][0]] = x.data_ptr()
         words[at["cos"]], words[at["sin"]] = (each.data_ptr() for each in positions)
         words[at["tokens"]] = tokens[:, None]
-        (keys, key_step), (values, value_step) = self._rows
-        words[at["key"]] = (keys + (tokens - 1) * key_step)[:, None]
-        words[at["value"]] = (values + (tokens - 1) * value_step)[:, None]
+        for name, (starts, rows) in (("key", self._keys), ("value", self._values)):
+            words[at[name]] = (starts + (tokens - 1) * rows)[:, None]
 
     def run(self, first: int, tables: Tables) -> list[int]:
         """Compute the layers from number `first` on: how many experts each had, until one whose
@@ -225,17 +227,9 @@ def _address(words: array[int]) -> int:
     return words.buffer_info()[0]
 
 
-def _lie(rooms: Sequence[Room]) -> list[tuple[object, ...]]:
-    """Where keys and values lie, and how."""
-    return [(k.data_ptr(), k.stride(), v.data_ptr(), v.stride()) for k, v in rooms]
-
-
-def _rows(rooms: Sequence[Room]) -> list[tuple[Ints, Ints]]:
-    """(addresses, bytes from token to token) of all keys, and of all values."""
-    return [
-        (
-            np.array([t.data_ptr() for t in each]),
-            np.array([t.stride(2) * t.itemsize for t in each]),
-        )
-        for each in zip(*rooms, strict=True)
-    ]
+def _rows(tensors: Sequence[Tensor]) -> tuple[Ints, Ints]:
+    """Where keys or values begin, and bytes from token to token."""
+    return (
+        np.array([t.data_ptr() for t in tensors]),
+        np.array([t.stride(2) * t.itemsize for t in tensors]),
+    )

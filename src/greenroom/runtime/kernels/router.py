@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.kernels import choice, layers, sequence, ties
+from greenroom.runtime.kernels.guard import Guard
 from greenroom.runtime.kernels.openmp import body
 
 _TRIALS = 48
@@ -88,6 +89,9 @@ class Router:
         self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
         self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
+        self._known = Guard()
+        self._known.weight(module)
+        self._known.unheard(module)
         self.multiply = body(layers.gemv, self.weight.dtype, False)
         self.select = body(choice.select, self.weight.dtype, dtype is torch.float32)
         self.product = array("q", [0] * (layers.OUT_WIDE + 1))
@@ -119,13 +123,16 @@ class Router:
 
     def intact(self) -> bool:
         """Is the module still what it was, and does nobody listen to it?"""
-        module = self.module
-        return not (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._parameters["weight"] is not self.weight
-            or module.__dict__.get("forward", self.forward) != self.forward
-        )
+        own = vars(self.module).get("forward", self.forward)
+        return self._known.holds() and own == self.forward
+
+    @property
+    def guard(self) -> Guard:
+        """That it is, with the forward that it has now."""
+        guard, own = Guard(), vars(self.module).get("forward")
+        guard.include(self._known)
+        guard.same(vars(self.module), "forward", own if own in (None, self.forward) else self)
+        return guard
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [1, top_k] of the experts that x [1, hidden] goes to, their weights)."""
