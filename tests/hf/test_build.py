@@ -21,6 +21,8 @@ from greenroom.errors import (
 )
 from greenroom.hf.build import IMPLEMENTATION, Draft, build, dense_bytes
 from greenroom.hf.checkpoint import Checkpoint
+from greenroom.runtime.pages import Pages
+from tests.gguf_models import write
 from tests.hf.conftest import one_line
 from tests.models import ARCHITECTURES, MULTIMODAL, cached_tiny, reference
 
@@ -236,3 +238,27 @@ def test_the_config_of_a_caller_is_not_shared() -> None:
     folder = cached_tiny("qwen3_moe")
     assert Draft.of(folder).model.config is not Draft.of(folder).model.config
     assert AutoConfig.from_pretrained(folder)._experts_implementation != IMPLEMENTATION
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_dense_parameters_lie_side_by_side_in_large_pages(kind, tmp_path, monkeypatch):
+    """Whatever is loaded to memory: as it is, converted or stored; nothing twice."""
+    taken: list[torch.Tensor] = []
+    empty = Pages.empty
+
+    def seen(self: Pages, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        taken.append(empty(self, *shape, dtype=dtype))
+        return taken[-1]
+
+    monkeypatch.setattr(Pages, "empty", seen)
+    if kind == "gguf":
+        draft = Draft.of(str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})))
+        draft.keep_stored()
+    else:
+        draft = Draft.of(cached_tiny("qwen3_moe"))
+    model = draft.load()
+    places = {tensor.data_ptr() for tensor in taken}
+    parameters = [p for p in model.parameters() if p is not None]
+    assert parameters
+    assert all(p.data_ptr() in places for p in parameters)
+    assert sum(t.nbytes for t in taken) <= draft.dense_bytes + 64 * len(taken)

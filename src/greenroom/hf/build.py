@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -33,6 +34,7 @@ from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
 from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
+from greenroom.runtime.pages import Pages
 
 IMPLEMENTATION = "greenroom"  # the experts implementation that models are built with
 log = logging.getLogger(__name__)
@@ -127,11 +129,12 @@ class Draft:
         tied = model.all_tied_weights_keys
         taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
-        info = self._load(self._routes, self._names, options)
+        empty = Pages().empty if torch.device(device).type == "cpu" else torch.empty
+        info = self._load(self._routes, self._names, options, empty)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
         for one in self._kept.values():
-            one.load(self.checkpoint)
+            one.load(self.checkpoint, empty)
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
@@ -149,18 +152,24 @@ class Draft:
         )
 
     def _load(
-        self, routes: dict[str, Route], expected: list[str], options: LoadStateDictConfig
+        self,
+        routes: dict[str, Route],
+        expected: list[str],
+        options: LoadStateDictConfig,
+        empty: Callable[..., torch.Tensor],
     ) -> Any:
-        """Have transformers load what these routes lead to."""
+        """Have transformers load what these routes lead to. Parameters that are read as they are
+        lie in memory from `empty`."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
         tensors: dict[str, Any] = {}
         for target, route in routes.items():
             dtype = dtypes(target, constructed[target].dtype)
             names = [name for own in route.sources.values() for name in own]
             if isinstance(self.checkpoint, Gguf):  # its names mean nothing to transformers' loader
-                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype)
+                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype, empty)
             else:
-                tensors |= {name: _OnDisk(self.checkpoint, name, dtype) for name in names}
+                into = empty if route.converter is None else torch.empty
+                tensors |= {name: _OnDisk(self.checkpoint, name, dtype, into) for name in names}
         info, _ = type(self.model)._load_pretrained_model(
             self.model, tensors, None, options, expected_keys=expected
         )
@@ -224,11 +233,18 @@ def dense_bytes(source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto"
 class _OnDisk:
     """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        dtype: torch.dtype,
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
         self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
+        self._empty = empty
 
     def __getitem__(self, whole: object) -> torch.Tensor:
-        return self._checkpoint.read(self._name, self._dtype)
+        return self._checkpoint.read(self._name, self._dtype, self._empty)
 
 
 @dataclass(frozen=True)
@@ -239,13 +255,16 @@ class _Converted:
     route: Route
     model: PreTrainedModel
     dtype: torch.dtype
+    empty: Callable[..., torch.Tensor]
 
     def __getitem__(self, whole: object) -> torch.Tensor:
-        # As transformers does: what is computed with is in float32, and cast at the end.
-        dtype = self.dtype if self.route.converter is None else torch.float32
         names = [name for own in self.route.sources.values() for name in own]
-        tensors = {name: self.checkpoint.read(name, dtype) for name in names}
-        return converted(self.route, tensors, self.model).to(self.dtype)
+        if self.route.converter is None:
+            return self.checkpoint.read(names[0], self.dtype, self.empty)
+        # As transformers does: what is computed with is in float32, and cast at the end.
+        tensors = {name: self.checkpoint.read(name, torch.float32) for name in names}
+        made = converted(self.route, tensors, self.model)
+        return self.empty(*made.shape, dtype=self.dtype).copy_(made)
 
 
 def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +79,14 @@ class Checkpoint:
         """To be held while transformers reads the files by itself."""
         return nullcontext()
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor in ordinary memory, cast to `dtype`, expanded where it is encoded."""
-        return read_tensor(self.files, name, self.tensors[name], dtype)
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+    ) -> torch.Tensor:
+        """One tensor, cast to `dtype`, expanded where it is encoded, in memory from `empty`."""
+        return read_tensor(self.files, name, self.tensors[name], dtype, empty)
 
     def read_stored(self, name: str) -> torch.Tensor:
         """One tensor as it lies in its file, under its name there."""

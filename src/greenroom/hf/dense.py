@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +42,10 @@ class Kept:
             keep(module, self.stored)
             module._is_hf_initialized = True  # or it would be, and there is nothing to do it to
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Read it. Raises CheckpointError."""
-        read_parts(
-            checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], self.stored.fill()
-        )
+    def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
+        """Read it into memory from `empty`. Raises CheckpointError."""
+        parts = self.stored.fill(empty)
+        read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
 
 
 def kept(

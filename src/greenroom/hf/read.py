@@ -7,7 +7,7 @@ memory once, not twice. What is cast or expanded is so piece by piece, for the s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from math import prod
@@ -25,22 +25,36 @@ PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragm
 
 
 def read_tensor(
-    files: Sequence[str], name: str, stored: Stored, dtype: torch.dtype | None = None
+    files: Sequence[str],
+    name: str,
+    stored: Stored,
+    dtype: torch.dtype | None = None,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
     """A tensor of `stored.shape`; CheckpointError where the file ends too early or fails.
 
-    `dtype` casts a plain tensor, and is needed for an encoded one.
+    `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)` makes
+    what is returned.
     """
     if stored.encoding == PLAIN:
-        return _plain(files[stored.file], name, stored, dtype)
+        return _plain(files[stored.file], name, stored, dtype, empty)
     assert dtype is not None
-    matrices = [_matrix(files, name, stored, i, dtype) for i in range(prod(stored.codes[:-2]))]
+    matrices = [
+        _matrix(files, name, stored, i, dtype, empty if len(stored.shape) == 2 else torch.empty)
+        for i in range(prod(stored.codes[:-2]))
+    ]
     return torch.stack(matrices).view(stored.shape) if len(stored.shape) > 2 else matrices[0]
 
 
-def _plain(path: str, name: str, stored: Stored, dtype: torch.dtype | None) -> Tensor:
+def _plain(
+    path: str,
+    name: str,
+    stored: Stored,
+    dtype: torch.dtype | None,
+    empty: Callable[..., Tensor],
+) -> Tensor:
     kind = _dtype(path, name, stored)
-    tensor = torch.empty(prod(stored.shape), dtype=dtype or kind)
+    tensor = empty(prod(stored.shape), dtype=dtype or kind)
     cast = tensor.dtype != kind
     step = PIECE // kind.itemsize if cast else max(1, len(tensor))
     buffer = torch.empty(min(step, len(tensor)), dtype=kind) if cast else tensor
@@ -69,11 +83,16 @@ def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[
 
 
 def _matrix(
-    files: Sequence[str], name: str, stored: Stored, number: int, dtype: torch.dtype
+    files: Sequence[str],
+    name: str,
+    stored: Stored,
+    number: int,
+    dtype: torch.dtype,
+    empty: Callable[..., Tensor],
 ) -> Tensor:
     """Matrix `number` of a stack, expanded some rows at a time."""
     rows, columns = stored.shape[-2:][:: -1 if stored.transposed else 1]
-    matrix = torch.empty(rows, columns, dtype=dtype)
+    matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
     step = stored.unit
     if rows % stored.unit == 0:  # otherwise each row of scales is expanded by itself
         step *= max(1, PIECE // (4 * columns * stored.unit))
@@ -86,7 +105,7 @@ def _matrix(
             for c in stored.companions
         ]
         matrix[row : row + count] = decode([codes, *companions], (count, columns), dtype)
-    return matrix.T.contiguous() if stored.transposed else matrix
+    return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
 
 
 def decoder(encoding: str) -> Decode:

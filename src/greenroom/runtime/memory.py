@@ -69,8 +69,9 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def reservation(nbytes: int) -> mmap.mmap:
-    """Address space whose pages are there once they are written, by pages of the smallest size.
+def reservation(nbytes: int, large_pages: bool = False) -> mmap.mmap:
+    """Address space whose pages are there once they are written, by pages of the smallest size or,
+    where the system has them, of the largest.
 
     It goes back with its last reader. DeviceError where there is not so much.
     """
@@ -79,7 +80,7 @@ def reservation(nbytes: int) -> mmap.mmap:
     except (OSError, ValueError, OverflowError) as error:
         raise DeviceError(f"no address space for {nbytes} bytes: {error}") from error
     with contextlib.suppress(OSError, AttributeError):  # a kernel without them has none to refuse
-        space.madvise(mmap.MADV_NOHUGEPAGE)
+        space.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return space
 
 

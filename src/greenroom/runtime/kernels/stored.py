@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ class Stored:
             return f"{self.dtype}"
         return unread(self.spec)
 
-    def fill(self) -> list[Tensor]:
-        """Take memory; returns its parts, to be written: the codes, then the companions."""
-        self._memory = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
+    def fill(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
+        """Take memory from `empty`; returns its parts, to be written: codes, then companions."""
+        self._memory = empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
         self.device = self._memory.device
         return self.parts
 
