@@ -25,6 +25,7 @@ F32 = NDArray[np.float32]
 
 FAST = {"reassoc", "contract", "nsz"}  # infinities and NaN keep their meaning, divisions are exact
 INFINITE = np.int32(0x7F800000)  # a float32 without its sign is finite where its bits are below
+GROUP = 32  # weights that share a scale of int4 in a pack
 EXACT = 5  # significant bits of a scale of int4
 HALF = 11  # of a float16
 TRIES = 4  # scales of int4 that are looked at, one after another
@@ -144,25 +145,22 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
             x = w[row, g * group : (g + 1) * group]
-            scale = _int4_scale(x)
+            out = apart[g * group : (g + 1) * group]
+            # Loops of a known length are vectors without a remainder.
+            scale = _int4_group(x, GROUP, out) if group == GROUP else _int4_group(x, group, out)
             scales[row, g] = scale
             finite &= np.isfinite(scale)
-            over = ONE / scale if scale != ZERO else ZERO
-            out = apart[g * group : (g + 1) * group]
-            for i in range(group):
-                q = min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7))
-                out[i] = np.uint8(q + np.int32(8))
         out = codes[row]
         for i in range(len(out)):
             out[i] = np.uint8((pairs[i] | pairs[i] >> 4) & 255)
     return finite
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
-def _int4_scale(x: F32) -> np.float32:
-    """The scale of one group: NaN where a weight is not finite."""
+@njit(inline="always")
+def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
+    """Codes plus 8 of a group, and its scale: NaN where a weight is not finite."""
     most, size = np.int32(0), np.int32(0)  # compared as integers: loops become vectors
-    for i in range(len(x)):
+    for i in range(count):
         most = max(most, np.float32(x[i]).view(np.int32))
         size = max(size, _size(x[i]))
     if size >= INFINITE:
@@ -177,21 +175,22 @@ def _int4_scale(x: F32) -> np.float32:
             bits = np.int32(word + (k << (24 - EXACT)))
             power = np.int32((254 << 23) - (bits & INFINITE)).view(np.float32)  # one over its own
             scale, over = bits.view(np.float32), sign * power * OVER[bits >> 24 - EXACT & 15]
-            error = _error(x, sign * scale, over)
+            error = ZERO  # squared, of the group's codes under this scale
+            for i in range(count):
+                gap = x[i] - sign * scale * np.float32(_int4_code(x[i] * over))
+                error += gap * gap
             if error < least_error:
                 best, least_error = scale, error
-    return sign * best
+    best *= sign
+    over = ONE / best if best != ZERO else ZERO
+    for i in range(count):
+        out[i] = np.uint8(_int4_code(x[i] * over) + np.int32(8))
+    return best
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
-def _error(x: F32, scale: np.float32, over: np.float32) -> np.float32:
-    """The squared error of a group's codes under a scale; `over` is one over it."""
-    error = ZERO
-    for i in range(len(x)):
-        q = np.float32(min(max(_nearest(x[i] * over), np.int32(-8)), np.int32(7)))
-        gap = x[i] - scale * q
-        error += gap * gap
-    return error
+@njit(inline="always")
+def _int4_code(x: np.float32) -> np.int32:
+    return min(max(_nearest(x), np.int32(-8)), np.int32(7))
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
