@@ -9,7 +9,8 @@ copies them over those that the last token has used.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,11 @@ from greenroom.runtime.kernels.stored import scratch
 
 Place = tuple[int, int]  # one of a layer's stages up to its choice, and a word of it
 AHEAD = 256  # tokens that a program has room to work for, beside those of its first
+LAST = choice.STEP - choice.FIRST_PIECE  # of the words of Tables
+# What words that change are counted from: the addresses of a token's inputs and outputs, then the
+# words of Tables after the first.
+NONE, X, OUT, COS, SIN, TABLES = range(6)
+STEP = TABLES + LAST - 1
 
 
 class Places(NamedTuple):
@@ -38,6 +44,16 @@ class Places(NamedTuple):
     key: Sequence[Place]  # where the token's own goes
     value: Sequence[Place]
     tokens: Sequence[Place]
+
+
+class Change(NamedTuple):
+    """A word that is another for each token: a base's value, a number, and one for each token."""
+
+    where: int  # in all words
+    layer: int
+    base: int
+    number: int = 0
+    each: int = 0
 
 
 class Link(Protocol):
@@ -90,7 +106,8 @@ class Program:
         self._count, self._rotary = len(links), positions[0].shape[-1]
         self._most = AHEAD + max(room.tokens for room in rooms)
         self._rooms = rooms
-        self._keys, self._values = (_rows(each) for each in list(zip(*rooms, strict=True))[:2])
+        self._bytes = x.nbytes  # of an output
+        self._bases: Ints = np.zeros(STEP + 1, np.int64)
         # What only lives from stage to stage is the same memory in all layers.
         self.residual, self.state = torch.empty(2, 1, x.shape[-1], dtype=x.dtype).unbind()
         self._work = max((link.work(self._most) for link in links), key=Tensor.numel)
@@ -126,7 +143,8 @@ class Program:
             self.asked.append(asked)
             stages.append([*(words for _, words in before), planned.words])
         self._keep(stages)
-        self._index(stages, links, experts.direct)
+        changes = np.array(list(self._changes(stages, links, experts.direct)))
+        self._where, self._layer, self._base, self._number, self._each = changes.T.copy()
         self._regions = {0: self._region(0)}
 
     def _keep(self, stages: Sequence[Sequence[array[int]]]) -> None:
@@ -139,38 +157,33 @@ class Program:
             self._renew.extend((_address(words), start, len(words)))
             start += 8 * len(words)
 
-    def _index(
+    def _changes(
         self,
         stages: Sequence[Sequence[array[int]]],
         links: Sequence[Link],
         direct: Sequence[Direct],
-    ) -> None:
-        """Where the words that change lie in all words: [layers, how many of them]."""
-        lengths = [[len(words) for words in layer] for layer in stages]
-        starts = [np.cumsum([0, *each[:-1]]) for each in lengths]
-        begins = np.cumsum([0, *(sum(each) for each in lengths[:-1])])
+    ) -> Iterator[Change]:
+        """The words of all layers that change."""
+        keys, values = (_rows(each) for each in list(zip(*self._rooms, strict=True))[:2])
+        start = 0
+        for n, (layer, link, experts) in enumerate(zip(stages, links, direct, strict=True)):
+            begins = [start + at for at in accumulate([0, *map(len, layer)])]
+            start, last = begins.pop(), begins[-1]
 
-        def index(places: Iterable[Iterable[Place]]) -> Ints:
-            return np.array(
-                [
-                    [begin + start[stage] + word for stage, word in layer]
-                    for begin, start, layer in zip(begins, starts, places, strict=True)
-                ]
-            )
+            def each(places: Sequence[Place], begins: list[int] = begins) -> Iterator[int]:
+                return (begins[stage] + word for stage, word in places)
 
-        self._at = {
-            name: index(getattr(link.places, name) for link in links) for name in Places._fields
-        }
-        last = [len(layer) - 1 for layer in stages]
-        pairs = list(zip(last, direct, strict=True))
-        self._out = index([(n, word) for word in each.outputs] for n, each in pairs)
-        self._tables = index(
-            [(n, each.tables + i) for i in range(1, choice.STEP - choice.FIRST_PIECE)]
-            for n, each in pairs
-        )
-        self._step = index(
-            [(n, each.tables + choice.STEP - choice.FIRST_PIECE)] for n, each in pairs
-        )[:, 0]
+            places, tables = link.places, last + experts.tables
+            for at in each(places.x):  # the first layer's is the model's own
+                yield Change(at, n, OUT, (n - 1) * self._bytes) if n else Change(at, n, X)
+            for base, own in ((COS, places.cos), (SIN, places.sin)):
+                yield from (Change(at, n, base) for at in each(own))
+            for (address, row), own in ((keys[n], places.key), (values[n], places.value)):
+                yield from (Change(at, n, NONE, address - row, row) for at in each(own))
+            yield from (Change(at, n, NONE, 0, 1) for at in each(places.tokens))
+            yield from (Change(last + at, n, OUT, n * self._bytes) for at in experts.outputs)
+            yield from (Change(tables + i, n, TABLES + i - 1) for i in range(1, LAST))
+            yield Change(tables + LAST, n, STEP, n)
 
     def _region(self, first: int) -> array[int]:
         """The words of `in_turn` for the layers from number `first` on."""
@@ -197,24 +210,17 @@ class Program:
 
     def set(self, x: Tensor, positions: Positions, rooms: Sequence[Room], outputs: Tensor) -> None:
         """The next token, and where the layers' outputs [layers, 1, 1, hidden] go."""
-        words, at = self._words, self._at
-        step = outputs.stride(0) * outputs.itemsize
-        ends = outputs.data_ptr() + step * np.arange(self._count)
         tokens = np.array([room.tokens for room in rooms])
-        words[self._out] = ends[:, None]
-        words[at["x"][1:]] = ends[:-1, None]
-        words[at["x"][0]] = x.data_ptr()
-        words[at["cos"]], words[at["sin"]] = (each.data_ptr() for each in positions)
-        words[at["tokens"]] = tokens[:, None]
-        for name, (starts, rows) in (("key", self._keys), ("value", self._values)):
-            words[at[name]] = (starts + (tokens - 1) * rows)[:, None]
+        self._values = self._number + self._each * tokens[self._layer]
+        given = (x, outputs, *positions)
+        self._bases[X : SIN + 1] = [each.data_ptr() for each in given]
 
     def run(self, first: int, tables: Tables) -> list[int]:
         """Compute the layers from number `first` on: how many experts each had, until one whose
         choice is torch's or whose experts have no slots. `tables` are those of the first."""
-        words, last = self._words, choice.STEP - choice.FIRST_PIECE
-        words[self._tables] = tables[1:last]
-        words[self._step[first:]] = tables[last] + np.arange(self._count - first)
+        self._bases[TABLES : STEP + 1] = tables[1:]
+        self._bases[STEP] -= first
+        self._words[self._where] = self._values + self._bases[self._base]
         self._renew[0] = 0
         if first not in self._regions:
             self._regions[first] = self._region(first)
@@ -227,9 +233,6 @@ def _address(words: array[int]) -> int:
     return words.buffer_info()[0]
 
 
-def _rows(tensors: Sequence[Tensor]) -> tuple[Ints, Ints]:
-    """Where keys or values begin, and bytes from token to token."""
-    return (
-        np.array([t.data_ptr() for t in tensors]),
-        np.array([t.stride(2) * t.itemsize for t in tensors]),
-    )
+def _rows(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where each layer's keys or values begin, and bytes from token to token."""
+    return [(each.data_ptr(), each.stride(2) * each.itemsize) for each in tensors]
