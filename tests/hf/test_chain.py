@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from greenroom.errors import StoreError
@@ -149,6 +150,20 @@ def test_whoever_listens_to_a_part_has_the_layers_one_by_one(model, regions):
     assert torch.equal(tokens(model), wanted)
     assert regions == []
     layer.forward = own
+    assert torch.equal(tokens(model), wanted)
+    assert regions
+
+
+def test_who_listens_to_all_modules_hears_each(model, regions):
+    wanted, heard = tokens(model), []
+    regions.clear()
+    hook = register_module_forward_hook(lambda module, *_: heard.append(module))
+    try:
+        tokens(model)  # by torch's own operations, so that the parts of an attention are heard too
+    finally:
+        hook.remove()
+    assert regions == []
+    assert set(model.model.layers[1].self_attn.children()) < set(heard)
     assert torch.equal(tokens(model), wanted)
     assert regions
 

@@ -38,6 +38,7 @@ from greenroom.runtime.kernels.chain import Chain, Experts
 from greenroom.runtime.kernels.decoder import Key, OneLayer, Onto
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.patterns import sublayers
+from greenroom.runtime.kernels.rotary import Rotary
 from greenroom.runtime.kernels.stored import (
     EXPANDED,
     Record,
@@ -109,6 +110,10 @@ def accelerate(
             done.add("layer", layer, around.forward)
             if around.choice is not None:
                 done.add("router", around.choice.module, around.choice.forward)
+    dtypes = {one.dtype for one in attentions.values()}
+    for module in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
+        if dtypes and (rotary := Rotary.of(module, dtypes)) is not None:
+            done.add("rotary", module, rotary.forward)
     if ahead is not None:
         _join(model, layers_of, ahead, take_back)
     for module in model.modules():

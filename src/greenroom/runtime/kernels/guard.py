@@ -11,13 +11,19 @@ from operator import is_
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as every
+
+# Of those who listen to all modules.
+EVERY: tuple[Mapping[Any, Any], ...] = (
+    every._global_forward_hooks, every._global_forward_pre_hooks,
+)  # fmt: skip
 
 
 class Guard:
     """What has to be so of some modules."""
 
     def __init__(self) -> None:
-        self._empty: list[Mapping[Any, Any]] = []
+        self._empty: list[Mapping[Any, Any]] = [*EVERY]
         self._where: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
@@ -38,7 +44,7 @@ class Guard:
 
     def include(self, other: Guard) -> None:
         """All of another's too."""
-        self._empty += other._empty
+        self._empty += other._empty[len(EVERY) :]
         self._where += other._where
         self._names += other._names
         self._values += other._values

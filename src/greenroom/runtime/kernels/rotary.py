@@ -1,0 +1,87 @@
+"""Cosines and sines of a token's position, from tables that the module's own forward made.
+
+For one token they are nine of torch's small operations, which on a cache that the weights have
+just emptied take as long as a layer's attention; and the same for every token at a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 128  # positions of a table
+TABLES = 16  # that are kept
+FIXED = {"default", "linear", "llama3", "yarn"}  # kinds that know positions, not lengths
+_TRIED = (0, 1, 6, ROWS - 1, 8 * ROWS + 3, 40 * ROWS - 1)
+_ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+
+Table = tuple[Tensor, Tensor]  # [1, ROWS, width]
+
+
+class Rotary:
+    """One rotary embedding's forward; `of` says whether a module may have one."""
+
+    def __init__(self, module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
+        self._module, self._original = module, type(module).forward
+        self._dtypes = frozenset(dtypes)
+        self._made_of = self._sources()
+        self._tables: dict[tuple[int, torch.dtype], Table] = {}
+
+    @staticmethod
+    def of(module: nn.Module, dtypes: Collection[torch.dtype]) -> Rotary | None:
+        """One for a module whose tables of these types have the bits of single positions, or None;
+        others are left to the module."""
+        known = getattr(module, "rope_type", None) in FIXED and "inv_freq" in module._buffers
+        if not known or module._parameters or module._modules:
+            return None
+        made = Rotary(module, dtypes)
+        try:
+            return made if all(made._agrees(*each) for each in product(dtypes, _TRIED)) else None
+        except _ODD:
+            return None
+
+    def _agrees(self, dtype: torch.dtype, position: int) -> bool:
+        x, ids = torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([[position]])
+        with torch.no_grad():
+            pairs = zip(self.forward(x, ids), self._original(self._module, x, ids), strict=True)
+            return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+    def _sources(self) -> tuple[Any, ...]:
+        module = self._module
+        return module._buffers["inv_freq"], getattr(module, "attention_scaling", None)
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The module's: (cosines, sines) [1, tokens, width] in x's type."""
+        if (
+            args
+            or kwargs
+            or position_ids.shape != (1, 1)
+            or x.is_meta
+            or x.dtype not in self._dtypes
+            or torch.is_grad_enabled()
+            or any(map(_differ, self._sources(), self._made_of))
+        ):
+            return self._original(self._module, x, position_ids, *args, **kwargs)
+        position = int(position_ids)
+        row = position % ROWS
+        cos, sin = self._table(position - row, x.dtype)
+        return cos[:, row : row + 1], sin[:, row : row + 1]
+
+    def _table(self, start: int, dtype: torch.dtype) -> Table:
+        found = self._tables.get((start, dtype))
+        if found is None:
+            if len(self._tables) == TABLES:
+                del self._tables[next(iter(self._tables))]  # the oldest
+            with torch.inference_mode(False), torch.no_grad():
+                ids = torch.arange(start, start + ROWS)[None]
+                found = self._original(self._module, torch.zeros(1, 1, 1, dtype=dtype), ids)
+            self._tables[start, dtype] = found
+        return found
+
+
+def _differ(a: object, b: object) -> bool:
+    return a is not b
