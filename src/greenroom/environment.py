@@ -20,9 +20,8 @@ def wait_briefly() -> None:
 
 
 def large_pages() -> None:
-    """Let torch ask for pages of 2 MiB for large tensors; the user's own setting stays.
-
-    A token reads all dense weights once, and with pages of 4 KiB looks up as many addresses: 1 to 3
-    of a hundred of its milliseconds.
+    """Let torch ask for pages of 2 MiB for large tensors, such as weights that transformers
+    converts (those that are read as they are have theirs, runtime/pages.py); the user's own setting
+    stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
