@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -277,6 +279,48 @@ def test_words_are_made_anew_when_memory_has_moved(memory, programs):
         assert program._scratches() != before or not any(program._strides)
         wanted = one_by_one(model, count=3)
         assert torch.equal(tokens(model, 3), wanted)
+
+
+def test_a_cache_goes_with_its_answer(model, programs):
+    """Words that were made for it do not keep its memory."""
+    cache = model(ids(1, 7), use_cache=True).past_key_values
+    model(ids(1, 1), past_key_values=cache)
+    whole = weakref.ref(cache.layers[0]._rooms[0]._whole)
+    assert whole() is not None
+    del cache
+    gc.collect()
+    assert whole() is None
+    assert torch.equal(tokens(model), one_by_one(model))
+
+
+def test_memory_that_moves_between_two_regions(unknown_ties, model, programs, monkeypatch):
+    make_ties(model)
+    wanted, choose = one_by_one(model), OneLayer.from_choice
+
+    def asks_for_more(self: OneLayer, *args: Any) -> torch.Tensor:
+        kernel = programs[-1]._kernel._kernel if programs else None
+        if kernel is not None:
+            kernel.scratch(64 + 2 * kernel._local.buffer.numel())
+        return choose(self, *args)
+
+    monkeypatch.setattr(OneLayer, "from_choice", asks_for_more)
+    chain_of(model)._pass.program = None
+    assert torch.equal(tokens(model, 2), wanted[:2])
+    assert len(programs) > 2
+
+
+def test_who_changed_a_router_before_the_first_token_may_put_it_back(regions):
+    with served(NAME) as model:
+        gate = model.model.layers[1].mlp.gate
+        own, gate.forward = gate.forward, lambda *a: type(gate).forward(gate, *a)
+        tokens(model)
+        assert all(done is None for _, done in regions)
+        gate.forward = own
+        wanted = one_by_one(model)
+        regions.clear()
+        for _ in range(2):
+            assert torch.equal(tokens(model), wanted)
+        assert (3, 3) in regions
 
 
 def test_two_caches_take_turns(model):

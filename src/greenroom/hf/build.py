@@ -123,18 +123,20 @@ class Draft:
 
         The model equals `from_pretrained`'s in every dense parameter and buffer but those that are
         kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
-        CheckpointError.
+        CheckpointError, and DeviceError where there is no address space.
         """
         model, options = self.model, self._options(torch.device(device))
         tied = model.all_tied_weights_keys
         taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
-        empty = Pages().empty if torch.device(device).type == "cpu" else torch.empty
+        on_cpu = torch.device(device).type == "cpu"
+        empty = Pages().empty if on_cpu else torch.empty
         info = self._load(self._routes, self._names, options, empty)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
+        apart = Pages()  # these go before the others when the model is detached
         for one in self._kept.values():
-            one.load(self.checkpoint, empty)
+            one.load(self.checkpoint, apart.empty if on_cpu else torch.empty)
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
@@ -158,8 +160,8 @@ class Draft:
         options: LoadStateDictConfig,
         empty: Callable[..., torch.Tensor],
     ) -> Any:
-        """Have transformers load what these routes lead to. Parameters that are read as they are
-        lie in memory from `empty`."""
+        """Have transformers load what these routes lead to. What it does not convert by itself
+        lies in memory from `empty`."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
         tensors: dict[str, Any] = {}
         for target, route in routes.items():

@@ -118,7 +118,7 @@ class Growing(DynamicLayer):
     def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
         self._options = room, in_blocks
         self._rooms = _Room(*self._options), _Room(*self._options)
-        self._count = 0  # tokens in the rooms, where these are what keys and values are views of
+        self._count = 0  # tokens in the rooms, as long as none were added but by `one_more`
         self._unseen = False
         super().__init__()
 

@@ -34,7 +34,7 @@ def read_tensor(
     """A tensor of `stored.shape`; CheckpointError where the file ends too early or fails.
 
     `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)` makes
-    what is returned.
+    what is returned, but for stacks of encoded matrices.
     """
     if stored.encoding == PLAIN:
         return _plain(files[stored.file], name, stored, dtype, empty)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import MellumConfig, Qwen3MoeConfig
+from transformers.models.mellum.modeling_mellum import MellumRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from greenroom.runtime.kernels.rotary import ROWS, TABLES, Rotary
@@ -87,6 +90,27 @@ def test_who_has_no_tables():
     assert Rotary.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
     odd.__class__ = torch.nn.Identity  # what it returns is another thing
     assert Rotary.of(odd, {torch.bfloat16}) is None
+
+
+def test_a_kind_for_each_type_of_layer_is_the_module_s():
+    module = MellumRotaryEmbedding(MellumConfig())
+    assert isinstance(module.rope_type, dict)
+    assert Rotary.of(module, {torch.bfloat16}) is None
+
+
+def test_threads_add_tables_side_by_side():
+    module = made()
+    ours = Rotary.of(module, {torch.bfloat16})
+    x = torch.zeros(1, 1, 8).bfloat16()
+
+    def ask(seed: int) -> bool:
+        starts = torch.randperm(60, generator=torch.Generator().manual_seed(seed)) * ROWS
+        with torch.no_grad():
+            return all(equal(module, ours, x, start.view(1, 1)) for start in starts)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+    assert len(ours._tables) == TABLES
 
 
 def test_what_was_made_in_inference_mode_serves_outside():

@@ -77,7 +77,7 @@ class Chain:
         self._make_experts, self._take_back = make_experts, take_back
         self._experts: Experts | None = None
         self._in_order: bool | None = None  # not known yet
-        self._guarded: Guard | None = None
+        self._guard: Guard | None = None
         self._pass = _Pass()
 
     def saw(self, number: int, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -114,12 +114,16 @@ class Chain:
             mine.made = made
         return outputs[number]
 
-    def _guard(self) -> Guard:
-        if self._guarded is None:
-            self._guarded = Guard()
+    def _intact(self) -> bool:
+        """Are all layers what they were when this was first found so, and does nobody listen?"""
+        if self._guard is None:
+            guard = Guard()
             for link in self._links:
-                self._guarded.include(link.guard)
-        return self._guarded
+                guard.include(link.guard)
+            if not guard.holds():
+                return False
+            self._guard = guard
+        return self._guard.holds()
 
     def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
         """The layers from number `first` on have not seen this token."""
@@ -128,7 +132,7 @@ class Chain:
 
     def _begin(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """Compute as many layers as can be; the first one's output."""
-        if not self._guard().holds() or not self._links[0].takes(x, kwargs):
+        if not self._intact() or not self._links[0].takes(x, kwargs):
             return None
         assert self._experts is not None
         token = _Token(self._links, self._experts, self._pass, x, kwargs)
@@ -163,6 +167,7 @@ class _Token:
         self._links, self._experts, self._pass = links, experts, state
         self._x, self._kwargs = x, kwargs
         self.next, self.rooms = 0, list[Room]()
+        self._used: Program | None = None
         self._all = torch.empty(len(links), *x.shape, dtype=x.dtype)
         self.outputs = self._all.unbind()
 
@@ -170,8 +175,7 @@ class _Token:
         """Go through the layers that come next, and through one that Python computes from its
         choice on. False where none can be."""
         done = self._experts.several(self.next, self._region)
-        program = self._pass.program
-        if done is None or len(self.rooms) < len(self._links) or program is None:
+        if done is None or (program := self._used) is None:
             return False
         self.next += done
         if self.next < len(self._links):
@@ -185,12 +189,13 @@ class _Token:
 
     def _region(self, tables: Tables) -> Sequence[int]:
         """How many experts each of the next layers computed, until one that did not."""
-        if not self.rooms:
-            if not self._make_room():
-                return []
-            self._program().set(self._x, self._positions, self.rooms, self._all)
-        assert self._pass.program is not None
-        return self._pass.program.run(self.next, tables)
+        if not self.rooms and not self._make_room():
+            return []
+        program = self._program()  # also where Python was between, and may have moved memory
+        if program is not self._used:
+            program.set(self._x, self._positions, self.rooms, self._all)
+            self._used = program
+        return program.run(self.next, tables)
 
     @property
     def _positions(self) -> tuple[Tensor, Tensor]:

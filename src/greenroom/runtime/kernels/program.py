@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -28,11 +29,11 @@ from greenroom.runtime.kernels.stored import scratch
 
 Place = tuple[int, int]  # one of a layer's stages up to its choice, and a word of it
 AHEAD = 256  # tokens that a program has room to work for, beside those of its first
-LAST = choice.STEP - choice.FIRST_PIECE  # of the words of Tables
+STEP_WORD = choice.STEP - choice.FIRST_PIECE  # of Tables, and the last of it
 # What words that change are counted from: the addresses of a token's inputs and outputs, then the
 # words of Tables after the first.
 NONE, X, OUT, COS, SIN, TABLES = range(6)
-STEP = TABLES + LAST - 1
+STEP = TABLES + STEP_WORD - 1
 
 
 class Places(NamedTuple):
@@ -105,7 +106,8 @@ class Program:
         """For tokens like x [1, 1, hidden]."""
         self._count, self._rotary = len(links), positions[0].shape[-1]
         self._most = AHEAD + max(room.tokens for room in rooms)
-        self._rooms = rooms
+        # Not to be kept alive: a cache goes when its answer does, and with it its memory.
+        self._rooms = [(ref(room.keys), ref(room.values)) for room in rooms]
         self._bytes = x.nbytes  # of an output
         self._bases: Ints = np.zeros(STEP + 1, np.int64)
         # What only lives from stage to stage is the same memory in all layers.
@@ -143,7 +145,7 @@ class Program:
             self.asked.append(asked)
             stages.append([*(words for _, words in before), planned.words])
         self._keep(stages)
-        changes = np.array(list(self._changes(stages, links, experts.direct)))
+        changes = np.array(list(self._changes(stages, links, experts.direct, rooms)))
         self._where, self._layer, self._base, self._number, self._each = changes.T.copy()
         self._regions = {0: self._region(0)}
 
@@ -162,9 +164,10 @@ class Program:
         stages: Sequence[Sequence[array[int]]],
         links: Sequence[Link],
         direct: Sequence[Direct],
+        rooms: Sequence[Room],
     ) -> Iterator[Change]:
         """The words of all layers that change."""
-        keys, values = (_rows(each) for each in list(zip(*self._rooms, strict=True))[:2])
+        keys, values = (_rows(each) for each in list(zip(*rooms, strict=True))[:2])
         start = 0
         for n, (layer, link, experts) in enumerate(zip(stages, links, direct, strict=True)):
             begins = [start + at for at in accumulate([0, *map(len, layer)])]
@@ -182,8 +185,8 @@ class Program:
                 yield from (Change(at, n, NONE, address - row, row) for at in each(own))
             yield from (Change(at, n, NONE, 0, 1) for at in each(places.tokens))
             yield from (Change(last + at, n, OUT, n * self._bytes) for at in experts.outputs)
-            yield from (Change(tables + i, n, TABLES + i - 1) for i in range(1, LAST))
-            yield Change(tables + LAST, n, STEP, n)
+            yield from (Change(tables + i, n, TABLES + i - 1) for i in range(1, STEP_WORD))
+            yield Change(tables + STEP_WORD, n, STEP, n)
 
     def _region(self, first: int) -> array[int]:
         """The words of `in_turn` for the layers from number `first` on."""
@@ -200,8 +203,8 @@ class Program:
         """Do the addresses that are kept hold for this token too?"""
         return (
             all(
-                mine.keys is room.keys and mine.values is room.values
-                for mine, room in zip(self._rooms, rooms, strict=True)
+                keys() is room.keys and values() is room.values
+                for (keys, values), room in zip(self._rooms, rooms, strict=True)
             )
             and max(room.tokens for room in rooms) <= self._most
             and positions[0].shape[-1] == self._rotary

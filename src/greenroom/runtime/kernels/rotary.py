@@ -6,6 +6,7 @@ just emptied take as long as a layer's attention; and the same for every token a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from itertools import product
 from typing import Any
@@ -30,12 +31,14 @@ class Rotary:
         self._dtypes = frozenset(dtypes)
         self._made_of = self._sources()
         self._tables: dict[tuple[int, torch.dtype], Table] = {}
+        self._lock = threading.Lock()  # of who adds a table
 
     @staticmethod
     def of(module: nn.Module, dtypes: Collection[torch.dtype]) -> Rotary | None:
         """One for a module whose tables of these types have the bits of single positions, or None;
         others are left to the module."""
-        known = getattr(module, "rope_type", None) in FIXED and "inv_freq" in module._buffers
+        kind = getattr(module, "rope_type", None)  # by layer type, where it is no word
+        known = isinstance(kind, str) and kind in FIXED and "inv_freq" in module._buffers
         if not known or module._parameters or module._modules:
             return None
         made = Rotary(module, dtypes)
@@ -74,12 +77,13 @@ class Rotary:
     def _table(self, start: int, dtype: torch.dtype) -> Table:
         found = self._tables.get((start, dtype))
         if found is None:
-            if len(self._tables) == TABLES:
-                del self._tables[next(iter(self._tables))]  # the oldest
             with torch.inference_mode(False), torch.no_grad():
                 ids = torch.arange(start, start + ROWS)[None]
                 found = self._original(self._module, torch.zeros(1, 1, 1, dtype=dtype), ids)
-            self._tables[start, dtype] = found
+            with self._lock:
+                self._tables[start, dtype] = found
+                while len(self._tables) > TABLES:
+                    del self._tables[next(iter(self._tables))]  # the oldest
         return found
 
 

@@ -128,10 +128,11 @@ class Router:
 
     @property
     def guard(self) -> Guard:
-        """That it is, with the forward that it has now."""
+        """That it is, with the forward that it has now, where that is the class's or this one."""
         guard, own = Guard(), vars(self.module).get("forward")
         guard.include(self._known)
-        guard.same(vars(self.module), "forward", own if own in (None, self.forward) else self)
+        known = own is None or own == self.forward
+        guard.same(vars(self.module), "forward", own if known else self.forward)
         return guard
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
