@@ -82,7 +82,8 @@ def run_llama_bench(
     """One cold run of llama.cpp's llama-bench: prefill and decode as worker.py reports them.
 
     With `repack`, its default, it copies some types (Q4_0) to memory of its own in another order,
-    which is faster, and is killed where there is no room for that.
+    which is faster, and is killed where there is no room for that. Newer versions can only be told
+    not to when they are built (-DGGML_CPU_REPACK=OFF).
 
     llama-bench gives one time for all tokens of a repetition, so its time a token is a mean.
     """
