@@ -6,8 +6,6 @@ runtime moves the same chunks by the same rules, and only when they arrive is se
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +16,9 @@ from greenroom.config import show_bytes
 from greenroom.core.layout import Catalog
 from greenroom.errors import BudgetError
 from greenroom.runtime.line import Line
-from greenroom.runtime.memory import available_bytes
+from greenroom.runtime.memory import available_bytes, reservation
 from greenroom.runtime.store import CHUNK_BYTES, Chunk, DiskStore, Staging
 
-_MADV_HUGEPAGE = 14
 _TIMED_COPIES = 9
 _READERS = 4  # threads that fill it: what a disk needs to reach its speed
 
@@ -56,10 +53,7 @@ class RamStore:
             raise BudgetError(
                 f"the experts take {show_bytes(total)} of memory, {show_bytes(available)} are free"
             )
-        memory = mmap.mmap(-1, total)
-        with contextlib.suppress(OSError, AttributeError):
-            memory.madvise(_MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(memory, np.uint8)
+        self._bytes = np.frombuffer(reservation(total, large_pages=True), np.uint8)
         self._at: dict[tuple[int, int], int] = {}  # (file, offset of a chunk) -> its place here
         end = 0
         for chunks in self._chunks:

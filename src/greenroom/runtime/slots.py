@@ -7,7 +7,6 @@ moves no address that a kernel may know, and a kernel takes a base, a stride and
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -17,9 +16,8 @@ import torch
 
 from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
+from greenroom.runtime.memory import reservation
 
-_NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
-_MADV_HUGEPAGE = 14
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
@@ -32,14 +30,7 @@ class HostSlots:
             raise DeviceError("a cache needs at least one slot")
         self.capacity, self.stride = capacity, stride
         self.reserve = max(capacity, reserve or 0)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        try:
-            self._map = mmap.mmap(-1, self.reserve * stride, flags=flags)
-        except (OSError, ValueError, OverflowError) as error:
-            size = self.reserve * stride
-            raise DeviceError(f"no address space for {size} bytes of slots: {error}") from error
-        with contextlib.suppress(OSError, AttributeError):
-            self._map.madvise(_MADV_HUGEPAGE)
+        self._map = reservation(self.reserve * stride, large_pages=True)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.base: int = self._bytes.ctypes.data
         self._torch = torch.from_numpy(self._bytes)

@@ -23,10 +23,8 @@ from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
 from greenroom.runtime import numa
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.memory import reservation
 from greenroom.runtime.store import BLOCK, Chunk
-
-_NORESERVE = 0x4000
-_MADV_HUGEPAGE = 14
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +66,11 @@ class HostMemory:
         if slot_bytes is not None:
             self.slot_bytes = slot_bytes
         self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         try:
-            self._map = mmap.mmap(-1, max(self.nbytes, BLOCK), flags=flags)
-        except (OSError, ValueError, OverflowError) as error:
-            raise DeviceError(
-                f"no host memory for {show_bytes(self.nbytes)} of experts: {error}"
-            ) from error
-        with contextlib.suppress(OSError, AttributeError):
-            self._map.madvise(_MADV_HUGEPAGE)
+            self._map = reservation(max(self.nbytes, BLOCK), large_pages=True)
+        except DeviceError as error:
+            what = f"{show_bytes(self.nbytes)} of experts"
+            raise DeviceError(f"no host memory for {what}: {error}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._first_slot = seats * self.seat_bytes
         self._chunks = chunks

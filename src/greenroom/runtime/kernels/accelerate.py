@@ -97,21 +97,21 @@ def accelerate(
     """
     done, tried, attentions = Accelerated(model), dict[Any, bool](), dict[nn.Module, OneToken]()
     for module in model.modules():
-        if fits(module) and "forward" not in module.__dict__ and _unheard(module):
+        if fits(module) and _free(module):
             styles = {_head_norm(module, part) for part in norms_of(module)}
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
                 attentions[module] = one = OneToken(module, style, reserve, tried, rounded)
                 done.add("attention", module, attention_forward(one))
     layers_of: dict[nn.Module, OneLayer] = {}
-    for layer in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
+    for layer in filter(_free, list(model.modules())):
         if (around := _around(layer, attentions, onto)) is not None:
             layers_of[layer] = around
             done.add("layer", layer, around.forward)
             if around.choice is not None:
                 done.add("router", around.choice.module, around.choice.forward)
     dtypes = {one.dtype for one in attentions.values()}
-    for module in [m for m in model.modules() if "forward" not in m.__dict__ and _unheard(m)]:
+    for module in filter(_free, list(model.modules())):
         if dtypes and (rotary := Rotary.of(module, dtypes)) is not None:
             done.add("rotary", module, rotary.forward)
     if ahead is not None:
@@ -198,8 +198,13 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype not in _DTYPES or weight.device.type != "cpu":
             continue
-        if _unheard(module) and "forward" not in module.__dict__ and weight.is_contiguous():
+        if _free(module) and weight.is_contiguous():
             yield module
+
+
+def _free(module: nn.Module) -> bool:
+    """Has it no forward of its own, and does nobody listen to it?"""
+    return "forward" not in module.__dict__ and _unheard(module)
 
 
 def _unheard(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from greenroom.core.whole import Tables
 from greenroom.runtime.kernels import program
-from greenroom.runtime.kernels.attention import Room
+from greenroom.runtime.kernels.attention import Positions, Room
 from greenroom.runtime.kernels.guard import Guard
 from greenroom.runtime.kernels.program import Program
 
@@ -198,8 +198,8 @@ class _Token:
         return program.run(self.next, tables)
 
     @property
-    def _positions(self) -> tuple[Tensor, Tensor]:
-        positions: tuple[Tensor, Tensor] = self._kwargs["position_embeddings"]
+    def _positions(self) -> Positions:
+        positions: Positions = self._kwargs["position_embeddings"]
         return positions
 
     def _program(self) -> Program:

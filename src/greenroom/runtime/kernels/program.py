@@ -116,7 +116,7 @@ class Program:
         self._memory = max((each.room() for each in experts.direct), key=Tensor.numel)
         self._strides = (
             max(link.stride for link in links),
-            max((each.stride for each in experts.direct), default=0),
+            max(each.stride for each in experts.direct),
         )
         self._kernel = experts.direct[0]
         self._scratch = self._scratches()  # before any of its addresses is written down
@@ -167,7 +167,8 @@ class Program:
         rooms: Sequence[Room],
     ) -> Iterator[Change]:
         """The words of all layers that change."""
-        keys, values = (_rows(each) for each in list(zip(*rooms, strict=True))[:2])
+        keys = [_rows(room.keys) for room in rooms]
+        values = [_rows(room.values) for room in rooms]
         start = 0
         for n, (layer, link, experts) in enumerate(zip(stages, links, direct, strict=True)):
             begins = [start + at for at in accumulate([0, *map(len, layer)])]
@@ -236,6 +237,6 @@ def _address(words: array[int]) -> int:
     return words.buffer_info()[0]
 
 
-def _rows(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where each layer's keys or values begin, and bytes from token to token."""
-    return [(each.data_ptr(), each.stride(2) * each.itemsize) for each in tensors]
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    """Where keys or values begin, and bytes from token to token."""
+    return tensor.data_ptr(), tensor.stride(2) * tensor.itemsize
