@@ -43,6 +43,7 @@ from greenroom.hf.slots import (
 from greenroom.hf.watch import Heard, Watch
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
+from greenroom.predictors.compiling import compile_predictor
 from greenroom.runtime.copier import Store
 from greenroom.runtime.cuda.calibrate import nominal
 from greenroom.runtime.cuda.slab import Slab
@@ -209,8 +210,10 @@ class Greenroom:
         return self._bindings.by_tokens(model.config.get_text_config().num_hidden_layers)
 
     def compile(self) -> None:
-        """Have the kernels compiled now, for one token and for many."""
+        """Compile the kernels, for one token and for many, and the predictor."""
         self._bindings.compile()
+        if self.predictor is not None:
+            compile_predictor(predictor(self.predictor.name))
 
     def pin(self) -> None:
         """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
