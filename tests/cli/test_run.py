@@ -38,6 +38,7 @@ KEYS = [
     "bytes_read",
     "stall_s",
     "peak_rss_bytes",
+    "memory_bytes",
     "budget_bytes",
     "policy",
     "kernels",

@@ -184,6 +184,7 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
         "bytes_read": stats.bytes_read,
         "stall_s": stats.stall_s,
         "peak_rss_bytes": stats.peak_rss_bytes,
+        "memory_bytes": stats.memory_bytes,
         "budget_bytes": stats.budget_bytes,
         "policy": stats.policy,
         "kernels": stats.kernels,

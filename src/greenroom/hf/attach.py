@@ -50,6 +50,7 @@ from greenroom.runtime.cuda.slab import Slab
 from greenroom.runtime.driver import Driver
 from greenroom.runtime.kernels import Kernel, kernel
 from greenroom.runtime.kernels.accelerate import Accelerated
+from greenroom.runtime.kernels.stored import dense_bytes
 from greenroom.runtime.memory import peak_rss_bytes
 from greenroom.runtime.meter import minus
 from greenroom.runtime.stats import (
@@ -186,6 +187,17 @@ class Greenroom:
         return self._listener.growth
 
     @property
+    def memory_bytes(self) -> int | None:
+        """What the process takes once every slot is filled, with a short context.
+
+        Counted as `stats().peak_rss_bytes` is. None on a GPU, and where it was not measured.
+        """
+        if self.process_bytes is None or (model := self._model()) is None:
+            return None
+        slots = self.growth.in_decode() if self.growth is not None else self.capacity
+        return self.process_bytes + dense_bytes(model) + slots * self.parts.catalog.slot_bytes
+
+    @property
     def capacity(self) -> int:
         """Slots that the cache has."""
         return self.driver.scheduler.capacity
@@ -256,6 +268,7 @@ class Greenroom:
             bytes_read=meter.bytes_read,
             stall_s=meter.stall_s,
             peak_rss_bytes=peak_rss_bytes(),
+            memory_bytes=self.memory_bytes,
             budget_bytes=self.parts.budget_bytes,
             prefetch=prefetch_stats(driver, self.predictor, counts),
             stalls=dict(meter.stalls),

@@ -81,6 +81,10 @@ class Growth:
         length = self._full().length
         return self._capacity(Demand(1, length, length), 0)
 
+    def in_decode(self) -> int:
+        """Slots while single tokens follow a short prompt."""
+        return self._capacity(Demand(1, 1, min(BLOCK, self._context)), 0)
+
     def leaving(self, slots: int) -> Growth:
         """The same with the budget that leaves so many slots when the context is full."""
         need = self._needs(self._full(), 0)

@@ -51,6 +51,7 @@ from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.kernels import ahead
+from greenroom.runtime.kernels.stored import dense_bytes
 from greenroom.runtime.kernels.table import ON_GPUS
 from greenroom.runtime.measure import host
 from greenroom.runtime.memory import give_back, rss_bytes, trim_heap, uncollected
@@ -223,14 +224,16 @@ def _load(
     try:
         greenroom.compile()
         give_back()
+        beside_slots = rss_bytes()
+        if gpu is None:
+            greenroom.process_bytes = beside_slots - dense_bytes(model)
         if parts.budget_bytes is not None:
             # All that is there for good is there now: what is left of the budget becomes slots.
             if gpu is not None:
                 need = gpu.after(need, parts.capacity // over * catalog.slot_bytes)
             else:
-                greenroom.process_bytes = rss_bytes() - need.dense
-                _note(parts, greenroom.process_bytes)
-                need = replace(need, process=rss_bytes(), dense=0)
+                _note(parts, beside_slots - need.dense)
+                need = replace(need, process=beside_slots, dense=0)
             release = trim_heap if engine is None else engine.release
             least = max(least, least_capacity(pieces_of(parts), parts.scope))
             growth = Growth(

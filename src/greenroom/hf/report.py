@@ -11,6 +11,7 @@ from greenroom.hf.attach import Greenroom
 from greenroom.hf.lesser import LESSER
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
+from greenroom.runtime.kernels.stored import dense_bytes
 
 
 def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
@@ -18,7 +19,7 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.parts.catalog
     parts, tier = greenroom.parts, stats.host
-    dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    dense = dense_bytes(model)
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"

@@ -15,6 +15,7 @@ import psutil
 from greenroom.errors import DeviceError
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+KIB = 1024
 _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
@@ -56,17 +57,42 @@ def _room(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> lis
 
 
 def rss_bytes() -> int:
-    """Memory that this process holds now."""
-    return int(psutil.Process().memory_info().rss)
+    """Memory that this process and its helper processes hold now.
+
+    This is the one count of memory: budgets, the start-up line, the closing line and statistics go
+    by it. Pages of libraries' files count once, as this process has them mapped; of a helper
+    process only its own pages count. A memory cgroup counts the same pages, and also the page
+    cache of files that nobody maps, which the kernel takes back where memory is short.
+    """
+    return _status_bytes("self", "VmRSS") + sum(
+        _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem") for pid in _helpers()
+    )
 
 
 def peak_rss_bytes() -> int:
-    """The most that this process has held since it started."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        status = Path("/proc/self/status").read_text().splitlines()
-        line = next(line for line in status if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most that this process has held since it started, with its helper processes."""
+    own = _status_bytes("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+    return own + sum(
+        _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem") for pid in _helpers()
+    )
+
+
+def _helpers() -> list[str]:
+    """Process ids of the children that live now."""
+    found: list[str] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += path.read_text().split()
+    return found
+
+
+def _status_bytes(pid: str, name: str) -> int:
+    """A field of /proc/PID/status in bytes; 0 where the process or the field is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * KIB
+    return 0
 
 
 def reservation(nbytes: int, large_pages: bool = False) -> mmap.mmap:

@@ -21,7 +21,9 @@ class Stats(Mapping[str, Any]):
     `capacity` is in slots, those that there are now; where keys and values share their memory,
     there were `capacity_least` to `capacity_most` since the last reset. `expert_requests` counts
     one a distinct expert of each step; bytes are those that experts have on disk; `stall_s` is time
-    spent waiting with nothing to compute. `budget_bytes` is None where the cache was sized alone.
+    spent waiting with nothing to compute. `memory_bytes` is what the process takes once every slot
+    is filled, with a short context, and `peak_rss_bytes` the most that it took so far, both counted
+    alike. `budget_bytes` is None where the cache was sized alone.
 
     `prefetch` says what was predicted and what became of it (see `prefetch_stats`), `stalls` the
     seconds by cause, `links` what each link carried; `host` is the tier that keeps experts in host
@@ -44,6 +46,7 @@ class Stats(Mapping[str, Any]):
     bytes_read: int
     stall_s: float
     peak_rss_bytes: int
+    memory_bytes: int | None
     budget_bytes: int | None
     prefetch: dict[str, Any]
     stalls: dict[str, float]

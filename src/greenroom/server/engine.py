@@ -24,6 +24,7 @@ import torch
 from greenroom.config import ServeConfig, show_bytes
 from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel, UsageError
 from greenroom.hf.together import Batch
+from greenroom.runtime.kernels.stored import matrix_of
 from greenroom.server.admission import Admission
 from greenroom.server.batches import compose, split
 from greenroom.server.grammar import Grammars
@@ -208,7 +209,7 @@ class ContinuousEngine:
                 " `greenroom run` answers with it"
             )
         self.context = greenroom.parts.context
-        self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        self._vocabulary = int(matrix_of(self.model.get_output_embeddings()).shape[0])
         self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
         self.batch = Batch(self.model, exact=config.batch_invariant)

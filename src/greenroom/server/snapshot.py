@@ -80,6 +80,7 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
         },
         "memory": {
             "budget_bytes": stats.budget_bytes,
+            "expected_bytes": stats.memory_bytes,
             "resident_bytes": stats.capacity * stats.slot_bytes,
             "process_bytes": rss_bytes(),
             "peak_bytes": stats.peak_rss_bytes,

@@ -163,6 +163,20 @@ def put_back(model: nn.Module) -> None:
         module.register_parameter("weight", made[stored])
 
 
+def dense_bytes(model: nn.Module) -> int:
+    """Bytes of memory that parameters, buffers and stored matrices of a model take.
+
+    A tensor that several modules share counts once.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    sizes: dict[object, int] = {
+        (t.data_ptr(), t.nbytes): t.nbytes for t in tensors if t.device.type != "meta"
+    }
+    for matrix in filter(None, map(stored_of, model.modules())):
+        sizes[matrix] = matrix.nbytes
+    return sum(sizes.values())
+
+
 def coded(weights: Sequence[Tensor | Stored]) -> bool:
     """Must these be read by records? All are where any is stored."""
     return any(isinstance(weight, Stored) for weight in weights)
