@@ -38,7 +38,7 @@ def test_a_peak_stays() -> None:
     before = rss_bytes()
     held = bytearray(b"x") * HELD
     del held
-    assert peak_rss_bytes() >= before + HELD
+    assert peak_rss_bytes() > before + HELD - (1 << 20)  # the kernel counts in batches
 
 
 def test_dense_bytes_count_stored_matrices_and_shared_tensors_once() -> None:
