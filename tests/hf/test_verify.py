@@ -24,7 +24,14 @@ def test_a_sound_model_passes(folder, layers):
     assert verdict.whole is not layers
     assert verdict.tokens_compared > 5 - layers
     assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
-    assert sum("none prefetched" in line for line in said) == 1
+    assert sum("no prefetching" in line for line in said) == 1
+    assert len(set(said)) == len(said)
+    compared = "every expert in memory" if not layers else "2 slots, from disk"
+    ours = [line for line in said if "numba kernels" in line]
+    assert ours
+    assert all(line.endswith(f"the same bits as with {compared}") for line in ours)
+    assert any("kernels, 1 slot, " in line for line in said)
+    assert all("transformers' eager" in line for line in said if "eager kernels" in line)
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPED))

@@ -10,12 +10,15 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.options import choices_of
 from greenroom.cli.run import text_of
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError, VerifyError
+
+if TYPE_CHECKING:
+    from greenroom.hf.verify import Verdict
 
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
@@ -169,18 +172,7 @@ def _proof(args: argparse.Namespace) -> None:
             )
         )
     else:
-        ours, grouped_mm = verdict.layer_differences
-        stored = " with the weights as stored" if verdict.as_stored else ""
-        print(
-            f"{verdict.kernels} kernels, largest difference to transformers' eager (in brackets"
-            f" its own grouped_mm's): of a layer's output{stored} {ours:.3g} ({grouped_mm:.3g})"
-            + (
-                f", of logits {verdict.max_logit_difference:.3g}"
-                f" ({verdict.grouped_mm_difference:.3g})"
-                if verdict.whole
-                else ""
-            )
-        )
+        print(_difference(verdict))
     if failed:
         raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")
     if not verdict.near:
@@ -188,4 +180,23 @@ def _proof(args: argparse.Namespace) -> None:
             f"the {verdict.kernels} kernels are further from eager than twice grouped_mm"
         )
     if not args.json:
-        print(f"identical: {verdict.tokens_compared} tokens compared")
+        print(
+            f"identical over {verdict.tokens_compared} tokens: eager kernels to transformers'"
+            f" eager, {verdict.kernels} kernels to themselves with any cache"
+        )
+
+
+def _difference(verdict: Verdict) -> str:
+    """How far the judged kernels are from transformers' eager, and its grouped_mm."""
+    ours, grouped_mm = verdict.layer_differences
+    stored = " on weights as stored" if verdict.as_stored else ""
+    line = (
+        f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
+        f" {ours:.3g} in a layer's output (transformers' grouped_mm: {grouped_mm:.3g})"
+    )
+    if not verdict.whole:
+        return line
+    return (
+        f"{line}, {verdict.max_logit_difference:.3g} in logits"
+        f" ({verdict.grouped_mm_difference:.3g})"
+    )

@@ -1,17 +1,18 @@
 """Prove that a model computes the same with its experts on disk as with all of them in memory.
 
 Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
-transformers' own `experts_implementation="eager"`. With the default kernels: the bits do not
-depend on the cache's size, nor on what is prefetched and when it arrives, and their distance to
-eager is at most twice that of transformers' `grouped_mm` (to eager with the values as stored, where
-the model's type cannot hold them: one_layer.py).
+transformers' own `experts_implementation="eager"`. With the default kernels: the bits are those of
+the same kernels with every expert in memory (of a run with this cache, where they do not fit),
+whatever the cache's size, what is prefetched and when it arrives; and their distance to eager is at
+most twice that of transformers' `grouped_mm` (to eager with the values as stored, where the model's
+type cannot hold them: one_layer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -105,6 +106,32 @@ def verify(
     return verdict
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A run of the kernels to be judged: its cache, and how experts get there."""
+
+    cache: str | int
+    device: str = "cpu"
+    readers: int = 2
+    prefetch: str = "auto"
+    split: str = "off"
+
+    def __str__(self) -> str:
+        threads = f"{self.readers} thread{'s' * (self.readers != 1)}"
+        fake = self.device == "fake"
+        parts = [f"read in random order by {threads}" if fake else "read from disk"]
+        if self.prefetch == "off":
+            parts.append("no prefetching")
+        if self.split != "off":
+            parts.append(f"experts split at {self.split}")
+        return ", ".join(parts)
+
+
+def _slots(model: PreTrainedModel) -> str:
+    count = model.greenroom.capacity
+    return f"{count} slot{'s' * (count != 1)}"
+
+
 @dataclass
 class _Trial:
     source: str
@@ -138,7 +165,7 @@ class _Trial:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
         with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
             ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
-            ours = greedy(model, ids, self.tokens)
+            ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
                 self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
         model = whole_model(draft)
@@ -156,12 +183,13 @@ class _Trial:
         give_back()
         self.verdict.tokens_compared = ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
+        name = f"eager kernels, {ours_with}"
         self.check(
-            f"eager kernels, cache {self.cache}: {self.tokens} greedy tokens equal transformers'",
+            f"{name}: {self.tokens} greedy tokens equal transformers' eager",
             ours.tokens == self.reference.tokens,
         )
         self.check(
-            f"eager kernels, cache {self.cache}: logits equal transformers', bit for bit",
+            f"{name}: logits equal transformers' eager, bit for bit",
             torch.equal(ours.logits, self.reference.logits),
         )
 
@@ -171,43 +199,53 @@ class _Trial:
             ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
             follow = greedy(model, ids, min(self.tokens, 4)).tokens
             passes = [ids, *(torch.tensor([[token]]) for token in follow)]
+            name = f"eager kernels, {_slots(model)}"
             for layer in compare_layers(self.source, self.dtype, model, passes):
-                self.check(f"{layer.name}: equal to transformers', bit for bit", layer.equal)
+                equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
+                self.check(equal, layer.equal)
                 self.layers.append(layer)
         self.verdict.tokens_compared = ids.shape[1] + len(follow)
 
     def own_kernels(self, draft: Draft) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
-        sizes = {self.cache, draft.catalog.slot_bytes, "50%"}
-        cases: list[tuple[str | int, str, int, str, str]]
-        cases = [(size, "cpu", 2, "auto", "off") for size in sizes]
-        cases += [(self.cache, "fake", readers, "auto", "off") for readers in (1, 4)]
-        cases.append((self.cache, "cpu", 2, "off", "off"))
-        if any(layout.segments for layout in draft.catalog.layouts):
-            cases += [("50%", "cpu", 2, "auto", "0.25"), ("50%", "fake", 4, "auto", "0.5")]
-        first: torch.Tensor | None = None
-        order = sorted(cases, key=lambda case: (case[0] != self.cache, case[4] != "off"))
-        for cache, device, readers, prefetch, split in order:
-            options = {"device": device, "readers": readers, "prefetch": prefetch, "split": split}
-            with self.loaded(cache, kernels=self.kernels, **options) as (model, tokenizer):
-                ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
-                name = self.verdict.kernels = model.greenroom.stats().kernels
-                slots = model.greenroom.capacity
-                follow = self.reference.tokens if self.reference else None
-                run = (
-                    forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
-                )
-                if first is None:
-                    first = run
-                    self._judge(model, run)
-                    continue
-            arrival = "arriving in random order" if device == "fake" else "from disk"
-            arrival += "" if prefetch == "auto" else ", none prefetched"
-            arrival += "" if split == "off" else f", experts split at {split}"
+        most = "100%" if self.verdict.whole else self.cache
+        first, expected = self._logits(_Case(most), judged=True)
+        experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
+        for case in self._cases(draft, most):
+            logits, slots = self._logits(case)
             self.check(
-                f"{name} kernels: the same bits with {slots} slots, {arrival}",
-                torch.equal(run, first),
+                f"{self.verdict.kernels} kernels, {slots}, {case}: the same bits as with {experts}",
+                torch.equal(logits, first),
             )
+
+    def _cases(self, draft: Draft, reference: str | int) -> list[_Case]:
+        """The runs that are compared with a first one, of the reference's cache."""
+        cache = self.cache
+        sizes = {
+            slots_for(each, draft.catalog): each
+            for each in ("50%", draft.catalog.slot_bytes, cache)
+        }
+        sizes.pop(slots_for(reference, draft.catalog), None)
+        cases = [_Case(size) for size in sizes.values()]
+        cases += [_Case(cache, device="fake", readers=readers) for readers in (1, 4)]
+        cases.append(_Case(cache, prefetch="off"))
+        if any(layout.segments for layout in draft.catalog.layouts):
+            cases += [_Case("50%", split="0.25"), _Case("50%", "fake", 4, split="0.5")]
+        return cases
+
+    def _logits(self, case: _Case, judged: bool = False) -> tuple[torch.Tensor, str]:
+        """(logits with the kernels to be judged, the slots that there were)."""
+        options = {name: value for name, value in asdict(case).items() if name != "cache"}
+        with self.loaded(case.cache, kernels=self.kernels, **options) as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            self.verdict.kernels = model.greenroom.stats().kernels
+            follow = self.reference.tokens if self.reference else None
+            logits = (
+                forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
+            )
+            if judged:
+                self._judge(model, logits)
+            return logits, _slots(model)
 
     def _judge(self, model: PreTrainedModel, logits: torch.Tensor) -> None:
         """How far the default kernels are from transformers' eager."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,9 +86,11 @@ class Coded:
         seed: int = 0,
         scale_bits: int = 0,
         flip: bool = True,
+        slots: Callable[[SlotLayout, int], Any] = ToySlots,
     ) -> None:
         """`scale_bits`: significant bits of float16 scales; `flip`: plain matrices beside encoded
-        ones lie row by output too."""
+        ones lie row by output too; `slots` makes the memory of experts."""
+        self._slots = slots
         random = np.random.default_rng(seed)
         first = "gate_up_proj" if module.has_gate else "up_proj"
         shapes = {n: tuple(getattr(module, n).shape[1:]) for n in (first, "down_proj")}
@@ -129,7 +133,7 @@ class Coded:
     ) -> LayerExperts:
         sizes = [(k, tuple(t.shape), str(t.dtype)[6:]) for k, t in experts[0].items()]
         layout = SlotLayout.pack(sizes, encodings, dtype)
-        slots = ToySlots(layout, EXPERTS + 3)
+        slots = self._slots(layout, EXPERTS + 3)
         for expert, slot in enumerate(self.places):
             for key, tensor in experts[expert].items():
                 slots.tensor(slot, layout[key]).view(torch.uint8).copy_(tensor.view(torch.uint8))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,18 +96,22 @@ def matrices(module: nn.Module) -> dict[str, Tensor]:
 
 
 def layer_of(
-    module: nn.Module, tensors: dict[str, Tensor] | None = None, seed: int = 0, first: int = 0
+    module: nn.Module,
+    tensors: dict[str, Tensor] | None = None,
+    seed: int = 0,
+    first: int = 0,
+    slots: Callable[[SlotLayout, int], Any] = ToySlots,
 ) -> tuple[LayerExperts, list[int]]:
     """A layer whose experts lie in random slots, and the slot of each expert."""
     tensors = matrices(module) if tensors is None else tensors
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     layout = SlotLayout.pack([(k, tuple(t.shape[1:]), dtype) for k, t in tensors.items()])
-    slots = ToySlots(layout, EXPERTS + 3)
+    memory = slots(layout, EXPERTS + 3)
     places = np.random.default_rng(seed).permutation(EXPERTS + 3)[:EXPERTS].tolist()
     for expert, slot in enumerate(places):
         for name, tensor in tensors.items():
-            slots.tensor(slot, layout[name]).copy_(tensor[expert])
-    return LayerExperts(module, layout, slots, first=first), places
+            memory.tensor(slot, layout[name]).copy_(tensor[expert])
+    return LayerExperts(module, layout, memory, first=first), places
 
 
 def inputs(

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
+from numba import config, types
+from numba.core import cgutils, codegen
 
-_FEATURES = llvm.get_host_cpu_features()
-WIDE = bool(_FEATURES.get("avx512f"))
+
+def _target() -> tuple[str, set[str]]:
+    """The processor that Numba compiles for, and its features: this one's, unless NUMBA_CPU_NAME,
+    NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX say otherwise."""
+    flags = config.CPU_FEATURES
+    flags = codegen.get_host_cpu_features() if flags is None else flags
+    name = config.CPU_NAME or llvm.get_host_cpu_name()
+    return name, {flag[1:] for flag in flags.split(",") if flag.startswith("+")}
+
+
+_NAME, FEATURES = _target()
+WIDE = "avx512f" in FEATURES
 LANES = 16 if WIDE else 8
 ROWS = 4 if WIDE else 2  # of x in the widest tile: 16 (8) accumulators of LANES floats
 COLUMNS = 4  # of the result in the widest tile
 STRIP = 4  # vectors of columns in the widest tile of a transposed matrix
 # Does the processor fetch one stream of memory ahead better than four that it is told of? (AMD's
 # read twice as fast; Intel's want to be asked for the next four rows while four are multiplied.)
-IN_TURN = llvm.get_host_cpu_name().startswith("znver")
+IN_TURN = _NAME.startswith("znver")
 # Bytes beyond the next rows that are asked for too, into the second cache; 0: none. (AMD's first
 # cache can wait for fewer lines than a tile of short rows needs.)
 BEYOND = 8192 if IN_TURN else 0
@@ -81,12 +91,11 @@ def store(b, value, address, mask=None):
         llvm_call(b, name, ir.VoidType(), [value, pointer, I32(size), mask])
 
 
-def lanes_below(b, count):
-    """The first `count` (int64) of LANES lanes."""
-    lanes = ir.Constant(vector_of(I64), list(range(LANES)))
-    wide = b.insert_element(ir.Constant(vector_of(I64), ir.Undefined), count, I32(0))
-    wide = b.shuffle_vector(wide, wide, splat(0, vector_of(I32)))
-    return b.icmp_signed("<", lanes, wide)
+def lanes_below(b, count, lanes=None):
+    """The first `count` (int64) of LANES lanes, or of so many."""
+    shape = vector_of(I64, lanes)
+    each = ir.Constant(shape, list(range(shape.count)))
+    return b.icmp_signed("<", each, broadcast(b, count, shape.count))
 
 
 def prefetch(b, address, cache=1):

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from greenroom.runtime.kernels.emit import (
     F32,
+    FEATURES,
     I8,
     I16,
     I32,
@@ -41,10 +41,10 @@ from greenroom.runtime.kernels.row import (
     Value,
     at_byte,
     constant,
+    float_at,
 )
 
-_FEATURES = llvm.get_host_cpu_features()
-INTEGERS = WIDE and all(_FEATURES.get(f"avx512{name}") for name in ("bw", "dq", "vl", "vnni"))
+INTEGERS = WIDE and {f"avx512{name}" for name in ("bw", "dq", "vl", "vnni")} <= FEATURES
 BLOCK = 64  # inputs that are summed on their own where the sums of blocks are asked for
 LINE = 64  # bytes of a vector
 
@@ -153,17 +153,32 @@ def _halves(b: Builder, raw: Value) -> tuple[Value, Value]:
     return tuple(b.and_(b.bitcast(v, kind), splat(15, kind)) for v in (raw, upper))
 
 
-def _spread(b: Builder, address: Value, lanes: Sequence[int]) -> Value:
-    """Lane i takes float number lanes[i] of the four at an address."""
-    four = b.load(b.inttoptr(address, vector_of(F32, 4).as_pointer()), align=4)
+def _scales(
+    b: Builder,
+    base: Value,
+    at: Value,
+    left: Left,
+    lanes: Sequence[int],
+    shift: int = 5,
+    first: int = 0,
+) -> Value:
+    """Lane i takes the prepared scale, or minimum, of group first + lanes[i] of a turn.
+
+    lanes[i] is less than 4. The scale is 0 where the row has no such group: codes and x are 0 there
+    too, but memory that nobody wrote may hold NaN, and 0 times NaN is NaN.
+    """
+    place = at_byte(b, base, b.shl(b.lshr(at, I64(shift)), I64(2)), 4 * first)
+    if left is None and len(set(lanes)) == 1:
+        return float_at(b, at_byte(b, place, 4 * lanes[0]))
+    if left is None:
+        four = b.load(b.inttoptr(place, vector_of(F32, 4).as_pointer()), align=4)
+    else:
+        there = lanes_below(b, b.sub(b.lshr(left, I64(shift)), I64(first)), 4)
+        four = b.bitcast(masked(b, place, 4, there), vector_of(F32, 4))
     return b.shuffle_vector(four, four, constant(list(lanes), I32))
 
 
-def _ready(b: Builder, row: Row, at: Value, shift: int, offset: int = 0) -> Value:
-    return at_byte(b, row.ready, b.shl(b.lshr(at, I64(shift)), I64(2)), 4 * offset)
-
-
-FOURS = tuple(i // 4 for i in range(16))
+ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
 
 
 # Turns.
@@ -176,14 +191,14 @@ def times(b: Builder, codes: Value, x: list[Value], side: int, start: Value) -> 
 
 
 def _together(
-    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value]
+    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value], left: Left
 ) -> list[Term]:
     """Both halves of a turn lie in one vector of sums, four lanes to a group."""
     low, high = codes
     upper = dot_bytes(b, dot_bytes(b, zero(), low, x[0]), high, x[1])
     lower = dot_bytes(b, dot_bytes(b, x[4], low, x[2]), high, x[3])
     total = b.add(b.shl(upper, splat(7, upper.type)), lower)
-    return [(0, _floats(b, total), _spread(b, _ready(b, row, at, 5), FOURS))]
+    return [(0, _floats(b, total), _scales(b, row.ready, at, left, FOURS))]
 
 
 def _neighbours(b: Builder, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
@@ -203,7 +218,7 @@ def _blocks(width: int, b: Builder, row: Row, at: Value, left: Left) -> tuple[Va
 
 
 def _linear(read: Any, b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    return _together(b, row, at, read(b, row, at, left), x)
+    return _together(b, row, at, read(b, row, at, left), x, left)
 
 
 def _table(read: Any, b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
@@ -214,24 +229,22 @@ def _table(read: Any, b: Builder, row: Row, at: Value, x: list[Value], left: Lef
     codes = read(b, row, at, left)
     kind = table.type
     codes = [llvm_call(b, "llvm.x86.avx512.pshuf.b.512", kind, [table, code]) for code in codes]
-    return _together(b, row, at, codes, x)
+    return _together(b, row, at, codes, x, left)
 
 
 def _int8(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     first, total = at_byte(b, row.codes, at), zero()
     for i in range(2):
         total = dot_words(b, total, _signed(b, words_from(b, at_byte(b, first, 32 * i), 8)), x[i])
-    scale = b.load(b.inttoptr(_ready(b, row, at, 6), F32.as_pointer()), align=4)
-    return [(0, _floats(b, total), broadcast(b, scale))]
+    return [(0, _floats(b, total), _scales(b, row.ready, at, left, ALL, 6))]
 
 
 def _q8_0(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     first, terms = at_byte(b, row.codes, at, b.lshr(at, I64(4)), 2), []
     for i in range(2):
         codes = _signed(b, _block(b, at_byte(b, first, 34 * i), 8, i, left))
-        place = _ready(b, row, at, 5, i)
-        scale = b.load(b.inttoptr(place, F32.as_pointer()), align=4)
-        terms.append((0, _floats(b, dot_words(b, zero(), codes, x[i])), broadcast(b, scale)))
+        scale = _scales(b, row.ready, at, left, [i] * 16)
+        terms.append((0, _floats(b, dot_words(b, zero(), codes, x[i])), scale))
     return terms
 
 
@@ -248,7 +261,7 @@ def _super_block(b: Builder, row: Row, at: Value, width: int) -> tuple[Value, Va
 def _q4_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     start, side = _super_block(b, row, at, 144)
     raw = words_from(b, at_byte(b, start, 16, b.shl(side, I64(6))), 16)
-    return _with_minima(b, row, at, _halves(b, raw), x)
+    return _with_minima(b, row, at, _halves(b, raw), x, left)
 
 
 def _q5_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
@@ -262,7 +275,7 @@ def _q5_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[T
         moved = b.shl(fifth, constant([4 - i] * 16 + [2 - i] * 16, I16))
         bit = b.and_(b.bitcast(moved, low.type), splat(16, low.type))
         codes.append(b.or_(low, bit))
-    return _with_minima(b, row, at, codes, x)
+    return _with_minima(b, row, at, codes, x, left)
 
 
 def _twice(b: Builder, half: Value) -> Value:
@@ -270,16 +283,15 @@ def _twice(b: Builder, half: Value) -> Value:
 
 
 def _with_minima(
-    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value]
+    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value], left: Left
 ) -> list[Term]:
     """q4_k and q5_k: groups 0 and 2 in one half of a turn, 1 and 3 in the other."""
-    place, terms = _ready(b, row, at, 5), []
+    terms = []
     for i, code in enumerate(codes):
-        scale = _spread(b, place, [i] * 8 + [2 + i] * 8)
+        scale = _scales(b, row.ready, at, left, [i] * 8 + [2 + i] * 8)
         terms.append((0, _floats(b, times(b, code, x, i, zero())), scale))
-    minima = b.add(b.sub(row.minima, row.ready), place)
     sums = b.bitcast(x[4], vector_of(F32))
-    return [*terms, (0, sums, _spread(b, minima, [0, 1, 2, 3] * 4))]
+    return [*terms, (0, sums, _scales(b, row.minima, at, left, [0, 1, 2, 3] * 4))]
 
 
 MINIMA = (0, 1, 10, 11)  # lanes in which packed x has the sums of four groups
@@ -298,7 +310,7 @@ def _q6_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[T
     terms = []
     for i, (low, high) in enumerate(zip(four, moved, strict=True)):
         code = b.or_(low, b.and_(b.bitcast(high, low.type), splat(48, low.type)))
-        scale = _spread(b, _ready(b, row, at, 4, 4 * i), FOURS)
+        scale = _scales(b, row.ready, at, left, FOURS, 4, 4 * i)
         terms.append((i, _floats(b, times(b, code, x, i, x[4 + i])), scale))
     return terms
 
