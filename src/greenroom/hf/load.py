@@ -43,6 +43,7 @@ from greenroom.hf.parts import Parts
 from greenroom.hf.places import COMPILED, engines_for, kernels_of, lanes_of
 from greenroom.hf.settled import settled
 from greenroom.hf.slots import pieces_of, slots_for
+from greenroom.hf.source import GenerationSettings, Source
 from greenroom.hf.split import split_experts
 from greenroom.hf.watch import START, auto_split
 from greenroom.plan import kept
@@ -115,6 +116,7 @@ def _load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(resolve(source))
+    origin = Source.of(checkpoint, config.dtype)
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
     shares, split = split_of(config.split), None
@@ -161,6 +163,7 @@ def _load(
         context=context,
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
+        source=origin,
     )
     if kernels_of(parts) in COMPILED and draft.dtype is not torch.float32:  # or UsageError
         draft.keep_stored()
@@ -207,6 +210,7 @@ def _load(
     if engine is not None:  # whatever a class keeps beside its parameters goes with them
         with device_errors("the dense parts"):
             model.to(engine.device)
+    generation = GenerationSettings(model)
     if decoder_only:  # an encoder reads a prompt as a whole
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     for name, value in keys_values.kind.implementation.items():
@@ -219,7 +223,7 @@ def _load(
         parts = _with_host(parts, config, keys_values)  # the process is what it is now
     progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, parts)
-    greenroom.keys_values = keys_values
+    greenroom.keys_values, greenroom.generation = keys_values, generation
     try:
         greenroom.compile()
         give_back()
@@ -241,6 +245,7 @@ def _load(
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
+        origin.stamps.check("while it was loaded")
     except BaseException:
         greenroom.detach()
         raise
