@@ -57,6 +57,14 @@ def test_an_ordinary_transformers_model_whose_generate_works(folder):
     model.greenroom.detach()
 
 
+def test_threads_that_spin_for_long_are_warned_of_once(loaded, monkeypatch, caplog):
+    monkeypatch.setattr("greenroom.environment._late", True)
+    for _ in range(2):
+        loaded(kernels="eager")
+    said = [each for each in caplog.messages if "torch was imported before greenroom" in each]
+    assert len(said) == 1
+
+
 def test_where_everything_fits_the_default_policy_is_the_cheapest(loaded):
     assert loaded(cache="100%").greenroom.stats().policy == "lru"
     assert loaded(memory="4GiB", cache=None).greenroom.stats().policy == "lru"
