@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_a_gguf_file_becomes_a_checkpoint_of_transformers(tmp_path: Path) -> Non
     same(model, whole)
     model.save_pretrained(tmp_path / "saved")
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), whole)
+
+
+def test_the_python_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/python.md", "exec"), names)
+    text, ratio = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert text.startswith("Once upon a time")
+    assert 0 < float(ratio) < 1
+    names["model"].greenroom.detach()
 
 
 def test_after_detach_it_generates_again() -> None:
