@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from greenroom.environment import SPINS, large_pages, wait_briefly
+from greenroom import environment
+from greenroom.environment import SPINS, large_pages, wait_briefly, warn_once
+
+UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-def test_they_spin_for_a_moment_and_sleep_then(monkeypatch):
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+@pytest.fixture
+def unset(monkeypatch):
+    monkeypatch.setattr(environment, "_late", False)
+    for name in UNSET:
         monkeypatch.setenv(name, "")  # so that it is put back at the end
         monkeypatch.delenv(name)
+
+
+def test_they_spin_for_a_moment_and_sleep_then(unset):
     wait_briefly()
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("PASSIVE", str(SPINS))
 
@@ -23,6 +33,35 @@ def test_the_user_s_own_settings_stay(monkeypatch):
     wait_briefly()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_after_torch_it_is_too_late_which_is_said_once(unset, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", os)
+    wait_briefly()
+    said = warn_once()
+    assert "import greenroom first, or set OMP_WAIT_POLICY=PASSIVE" in said
+    assert "\n" not in said
+    wait_briefly()
+    assert warn_once() == ""
+
+
+@pytest.mark.parametrize("name", [*UNSET, "torch"])
+def test_nothing_is_said_where_the_user_chose_or_torch_is_yet_to_come(unset, monkeypatch, name):
+    if name == "torch":
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "torch", os)
+        monkeypatch.setenv(name, "1")
+    wait_briefly()
+    assert warn_once() == ""
+
+
+def test_importing_greenroom_is_enough():
+    """And not only the first use of a name, which may come after torch."""
+    code = "import greenroom, os; print(os.environ['OMP_WAIT_POLICY'])"
+    env = {name: value for name, value in os.environ.items() if name not in UNSET}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ran.stdout == "PASSIVE\n", ran.stderr
 
 
 @pytest.mark.parametrize("said", [None, "0"])

@@ -2,7 +2,8 @@
 
     model, tokenizer = greenroom.load("demo", cache="25%")
 
-Names are imported when they are first used, so that importing the package costs nothing.
+Names are imported when they are first used, so that importing the package costs nothing. Importing
+it says to OpenMP how long threads spin, which torch reads as it is imported: import it first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from greenroom.environment import large_pages, wait_briefly
 
 if TYPE_CHECKING:
+    from greenroom.errors import GreenroomError as GreenroomError
     from greenroom.hf.load import load as load
     from greenroom.hf.pack.making import pack as pack
     from greenroom.hf.quality import quality as quality
     from greenroom.hf.verify import verify as verify
+    from greenroom.sim.simulation import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -25,19 +28,20 @@ _WHERE = {
     "pack": "greenroom.hf.pack.making",
     "quality": "greenroom.hf.quality",
     "verify": "greenroom.hf.verify",
-    "simulate": "greenroom.sim.simulate",
+    "simulate": "greenroom.sim.simulation",
     "GreenroomError": "greenroom.errors",
 }
 __all__ = ["GreenroomError", "load", "pack", "quality", "simulate", "verify"]
+
+wait_briefly()
+large_pages()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
-    wait_briefly()  # before torch is imported
-    large_pages()
     return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted([*__all__, "__version__"])

@@ -1,10 +1,17 @@
-"""What torch and OpenMP read in the environment, said before torch is imported."""
+"""What torch and OpenMP read in the environment, set before torch is imported."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 SPINS = 20_000  # about 0.3 ms: longer than from one parallel region to the next within a token
+LATE = (
+    "torch was imported before greenroom, so OpenMP's threads spin after their work and take the"
+    " cores from those that read experts: import greenroom first, or set OMP_WAIT_POLICY=PASSIVE"
+    f" GOMP_SPINCOUNT={SPINS}"
+)
+_late = False  # did OpenMP start without these settings, and has nobody been warned?
 
 
 def wait_briefly() -> None:
@@ -12,11 +19,21 @@ def wait_briefly() -> None:
 
     Readers and compute share the cores. Threads that spin for long take one from the readers
     while experts are awaited; threads that sleep at once cost 30 microseconds at each of the
-    hundred parallel regions of a token.
+    hundred parallel regions of a token. OpenMP reads this as its library is loaded, with torch, and
+    has no call that changes it later.
     """
+    global _late
     if "OMP_WAIT_POLICY" not in os.environ:
+        _late = "torch" in sys.modules and "GOMP_SPINCOUNT" not in os.environ
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # other libraries than GNU's know only this
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+def warn_once() -> str:
+    """What to say where the settings came too late; "" where they did not, and after that."""
+    global _late
+    late, _late = _late, False
+    return LATE if late else ""
 
 
 def large_pages() -> None:

@@ -3,7 +3,9 @@
 GreenroomError            one clear line; the command line prints it and exits with code 2
 +-- UsageError            a flag, name or value that cannot be right (also a ValueError)
 |   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
+|   |   +-- UnknownOption  an option of a Python function that does not exist (also a TypeError)
 |   +-- BudgetError       the memory asked for is too small; says how much would do
+|   +-- UnsupportedCall   what a model cannot do while its experts are streamed; says what can
 +-- ModelError            the model cannot be served
 |   +-- NotAModel         the folder or hub id holds no model, or cannot be had
 |   +-- NotMoE            a dense model: there are no experts to stream
@@ -12,6 +14,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- TraceError            a trace that is damaged, of another version, or cannot be right
 +-- PredictorError        a predictor that is damaged, another model's, or impossible here
 +-- StoreError            reading an expert failed while answering (its cause is the disk's own)
+|   +-- CheckpointChanged  a file of the checkpoint was changed while it was served
 +-- DeviceError           the device refused memory or a copy
 +-- Interrupted           a pass was given up, since nobody waits for it any more
 +-- ProfileError          a machine profile that is damaged, or of another version
@@ -23,6 +26,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class GreenroomError(Exception):
@@ -38,6 +42,20 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         super().__init__(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+
+
+class UnknownOption(UnknownName, TypeError):
+    """A keyword that a Python function does not take; the message names the nearest one."""
+
+    def __init__(self, function: str, name: str, known: Iterable[str]) -> None:
+        known = list(known)
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        UsageError.__init__(self, f"{function}() has no option {name!r}: {hint}")
+
+
+class UnsupportedCall(UsageError):
+    """A call that a model cannot serve while its experts are streamed; says what can be done."""
 
 
 class BudgetError(UsageError):
@@ -74,6 +92,10 @@ class PredictorError(GreenroomError):
 
 class StoreError(GreenroomError):
     """Reading an expert failed while answering; the disk's own error is the cause."""
+
+
+class CheckpointChanged(StoreError):
+    """A file of the checkpoint was changed while it was served; the message names it."""
 
 
 class DeviceError(GreenroomError):

@@ -35,8 +35,7 @@ def loaded(folder):
 
     yield make
     for model in models:
-        if hasattr(model, "greenroom"):
-            model.greenroom.detach()
+        model.greenroom.detach()
 
 
 def readers() -> int:
@@ -56,6 +55,14 @@ def test_an_ordinary_transformers_model_whose_generate_works(folder):
     with pytest.raises(KeyError):
         stats["colour"]
     model.greenroom.detach()
+
+
+def test_threads_that_spin_for_long_are_warned_of_once(loaded, monkeypatch, caplog):
+    monkeypatch.setattr("greenroom.environment._late", True)
+    for _ in range(2):
+        loaded(kernels="eager")
+    said = [each for each in caplog.messages if "torch was imported before greenroom" in each]
+    assert len(said) == 1
 
 
 def test_where_everything_fits_the_default_policy_is_the_cheapest(loaded):
@@ -118,7 +125,7 @@ def test_detaching_ends_threads_and_takes_every_hook_out(loaded):
     hooked.detach()
     hooked.detach()
     assert readers() == before
-    assert not hasattr(model, "greenroom")
+    assert model.greenroom is hooked
     assert not [m for m in model.modules() if "forward" in vars(m) or "_greenroom" in vars(m)]
     with pytest.raises(ClosedError, match="not attached"):
         model(PROMPT)

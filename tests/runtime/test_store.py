@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.core.layout import Extent
-from greenroom.errors import CheckpointError, StoreError
+from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
 from greenroom.runtime.store import BLOCK, DiskStore, Staging, cut
 
 
@@ -71,9 +71,64 @@ def test_a_file_cut_short_while_open_is_an_error(disk, direct):
     catalog = disk()
     store = DiskStore(catalog, direct=direct)
     os.truncate(catalog.files[0], 30_000)
-    assert len(read_all(store, 0)) == 24_000
+    for expert in (7, 0):  # what is still there too: it may be another checkpoint's
+        with pytest.raises(CheckpointChanged, match="was changed while it was served"):
+            read_all(store, expert)
+    store.close()
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_file_shorter_than_its_catalog_is_an_error(disk, direct):
+    catalog = disk()
+    os.truncate(catalog.files[0], 30_000)
+    store = DiskStore(catalog, direct=direct)
     with pytest.raises(StoreError, match="ends early"):
         read_all(store, 7)
+    store.close()
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_file_overwritten_in_place_ends_all_reading(disk, direct):
+    """The same size, and one byte that this reader does not ask for; it stays so, also after the
+    file's times are put back."""
+    catalog = disk()
+    store, before = DiskStore(catalog, direct=direct), os.stat(catalog.files[0])
+    assert len(read_all(store, 0)) == 24_000
+    with open(catalog.files[0], "r+b") as file:
+        file.write(b"\1")
+    os.utime(catalog.files[0], ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(CheckpointChanged, match=r"2-4-3000\.bin was changed"):
+        read_all(store, 1)
+    os.utime(catalog.files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointChanged, match=r"2-4-3000\.bin was changed"):
+        read_all(store, 2)
+    store.close()
+
+
+def test_a_change_while_a_chunk_is_read_is_noticed(disk, monkeypatch):
+    catalog, read = disk(), os.preadv
+    store = DiskStore(catalog)
+
+    def changing(fd, buffers, offset):
+        done = read(fd, buffers, offset)
+        os.utime(catalog.files[0], ns=(0, 0))
+        return done
+
+    monkeypatch.setattr(os, "preadv", changing)
+    with pytest.raises(CheckpointChanged):
+        store.read(store.chunks(0)[0], Staging())
+    store.close()
+
+
+def test_another_file_under_the_name_changes_nothing(disk):
+    """The open file is still the old one, and its bytes are right."""
+    catalog = disk()
+    store, path = DiskStore(catalog), Path(catalog.files[0])
+    before = read_all(store, 3)
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(path.stat().st_size))
+    other.replace(path)
+    assert read_all(store, 3) == before
     store.close()
 
 

@@ -8,6 +8,9 @@ from greenroom.config.amounts import (
 from greenroom.config.load import (
     LoadConfig,
 )
+from greenroom.config.option import (
+    options_checked,
+)
 from greenroom.config.serve import (
     SamplingConfig,
     ServeConfig,
@@ -63,6 +66,7 @@ __all__ = [
     "ZipfConfig",
     "budgets_file",
     "devices_of",
+    "options_checked",
     "scope_of",
     "share_of",
     "show_bytes",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-from greenroom.errors import UnknownName, UsageError
+from greenroom.errors import UnknownName, UnknownOption, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def option(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
@@ -23,3 +29,17 @@ def check_choices(config: Any) -> None:
         choices, value = option.metadata["choices"], getattr(config, option.name)
         if choices and value not in choices:
             raise UnknownName(option.name, value, choices)
+
+
+def options_checked(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose unknown keywords raise UnknownOption, which names the nearest."""
+    names = list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise UnknownOption(function.__name__, name, names)
+        return function(*args, **kwargs)
+
+    return checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
@@ -17,8 +17,8 @@ from greenroom.core.guard import Guard
 from greenroom.core.pieces import Pieces
 from greenroom.core.rates import Rates
 from greenroom.core.scheduler import Scheduler
-from greenroom.errors import ClosedError
-from greenroom.hf import learned, recent, watch
+from greenroom.errors import ClosedError, UnsupportedCall
+from greenroom.hf import learned, module_guard, recent, watch
 from greenroom.hf.bindings import Bindings, Memory
 from greenroom.hf.budget import experts_per_token
 from greenroom.hf.foresight import Beside, foresee
@@ -26,6 +26,8 @@ from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes
 from greenroom.hf.lesser import join_of
 from greenroom.hf.listener import Listener
+from greenroom.hf.materialize import check as check_materialize
+from greenroom.hf.materialize import materialize
 from greenroom.hf.parts import Parts
 from greenroom.hf.pinned import Pinned
 from greenroom.hf.places import engines_for, host_computes, kernels_of, lanes_of, links_of
@@ -40,7 +42,9 @@ from greenroom.hf.slots import (
     pieces_of,
     slots_for,
 )
+from greenroom.hf.source import GenerationSettings
 from greenroom.hf.watch import Heard, Watch
+from greenroom.hf.weight_guard import WeightGuard
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.predictors.compiling import compile_predictor
@@ -69,7 +73,9 @@ class Greenroom:
 
     def __init__(self, model: PreTrainedModel, parts: Parts, store: Store | None = None) -> None:
         """`store` stands in for the checkpoint's own files, such as one in memory."""
+        module_guard.remove(model)  # of an earlier cache: modules are copied to other devices
         self.parts, self._model = parts, weakref.ref(model)
+        self.generation: GenerationSettings | None = None  # as they were before `load` set its own
         self.kernel: Kernel = kernel(kernels_of(parts))
         self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
         running = self._predictor(model)
@@ -108,6 +114,10 @@ class Greenroom:
             self._listener.listen(model, self._modules, self._bindings.shared)
             if self._watch is not None:
                 self._watch.listen(model)
+            self._listener.weights = WeightGuard(
+                model, self._modules, compiled=self.accelerated is not None
+            )
+            module_guard.install(model)
         except BaseException:
             self.detach()
             raise
@@ -322,10 +332,11 @@ class Greenroom:
         growth.bind(self.driver)
 
     def detach(self) -> None:
-        """Take out of the model what was put in, end the threads, free the slots.
+        """End the threads, free the slots, and take hooks and compiled layers out of the model.
 
-        The model keeps its dense parts, those that were kept as stored expanded; its experts are
-        gone until it is loaded again.
+        What is left has its dense parts as ordinary parameters, those that were kept as stored
+        expanded, and no experts: a forward raises ClosedError, saving UnsupportedCall, and
+        `materialize` reads the experts. `stats` stay as they were. A second call does nothing.
         """
         if self._close.alive:
             self._close()
@@ -339,6 +350,31 @@ class Greenroom:
         self._bindings.detach()
         if self._inputs is not None:
             self._inputs.detach()
+
+    def materialize(self) -> PreTrainedModel:
+        """Make the model transformers' own: detach, and read all experts into its parameters.
+
+        It is then what `from_pretrained` loads, with quantised weights expanded to its type: it
+        generates without Greenroom, and can be trained, saved, moved and copied. Takes the memory
+        of the whole model. Returns the model, which has no `greenroom` any more.
+
+        UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged where that cannot be;
+        nothing has changed then. CheckpointError where reading fails; the model is then detached.
+        """
         model: Any = self._model()
-        if model is not None and getattr(model, "greenroom", None) is self:
-            del model.greenroom
+        if model is None or getattr(model, "greenroom", None) is not self:
+            raise UnsupportedCall("the model is not this cache's any more")
+        freed = self.capacity * self.parts.catalog.slot_bytes if self._close.alive else 0
+        source = check_materialize(model, self.parts.source, 0 if self.engine else freed)
+        self.detach()
+        materialize(model, source)
+        if self.generation is not None:
+            self.generation.restore(model)
+        del model.greenroom
+        return model
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedCall(
+            "a cache of experts cannot be pickled or copied (it has open files and threads): load"
+            " the model again where it is needed"
+        )

@@ -88,6 +88,7 @@ class Bindings:
         self.accelerated: Accelerated | None = None
         self.shared: Shared | None = None
         self._parts, self._memory = parts, memory
+        self._described = kernel.name
 
     def bind(
         self,
@@ -129,6 +130,7 @@ class Bindings:
                 chosen=chosen,
             )
             setattr(module, BINDING, binding)
+        self._described = described(self.kernel, self.experts)
 
     def _computing(self) -> Any:
         """The kernel, or what has it compute on several devices, on the host too, or in parts."""
@@ -194,8 +196,8 @@ class Bindings:
         return [getattr(module, BINDING).experts for module in self.modules]
 
     def described(self) -> str:
-        """What computes the experts."""
-        return described(self.kernel, self.experts)
+        """What computes the experts, or did so before `detach`."""
+        return self._described
 
     def alone(self) -> AbstractContextManager[None]:
         """A token's experts do not know of others beside it for the while."""

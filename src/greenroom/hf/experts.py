@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from greenroom.errors import NotMoE, UnsupportedModel
 from greenroom.hf.routes import TargetDtypes
 
+STREAMED = "_greenroom_streamed"  # attribute of an experts module: what was taken out of it
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by transformers
 MOE = re.compile(r"Experts?$|MoE$|Moe$|MoE?(Block|Layer|MLP)$|SparseM(oe|LP)|SparseMoeBlock$")
 
@@ -71,15 +72,22 @@ def streamed_parameters(model: PreTrainedModel, dtypes: TargetDtypes) -> list[li
     return layers
 
 
+def streamed_of(module: nn.Module) -> tuple[Streamed, ...]:
+    """The parameters that were taken out of a module; none of most modules."""
+    found: tuple[Streamed, ...] = module.__dict__.get(STREAMED, ())
+    return found
+
+
 def detach_experts(model: PreTrainedModel, layers: list[list[Streamed]]) -> None:
     """Take the streamed parameters out of the model; each attribute stays, as None.
 
-    So `state_dict`, `parameters` and `to` pass them by. The shapes and dtypes stay in the catalog.
+    So `parameters` passes them by. Their shapes and dtypes stay in the catalog and with the module.
     """
     for layer in layers:
         module = model.get_submodule(layer[0].module)
         for streamed in layer:
             module.register_parameter(streamed.name, None)
+        module.__dict__[STREAMED] = tuple(layer)
         # Or weight initialisation would touch what is not there, by the experts or by their block,
         # which has nothing left to initialise where all of its own comes from the checkpoint.
         module._is_hf_initialized = True

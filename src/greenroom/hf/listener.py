@@ -21,6 +21,7 @@ from greenroom.hf.recent import Recent
 from greenroom.hf.shared import Shared
 from greenroom.hf.together import Together
 from greenroom.hf.watch import Watch
+from greenroom.hf.weight_guard import WeightGuard
 from greenroom.runtime.driver import Driver
 
 
@@ -40,6 +41,7 @@ class Listener:
         self.sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._parts, self._driver, self._watch, self._on_gpu = parts, driver, watch, on_gpu
         self._recent = recent
+        self.weights: WeightGuard | None = None
         self._modules: Sequence[nn.Module] = ()
         self._shared: Shared | None = None
         self._request, self._tokens = 0, 0
@@ -120,10 +122,13 @@ class Listener:
         batch, length = given.shape[:2]
         together = isinstance(cache, Together)
         self._make_room(cache, batch, length)
+        before = self._request
         if self._begin is not None:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
+        if self._request != before and self.weights is not None:
+            self.weights.check()
         self._reading = prompt = max(cache.lengths) > 1 if together else length > 1
         if self.pinned is not None:
             self.pinned.begins(prompt, anew=self._request != self._pinned_for)

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_bytes, split_of
+from greenroom.config import (
+    LOW_SHARE,
+    Amount,
+    LoadConfig,
+    devices_of,
+    options_checked,
+    scope_of,
+    show_bytes,
+    split_of,
+)
 from greenroom.core.cache import compile_for, group_sizes
 from greenroom.core.homes import spread
 from greenroom.core.layout import Catalog
@@ -18,6 +27,7 @@ from greenroom.core.machine import name_of
 from greenroom.core.pins import Pins
 from greenroom.core.queue import staging_seats
 from greenroom.core.scope import least_capacity
+from greenroom.environment import warn_once
 from greenroom.errors import CheckpointError, DeviceError, OutputError, UsageError
 from greenroom.hf import learned
 from greenroom.hf.attach import Greenroom
@@ -43,6 +53,7 @@ from greenroom.hf.parts import Parts
 from greenroom.hf.places import COMPILED, engines_for, kernels_of, lanes_of
 from greenroom.hf.settled import settled
 from greenroom.hf.slots import pieces_of, slots_for
+from greenroom.hf.source import GenerationSettings, Source
 from greenroom.hf.split import split_experts
 from greenroom.hf.watch import START, auto_split
 from greenroom.plan import kept
@@ -61,6 +72,7 @@ Progress = Callable[[float, str], None]
 log = logging.getLogger(__name__)
 
 
+@options_checked
 def load(
     model: str,
     memory: str | int | None = None,
@@ -68,27 +80,69 @@ def load(
     policy: str = "auto",
     kernels: str = "auto",
     device: str = "auto",
-    **options: Any,
+    *,
+    host_memory: str | int | None = None,
+    scope: str = "shared",
+    pin: str | None = None,
+    split: str = "off",
+    miss_precision: str = "off",
+    low_below: float | None = None,
+    low_share: str = LOW_SHARE,
+    low_follow: bool = False,
+    skip_below: float = 0.0,
+    substitute_below: float = 0.0,
+    prefetch: str = "auto",
+    predictor: str | None = None,
+    no_guard: bool = False,
+    co_compute: str = "off",
+    context: int = 4096,
+    kv: str = "dynamic",
+    readers: int = 2,
+    direct: str = "auto",
+    read_limit: str | int | None = None,
+    dtype: str = "auto",
+    threads: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
-    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `memory` ("8GiB", "60%",
-    "auto") is the budget of the whole process; `cache` ("25%", "2GiB") sizes the expert cache
-    alone; they exclude each other, and neither means memory="auto". `device` is cpu, cuda, fake, or
-    auto: cuda where torch has it; there `memory` is of the GPU's, and `host_memory` is the
-    process's. `options` are the further fields of `greenroom.config.LoadConfig`: scope, context,
-    kv, readers, direct, dtype, threads.
+    Returns (model, tokenizer): an ordinary transformers model with `model.greenroom` for `stats()`,
+    `resize()`, `detach()` and `materialize()`, before which it cannot be trained, saved, copied or
+    moved. Raises a GreenroomError (see greenroom.errors) in one clear line.
 
-    Returns (model, tokenizer): an ordinary transformers model, whose `generate` works and gives
-    the tokens of the full model, with `model.greenroom` for `stats()`, `resize()` and `detach()`.
-    Raises a GreenroomError (see greenroom.errors) in one clear line.
+    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. The options are those of
+    `greenroom run`, whose help says more:
+
+    memory: budget of the whole process, on a GPU of its memory: "8GiB", "60%" of what is
+        available, "auto" (the default where `cache` is not given)
+    cache: size of the expert cache alone, in place of `memory`: "25%" of the experts, "2GiB"
+    policy: who is evicted: auto, lru, llru, moe-infinity, ...
+    kernels: what computes the experts: auto, eager (the bits of transformers' eager), numba,
+        rounded, triton
+    device: auto (cuda where torch has it), cpu, cuda, "cuda:0,cuda:1", fake
+    host_memory: with a GPU, the budget of the process in host memory
+    scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
+    pin: a file of `greenroom trace hot`, whose experts stay
+    split: share of packed experts that stays, the rest being fetched: off, auto, "0.5", "N,N,...",
+        a file
+    miss_precision: serve misses of small gate weight from a pack's int8 or int4 copies, which
+        changes the output: off, int8, int4
+    low_below, low_share, low_follow: with `miss_precision`: the share of gate weights below which,
+        the share of the cache for copies, whether the exact expert follows
+    skip_below, substitute_below: leave out, or replace, misses below a share of the gate weights,
+        which changes the output
+    prefetch: a predictor that fetches experts ahead: auto, off, next-gate, learned, markov, ...
+    predictor: the file of `greenroom train-predictor`, for the predictor learned
+    no_guard: prefetch also where that is slower
+    co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
+    context: tokens that the KV cache must have room for
+    kv: how keys and values are kept: dynamic, fp8, int4, int2, offloaded
+    readers, threads: threads that read experts, and that compute (default: all cores)
+    direct: read past the page cache: auto, on, off
+    read_limit: most bytes a second that are read, "50MB"
+    dtype: what to compute in: auto (the checkpoint's), bfloat16, float16, float32
     """
-    return load_with(
-        model,
-        LoadConfig(
-            memory=memory, cache=cache, policy=policy, kernels=kernels, device=device, **options
-        ),
-    )
+    options = {name: value for name, value in locals().items() if name != "model"}
+    return load_with(model, LoadConfig(**options))
 
 
 def load_with(
@@ -109,6 +163,8 @@ def load_with(
 def _load(
     source: str, config: LoadConfig, remember: bool, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if said := warn_once():
+        log.warning("%s", said)
     progress(0.0, "reading the checkpoint's index")
     named_policy(config.policy).check_online()
     predictor(config.prefetch)  # or UnknownName, UsageError
@@ -116,6 +172,7 @@ def _load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(resolve(source))
+    origin = Source.of(checkpoint, config.dtype)
     draft = Draft.of(checkpoint, config.dtype)
     catalog, context = draft.catalog, context_of(draft.model, config.context)
     shares, split = split_of(config.split), None
@@ -162,6 +219,7 @@ def _load(
         context=context,
         kv_cache_bytes=keys_values.total(context),
         kv=keys_values.kind,
+        source=origin,
     )
     if kernels_of(parts) in COMPILED and draft.dtype is not torch.float32:  # or UsageError
         draft.keep_stored()
@@ -208,6 +266,7 @@ def _load(
     if engine is not None:  # whatever a class keeps beside its parameters goes with them
         with device_errors("the dense parts"):
             model.to(engine.device)
+    generation = GenerationSettings(model)
     if decoder_only:  # an encoder reads a prompt as a whole
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK
     for name, value in keys_values.kind.implementation.items():
@@ -220,7 +279,7 @@ def _load(
         parts = _with_host(parts, config, keys_values)  # the process is what it is now
     progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, parts)
-    greenroom.keys_values = keys_values
+    greenroom.keys_values, greenroom.generation = keys_values, generation
     try:
         greenroom.compile()
         give_back()
@@ -244,6 +303,7 @@ def _load(
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
+        origin.stamps.check("while it was loaded")
     except BaseException:
         greenroom.detach()
         raise

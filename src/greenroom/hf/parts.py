@@ -10,6 +10,7 @@ from greenroom.core.pins import Pins
 from greenroom.core.precision import Thresholds
 from greenroom.core.scope import Scope
 from greenroom.hf.kv_kinds import Kind
+from greenroom.hf.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,4 @@ class Parts:
     context: int = 0  # tokens that the KV cache has room for
     kv_cache_bytes: int = 0  # what they take, and an update of them
     kv: Kind = field(default_factory=Kind)  # how they are kept
+    source: Source | None = None  # the checkpoint, where all experts can be read again

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
@@ -22,6 +22,7 @@ from greenroom.runtime.driver import Driver
 from greenroom.runtime.kernels.direct import Direct
 from greenroom.runtime.kernels.fused import Step
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.no_gradient import without_gradient
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
 
@@ -53,7 +54,6 @@ class Binding:
         return Seen(self.layer, experts, inputs=given)
 
 
-@torch.no_grad()
 def experts_forward(
     module: nn.Module,
     hidden_states: torch.Tensor,
@@ -63,13 +63,29 @@ def experts_forward(
     """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
 
     The resident experts are computed in one call, then those in flight as they land; the sum over
-    a token's experts is taken in a fixed order, so waves do not change a bit.
+    a token's experts is taken in a fixed order, so waves do not change a bit. A backward pass that
+    comes to the result raises UnsupportedCall.
     """
+    if not torch.is_grad_enabled():
+        return _forward(module, hidden_states, top_k_index, top_k_weights)
+    with torch.no_grad():
+        result = _forward(module, hidden_states, top_k_index, top_k_weights)
+    if hidden_states.requires_grad or top_k_weights.requires_grad:
+        return without_gradient(result, hidden_states, top_k_weights)
+    return result
+
+
+def _forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     if hidden_states.is_meta:  # shapes only: a budget is being made
         return torch.empty_like(hidden_states)
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
-        raise ClosedError("this model is not attached: its experts were never loaded or detached")
+        raise ClosedError(
+            "this model is not attached, so it has no experts: load it again, or"
+            " model.greenroom.materialize() reads them into memory"
+        )
     with device_errors() if hidden_states.is_cuda else contextlib.nullcontext():
         return _step(binding, int(module.num_experts), hidden_states, top_k_index, top_k_weights)  # type: ignore[arg-type]
 

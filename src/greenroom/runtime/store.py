@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.layout import Catalog, Extent
-from greenroom.errors import CheckpointError, StoreError
+from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
+from greenroom.runtime.stamps import Stamp
 
 BLOCK = 4096  # bytes; what direct reads are aligned to: offset, length and memory
 CHUNK_BYTES = 4 << 20  # 1 to 4 MiB reach the disk's speed and keep a new demand's wait short
@@ -58,7 +59,12 @@ class Staging:
 
 
 class DiskStore:
-    """Experts of a catalog, read in chunks. Thread-safe: every reader brings its own staging."""
+    """Experts of a catalog, read in chunks. Thread-safe: every reader brings its own staging.
+
+    A file that is changed while it is open ends all reading: bytes of two states of a checkpoint
+    are no expert's. After each chunk the stamp of its file is compared (one fstat beside a read of
+    up to CHUNK_BYTES), so no chunk is given out that was read after a change.
+    """
 
     def __init__(
         self, catalog: Catalog, *, chunk_bytes: int = CHUNK_BYTES, direct: str = "auto"
@@ -67,10 +73,13 @@ class DiskStore:
         self.catalog, self.chunk_bytes = catalog, chunk_bytes
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
         self._files: list[int] = []
+        self._stamps: list[Stamp] = []
+        self._changed: str | None = None  # what is said of a file that has changed
         self.direct: bool = direct != "off" and hasattr(os, "O_DIRECT")
         try:
             for path in catalog.files:
                 self._files.append(self._open(path, strict=direct == "on"))
+            self._stamps = [Stamp.of(fd) for fd in self._files]
         except BaseException:
             self.close()
             raise
@@ -119,8 +128,11 @@ class DiskStore:
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
         """A chunk's bytes: [length] uint8, a view of the staging buffer, valid until its next use.
 
-        StoreError where the disk fails, or the file has become shorter.
+        StoreError where the disk fails; CheckpointChanged where a file was changed since it was
+        opened, also by every read after that.
         """
+        if self._changed is not None:
+            raise CheckpointChanged(self._changed)
         begin = chunk.extent.offset + chunk.start
         end = begin + chunk.length
         first = begin // BLOCK * BLOCK if self.direct else begin
@@ -128,16 +140,22 @@ class DiskStore:
         buffer, done = staging.take(-(-(last - first) // BLOCK) * BLOCK), 0
         path = self.catalog.files[chunk.extent.file]
         try:
-            fd = self._files[chunk.extent.file]
+            fd, stamp = self._files[chunk.extent.file], self._stamps[chunk.extent.file]
             while first + done < end:
                 n = os.preadv(fd, [buffer[done : last - first]], first + done)
                 done += n
                 if n == 0 or (self.direct and n % BLOCK and first + done < end):
-                    raise StoreError(f"{path} ends early: it was cut short after it was opened")
+                    break
             if not self.direct:
                 os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
+            same = Stamp.of(fd) == stamp
         except OSError as error:
             raise StoreError(f"cannot read {path} at byte {begin}: {error.strerror}") from error
+        if not same:
+            self._changed = f"{path} was changed while it was served: load the model again"
+            raise CheckpointChanged(self._changed)
+        if first + done < end:
+            raise StoreError(f"{path} ends early: byte {end} is not there")
         return staging.array[begin - first : end - first]
 
     def close(self) -> None:

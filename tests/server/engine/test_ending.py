@@ -89,7 +89,8 @@ def test_running_answers_get_their_time_and_then_it_is_over(served: Any) -> None
     assert s.engine.state()[0] == "stopping"
     with pytest.raises(ClosedError, match="the server is stopping"):
         s.ask(draw(3), 2)
-    assert not hasattr(s.engine.model, "greenroom")  # it was detached
+    with pytest.raises(ClosedError, match="detached"):
+        s.engine.model.greenroom.resize("50%")
     stats = s.engine.stats()
     assert stats["queue"]["running"] == 0
     assert stats["experts"]["requests"] > 0  # as it was at the end

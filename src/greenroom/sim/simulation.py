@@ -1,0 +1,237 @@
+"""`greenroom.simulate`: policies and capacities compared on a trace, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, overload
+
+from greenroom.config import options_checked, scope_of
+from greenroom.core.cost import Costs
+from greenroom.core.machine import Machine
+from greenroom.errors import UnknownName, UsageError
+from greenroom.policies import policy as named_policy
+from greenroom.sim.proactive import automatic, foresight_of
+from greenroom.sim.sweep import OFF, Cell, Row, Study, capacities, names, sweep
+from greenroom.trace import ORDERS, Trace, load
+
+PINS = ("step", "none")
+
+
+class Simulation(Sequence[Row]):
+    """The results of a simulation: a dict for each policy, prefetch and capacity, in that order.
+
+    It is a sequence (`found[0]["miss_ratio"]`, `pandas.DataFrame(list(found))`), and shows itself
+    as a table. Fields are those of `greenroom simulate --json` (docs/simulate.md).
+    """
+
+    def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
+        """Of a trace, of which only the size is kept."""
+        self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
+        self._title = (
+            f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
+            f" requests, {self._experts:,} experts in {trace.layers} layers, top-{trace.top_k};"
+            f" order {rows[0]['order']}, scope {rows[0]['scope']}, pin {rows[0]['pin']}"
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def curves(self, field: str = "miss_ratio") -> dict[str, tuple[list[int], list[float]]]:
+        """For each policy (and predictor) its capacities and a field at each, ready to plot.
+
+        UnknownName for a field that the rows have not.
+        """
+        if field not in self._rows[0]:
+            raise UnknownName("field", field, self._rows[0])
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for row in sorted(self._rows, key=lambda row: int(row["capacity"])):
+            prefetch = row.get("prefetch", OFF)
+            name = row["policy"] if prefetch == OFF else f"{row['policy']}, {prefetch}"
+            sizes, values = found.setdefault(name, ([], []))
+            sizes.append(int(row["capacity"]))
+            values.append(row[field])
+        return found
+
+    def __repr__(self) -> str:
+        header, *lines = self._cells()
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        left = sum(name in ("policy", "prefetch") for name in header)
+        text = [
+            "  ".join(
+                each.ljust(width) if number < left else each.rjust(width)
+                for number, (each, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in (header, *lines)
+        ]
+        return "\n".join([self._title, "", *text])
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        header, *lines = self._cells()
+        head = "".join(f"<th>{escape(each)}</th>" for each in header)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in line)}</tr>" for line in lines
+        )
+        return (
+            f"<table><caption>{escape(self._title)}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+    def _cells(self) -> list[list[str]]:
+        """The table as text, its header first."""
+        timed = "seconds" in self._rows[0]
+        ahead = any(row.get("prefetch", OFF) != OFF for row in self._rows)
+        header = ["policy", *["prefetch"] * ahead, "capacity", "share", "requests", "misses"]
+        header += ["miss ratio", *(["TTFT", "TPOT", "tokens/s"] if timed else [])]
+        return [header, *(self._line(row, timed, ahead) for row in self._rows)]
+
+    def _line(self, row: Row, timed: bool, ahead: bool) -> list[str]:
+        line = [row["policy"], *[row.get("prefetch", OFF)] * ahead, f"{row['capacity']:,}"]
+        line += [f"{row['capacity'] / self._experts:.1%}", f"{row['requests']:,}"]
+        line += [f"{row['misses']:,}", f"{row['miss_ratio']:.2%}"]
+        if timed:
+            line += [_seconds(row["ttft_s"]), _seconds(row["tpot_s"])]
+            rate = row["tokens_per_s"]
+            line.append("-" if rate is None else f"{rate:.3g}")
+        return line
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+@options_checked
+def simulate(
+    trace: str | os.PathLike[str] | Trace,
+    policy: str | Sequence[str] = "auto",
+    capacity: str | int | Sequence[str | int] = "25%",
+    *,
+    order: str | None = None,
+    scope: str = "shared",
+    pin: str = "step",
+    seed: int = 0,
+    limit: int | None = None,
+    reset: bool = False,
+    machine: str | os.PathLike[str] | Machine | None = None,
+    prefetch: str | Sequence[str] = OFF,
+    expert_bytes: int | None = None,
+    dense_bytes: int | None = None,
+    workers: int | None = None,
+) -> Simulation:
+    """Replay a trace against every one of some policies at every one of some capacities.
+
+        found = greenroom.simulate("run.trace", ["lru", "auto", "opt"], ["10%", "25%", "50%"])
+        found                                  # a table
+        found[0]["miss_ratio"]
+        found.curves()["lru"]                  # ([capacities], [miss ratios])
+
+    trace: a file (`greenroom trace record`, or a published npz), or a `greenroom.trace.Trace`
+    policy: names, of which options follow a colon: "moe-infinity:matching=request"
+    capacity: slots, or shares of all experts: 64, "25%"
+    order: of the requests: natural (default), rounds, or runtime (default with a machine)
+    scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
+    pin: are the experts of a step safe while it is served? step, or none
+    seed: of policies that draw lots
+    limit: only the trace's first tokens
+    reset: begin every request with an empty cache
+    machine: a profile (`greenroom doctor -o`), or a `Machine`: adds times to the rows
+    prefetch: with a machine, predictors that fetch ahead; "off" is the run without
+    expert_bytes, dense_bytes: sizes of an expert and of a layer's other weights, with a machine
+        (default: what the trace says; dense layers of unknown size take no time)
+    workers: cells that run at a time (default: one a core)
+
+    All that `greenroom simulate` can do beside is in docs/simulate.md. Raises TraceError,
+    ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run in new
+    processes: a script that has them needs `if __name__ == "__main__"`.
+    """
+    data = trace if isinstance(trace, Trace) else load(Path(trace))
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1 token, got {limit}")
+    data = data if limit is None else data.head(limit)
+    order = order or ("natural" if machine is None else "runtime")
+    _check(order, pin, machine is not None, prefetch, workers)
+    policies = _listed("policy", policy)
+    for name in policies:
+        named_policy(name)
+    slots = [
+        size
+        for each in ([capacity] if isinstance(capacity, str | int) else capacity)
+        for size in capacities(str(each), int(data.offsets[-1]))
+    ]
+    if not slots:
+        raise UsageError("capacity is an empty list: give slots as 64, or a share as 25%")
+    predictors = [automatic(data) if p == "auto" else p for p in _listed("prefetch", prefetch)]
+    for name in predictors:
+        if name != OFF:
+            foresight_of(data, name, seed)
+    expert, costs = _costs(data, machine, expert_bytes, dense_bytes)
+    study = Study.of(
+        data, order, scope=scope_of(scope), seed=seed, reset=reset, costs=costs,
+        expert_bytes=expert,
+    )  # fmt: skip
+    cells = [Cell(p, size, pin, ahead) for p in policies for ahead in predictors for size in slots]
+    return Simulation(data, sweep(study, cells, workers=workers))
+
+
+def _listed(what: str, given: str | Sequence[str]) -> list[str]:
+    """Names, given as `a,b` or as a list."""
+    found = names(given) if isinstance(given, str) else list(given)
+    if not found:
+        raise UsageError(f"{what} is an empty list: give a name")
+    return list(dict.fromkeys(found))
+
+
+def _check(
+    order: str, pin: str, timed: bool, prefetch: str | Sequence[str], workers: int | None
+) -> None:
+    if order not in ORDERS:
+        raise UnknownName("order", order, ORDERS)
+    if pin not in PINS:
+        raise UnknownName("pin", pin, PINS)
+    if timed and order != "runtime":
+        raise UsageError("a machine times real passes: leave out order, or give order='runtime'")
+    if not timed and prefetch != OFF:
+        raise UsageError("prefetching is a matter of time: give a machine too")
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, got {workers}")
+
+
+def _costs(
+    trace: Trace,
+    machine: str | os.PathLike[str] | Machine | None,
+    expert_bytes: int | None,
+    dense_bytes: int | None,
+) -> tuple[int, Costs | None]:
+    """(an expert's size, what everything costs); nothing without a machine."""
+    if machine is None:
+        if expert_bytes is not None or dense_bytes is not None:
+            raise UsageError("expert_bytes and dense_bytes are of use with a machine only")
+        return 0, None
+    found = machine if isinstance(machine, Machine) else Machine.load(Path(machine))
+    expert = _nbytes(trace, "expert_bytes", expert_bytes)
+    if not expert:
+        raise UsageError("the trace does not say how large an expert is: give expert_bytes")
+    return expert, found.costs(expert, _nbytes(trace, "dense_bytes", dense_bytes))
+
+
+def _nbytes(trace: Trace, name: str, given: int | None) -> int:
+    """A size as it was given, else as the trace has it, else 0."""
+    value: Any = trace.meta.get(name) if given is None else given
+    if given is not None and given < 0:
+        raise UsageError(f"{name} must be a number of bytes, got {given}")
+    return int(value) if isinstance(value, int | float) and value > 0 else 0

@@ -1,0 +1,101 @@
+"""`greenroom.simulate`, as a notebook calls it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import greenroom
+from greenroom.core.cost import Link
+from greenroom.core.machine import Machine, Processor, Route, Table
+from greenroom.errors import TraceError, UnknownName, UnknownOption, UsageError
+from greenroom.policies import policy
+from greenroom.sim.replay import replay
+from greenroom.trace import Trace, save, stream
+from tests.sim.small import trace
+
+
+@pytest.fixture(scope="module")
+def small() -> Trace:
+    return trace([[-5, 1, 1, 1], [-3, 1, 1]])
+
+
+def test_every_policy_at_every_capacity_in_order(small: Trace) -> None:
+    found = greenroom.simulate(small, ["lru", "opt"], ["25%", 8])
+    assert [(row["policy"], row["capacity"]) for row in found] == [
+        ("lru", 4), ("lru", 8), ("opt", 4), ("opt", 8),
+    ]  # fmt: skip
+    by_hand = replay(stream(small, "natural"), small.offsets, 8, policy("lru"))
+    assert (found[1]["requests"], found[1]["misses"]) == (by_hand.requests, by_hand.misses)
+    assert len(found) == 4
+    assert found[-1] == found[2:][1]
+    sizes, ratios = found.curves()["lru"]
+    assert sizes == [4, 8]
+    assert ratios == [found[0]["miss_ratio"], found[1]["miss_ratio"]]
+    with pytest.raises(UnknownName, match="miss_ratio"):
+        found.curves("colour")
+
+
+def test_it_shows_itself_as_a_table(small: Trace) -> None:
+    found = greenroom.simulate(small, "lru,opt", "25%")
+    title, empty, header, *lines = repr(found).splitlines()
+    assert "13 tokens of 2 requests, 16 experts in 2 layers, top-2; order natural" in title
+    assert not empty
+    assert re.split(r" {2,}", header)[-1] == "miss ratio"
+    assert [line.split()[0] for line in lines] == ["lru", "opt"]
+    assert lines[0].split()[1:4] == ["4", "25.0%", f"{found[0]['requests']}"]
+    html = found._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "<td>opt</td>" in html
+
+
+def test_a_file_and_a_limit(small: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    save(small, path)
+    whole, part = greenroom.simulate(path, "lru"), greenroom.simulate(str(path), "lru", limit=4)
+    assert whole[0] == greenroom.simulate(small, "lru")[0]
+    assert part[0]["requests"] == 4 * 2 * 2 < whole[0]["requests"]
+
+
+def test_a_machine_adds_times_and_prefetching(small: Trace) -> None:
+    work = Table((1000,), (1,), ((1e-3,),))
+    machine = Machine((Route("disk", "host", Link(1e6)),), (Processor("cpu", "host", work, work),))
+    found = greenroom.simulate(
+        small, "lru", 8, machine=machine, expert_bytes=1000, prefetch=["off", "markov"]
+    )
+    assert [row["prefetch"] for row in found] == ["off", "markov"]
+    assert found[0]["order"] == "runtime"
+    assert found[0]["seconds"] > 0
+    assert "tokens/s" in repr(found)
+    assert set(found.curves("tpot_s")) == {"lru", "lru, markov"}
+
+
+WRONG = {
+    "policy": ({"policy": "nope"}, UnknownName, "nope"),
+    "no policy": ({"policy": []}, UsageError, "policy is an empty list"),
+    "capacity": ({"capacity": "300%"}, UsageError, "300%"),
+    "capacity of none": ({"capacity": 0}, UsageError, "from 1 to all 16"),
+    "no capacity": ({"capacity": []}, UsageError, "capacity is an empty list"),
+    "order": ({"order": "random"}, UnknownName, "natural"),
+    "pin": ({"pin": "all"}, UnknownName, "step"),
+    "limit": ({"limit": 0}, UsageError, "at least 1 token"),
+    "workers": ({"workers": 0}, UsageError, "at least 1"),
+    "prefetch": ({"prefetch": "markov"}, UsageError, "give a machine"),
+    "sizes": ({"expert_bytes": 5}, UsageError, "with a machine only"),
+    "option": ({"polcy": "lru"}, UnknownOption, "did you mean 'policy'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_line(small: Trace, case: str) -> None:
+    options, kind, said = WRONG[case]
+    with pytest.raises(kind, match=said) as caught:
+        greenroom.simulate(small, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_trace_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        greenroom.simulate(tmp_path / "none.trace")
