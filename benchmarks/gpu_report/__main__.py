@@ -12,6 +12,7 @@ Needs the repository, torch with CUDA and Triton, and no network. See docs/gpu.m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ ROOT = HERE.parents[1]
 MINUTES = 9.0
 CLOSING_S = 20.0  # of a part's time: for what runs to end, and the summary
 LEAST_S = 5.0  # no worker is started for less
+NOTHING_HERE = 4  # a worker's exit code: this machine cannot be measured
 CRASHES = 6  # of a part's workers, before it is given up
 
 
@@ -84,6 +86,8 @@ def measure(part: str, options: Options, ledger: Ledger) -> None:
             code = None
         finally:
             end(worker)
+        if code == NOTHING_HERE:
+            raise SystemExit(f"gpu_report: {last(log)}")
         for cell in ledger.begun(part, options.run):
             if code is None:
                 ledger.write(part, cell, NOT_MEASURED, options.run, reason="the time was up")
@@ -97,10 +101,8 @@ def measure(part: str, options: Options, ledger: Ledger) -> None:
 
 def end(worker: subprocess.Popen[bytes]) -> None:
     """End a worker and whatever it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     worker.wait()
 
 

@@ -143,16 +143,16 @@ def tier_copy(bench: Bench, greenroom: Greenroom) -> float:
     return (driver.meter.links[1].nbytes - before) / (time.perf_counter() - start)
 
 
-def profiled(bench: Bench, greenroom: Greenroom, trace: Trace, out: Path) -> dict[str, Any]:
-    """A profiler's trace of a few tokens, as a file, and where its time went."""
+def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]:
+    """A profiler's trace of a few tokens after `warm` passes, as a file, and where time went."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with bench.playing(trace) as play:
-        for number in range(20):
+        for number in range(warm):
             play(number)
         with torch.profiler.profile(activities=kinds) as profiler:
-            times = [play(20 + number) for number in range(PROFILED)]
+            times = [play(warm + number) for number in range(PROFILED)]
     profiler.export_chrome_trace(str(out / TRACE))
     averages = profiler.key_averages()
     return {

@@ -1,4 +1,4 @@
-"""The demo by the command line, on CPU and GPU, with eager and default kernels: text and seconds."""
+"""The demo by the command line, on CPU and GPU, with eager and default kernels."""
 
 from __future__ import annotations
 

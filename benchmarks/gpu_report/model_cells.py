@@ -15,17 +15,17 @@ from typing import Any
 import machine
 import numpy as np
 import shapes
-import torch
 from baselines import Experts, copies, stock
 from bench import Bench, clocked, plain_copy, profiled, tier_copy
 from ledger import Ledger
-from playing import TOKENS, WARM, decoding, prefill
+from playing import decoding, prefill
 from safetensors.torch import load_file
 from weights import made
 
 LAYERS = 8
 PREFILLS = ("100%", "25%")  # residencies at which a prompt is read in blocks of several sizes
 PROMPT = 4096  # tokens
+WARM, TOKENS = 40, 60  # passes that are not timed, and decoded tokens that are
 
 
 class Cells:
@@ -35,6 +35,7 @@ class Cells:
         self._args, self._smoke = args, args.smoke
         self._layers = 2 if args.smoke else LAYERS
         self._prompt = 32 if args.smoke else PROMPT
+        self._warm, self._tokens = (3, 5) if args.smoke else (WARM, TOKENS)
         self._blocks = (16, 32) if args.smoke else shapes.BLOCKS
         self._device = machine.device(args.smoke)
         self._name, self._bench, self._experts = "", None, None
@@ -53,8 +54,8 @@ class Cells:
         if kind == "copies":
             return self._copies(bench, ratio)
         if kind == "trace":
-            with bench.attached(ratio) as part:
-                return profiled(bench, part, self._decoding(bench), self._args.out)
+            with bench.attached(ratio):
+                return profiled(bench, self._decoding(bench), self._warm, self._args.out)
         return self._tier(bench, ratio, co_compute=kind == "co-compute", prefills=share in PREFILLS)
 
     def _model(self, name: str) -> Bench:
@@ -76,7 +77,7 @@ class Cells:
         return self._experts
 
     def _decoding(self, bench: Bench) -> Any:
-        return decoding(bench.shape, self._layers)
+        return decoding(bench.shape, self._layers, self._warm + self._tokens)
 
     def _prefills(self, bench: Bench) -> dict[str, float]:
         """Tokens a second of a prompt that is read in blocks, by the size of a block."""
@@ -90,7 +91,7 @@ class Cells:
         found: dict[str, Any] = {}
         for kind in (shapes.GROUPED, "eager"):
             with stock(bench.model, bench.names, self._stacked(bench), kind):
-                times = bench.passes(self._decoding(bench))[WARM:]
+                times = bench.passes(self._decoding(bench))[self._warm :]
                 found[kind] = {"token_ms": statistics.median(times) * 1e3}
                 if kind == shapes.GROUPED:
                     found[kind]["prefill"] = self._prefills(bench)
@@ -99,7 +100,7 @@ class Cells:
     def _copies(self, bench: Bench, ratio: float) -> dict[str, Any]:
         resident = max(1, int(bench.shape.experts * ratio))
         with copies(bench.model, bench.names, self._stacked(bench), resident) as counts:
-            times = bench.passes(self._decoding(bench))[WARM:]
+            times = bench.passes(self._decoding(bench))[self._warm :]
             found = {
                 "token_ms": statistics.median(times) * 1e3,
                 "hits": 1 - counts["copied"] / counts["requests"],
@@ -113,25 +114,25 @@ class Cells:
             speed = tier_copy(bench, part)
             trace, begin = self._decoding(bench), time.perf_counter()
             with bench.playing(trace) as play:
-                for number in range(WARM):
+                for number in range(self._warm):
                     play(number)
                 part.reset_stats()
                 for name in spent:
                     spent[name] = 0.0
-                times = [play(number) for number in range(WARM, WARM + TOKENS)]
+                times = [play(number) for number in range(self._warm, self._warm + self._tokens)]
             stats = part.stats()
             found: dict[str, Any] = {
                 "token_ms": statistics.median(times) * 1e3,
                 "mean_ms": float(np.mean(times)) * 1e3,
-                "bytes_a_token": stats.links[1]["bytes"] / TOKENS,
+                "bytes_a_token": stats.links[1]["bytes"] / self._tokens,
                 "hits": stats.hit_ratio,
                 "tier_gb_s": speed / 1e9,
-                "stalls_ms": stats.stall_s / TOKENS * 1e3,
+                "stalls_ms": stats.stall_s / self._tokens * 1e3,
                 "kernels": stats.kernels,
                 "on_host": (stats.co_compute or {}).get("on_host", 0),
                 "wall_s": time.perf_counter() - begin,
             }
-            found |= {f"{name}_ms": s / TOKENS * 1e3 for name, s in spent.items()}
+            found |= {f"{name}_ms": s / self._tokens * 1e3 for name, s in spent.items()}
             if prefills:
                 found["prefill"] = self._prefills(bench)
         return found

@@ -55,8 +55,9 @@ def _tests(rows: Rows) -> str:
     found = []
     for cell in shapes.cells("tests", smoke=False):
         if run := values(rows, "tests", cell):
-            found.append([cell, run["passed"], run["failed"], run["skipped"],
-                          f"{run['seconds']:.0f}", "" if run["complete"] else "cut short"])  # fmt: skip
+            counts = [run[outcome] for outcome in ("passed", "failed", "skipped")]
+            cut = "" if run["complete"] else "cut short"
+            found.append([cell, *counts, f"{run['seconds']:.0f}", cut])
     failures = [
         f"- `{each['test']}`: {each['reason'].splitlines()[-1] if each['reason'] else ''}"
         for cell in shapes.cells("tests", smoke=False)
@@ -181,7 +182,7 @@ def plots(rows: Rows, out: Path, smoke: bool) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [name for name in shapes.kernels(smoke)]
+    names = list(shapes.kernels(smoke))
     tokens = shapes.tokens(smoke)
     figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 4), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):

@@ -13,7 +13,7 @@ from greenroom.trace import Trace
 from greenroom.trace.synth import topics
 from greenroom.trace.trace import starts_of
 
-PROMPT, WARM, TOKENS = 16, 40, 60  # tokens read at once; passes not timed; passes timed
+PROMPT = 16  # tokens that are read at once before any is decoded
 
 
 def _request(shape: Shape, layers: int, passes: list[int]) -> Trace:
@@ -28,9 +28,9 @@ def _request(shape: Shape, layers: int, passes: list[int]) -> Trace:
     )
 
 
-def decoding(shape: Shape, layers: int) -> Trace:
-    """A prompt, then a token a pass."""
-    return _request(shape, layers, [PROMPT, *[1] * (WARM + TOKENS - 1)])
+def decoding(shape: Shape, layers: int, passes: int) -> Trace:
+    """So many passes: a prompt, then a token a pass."""
+    return _request(shape, layers, [PROMPT, *[1] * (passes - 1)])
 
 
 def prefill(shape: Shape, layers: int, tokens: int, block: int) -> Trace:

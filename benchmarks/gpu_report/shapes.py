@@ -65,7 +65,7 @@ def models(smoke: bool) -> dict[str, Shape]:
 
 def tokens(smoke: bool) -> tuple[int, ...]:
     """Tokens of a step of the kernel table."""
-    return (1, 40) if smoke else (1, 16, 512, 4096)
+    return (1, 20) if smoke else (1, 16, 512, 4096)
 
 
 def fits(shape: Shape, encoding: str) -> bool:

@@ -28,7 +28,7 @@ MODULES = {
     "models": "model_cells",
     "demo": "demo_cells",
 }
-AGAIN = 3  # exit code
+AGAIN, NOTHING_HERE = 3, 4  # exit codes
 DEATH_SIGNAL = 1  # of prctl: the signal that comes when the parent ends
 
 
@@ -44,12 +44,16 @@ def main() -> int:
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)  # nothing goes on behind a report's back
     ledger = Ledger(args.out)
     cells = ledger.open_cells(args.part, shapes.cells(args.part, args.smoke), args.run)
-    import machine  # imports torch
+    import machine
+    import torch
+
+    if args.smoke:
+        torch.set_num_threads(1)
 
     ledger.write(MACHINE, "here", DONE, args.run, values=machine.described(args.smoke))
     if not args.smoke and (missing := machine.missing()):
         print(missing, flush=True)
-        return 1
+        return NOTHING_HERE
     part: Any = import_module(MODULES[args.part]).Cells(args, ledger)
     for cell in cells:
         if time.time() >= args.until:
