@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check check-gpu format lint types imports test soak bench papers clean
+.PHONY: help setup demo check check-gpu gpu-report format lint types imports test soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, without and with"
 	@echo "             prefetching, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
+	@echo "make gpu-report  tests and measurements on a GPU into a folder (OUT=DIR, PART=NAME)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
@@ -41,8 +42,19 @@ demo: $(READY)
 check: $(READY) lint types imports test
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+GPU_TESTS := GREENROOM_TEST_GPU=1 PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m pytest tests/gpu --timeout 300
+
+# Most of the time goes to Triton's compiler, so tests run in processes; two of them fill the GPU's
+# memory, and run alone and last.
 check-gpu:
-	GREENROOM_TEST_GPU=1 PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest tests/gpu
+	$(GPU_TESTS) -n auto --dist worksteal -m "not fills_memory"
+	$(GPU_TESTS) -m fills_memory
+
+# Tests and measurements on a GPU, 30 minutes; what OUT has already is not done again.
+OUT ?= gpu-report
+gpu-report:
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) benchmarks/gpu_report --out $(OUT) $(if $(PART),--part $(PART))
 
 format: $(READY)
 	$(BIN)/ruff format .

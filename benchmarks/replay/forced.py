@@ -11,7 +11,7 @@ for these tokens (by their place in the recording), with gate weights of 1 / top
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -160,10 +160,14 @@ class Routing:
 
 
 @contextmanager
-def forced(model: Any, trace: Trace) -> Iterator[Routing]:
-    """Have the model route as the trace says, for as long as this lasts."""
+def forced(model: Any, trace: Trace, layers: Sequence[str] | None = None) -> Iterator[Routing]:
+    """Have the model route as the trace says, for as long as this lasts.
+
+    `layers` are the names of the experts modules, of a model that Greenroom is not attached to.
+    """
     routing = Routing(model, trace)
-    blocks = [model.get_submodule(name.rpartition(".")[0]) for name in model_layers(model)]
+    names = model_layers(model) if layers is None else layers
+    blocks = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     if len(blocks) != trace.layers:
         raise UsageError(f"the model has {len(blocks)} layers, the recording {trace.layers}")
     hooks = [

@@ -19,6 +19,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- Interrupted           a pass was given up, since nobody waits for it any more
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (full disk, no permission)
++-- VersionError          a library is missing, or of a version that is not served
 +-- VerifyError           the outputs differ where they must not
 +-- ClosedError           the model was detached, or its threads have ended
 """
@@ -112,6 +113,10 @@ class ProfileError(GreenroomError):
 
 class OutputError(GreenroomError):
     """A file could not be written."""
+
+
+class VersionError(GreenroomError):
+    """A library that is missing, or whose version is outside the range that is served."""
 
 
 class VerifyError(GreenroomError):

@@ -163,6 +163,7 @@ def test_a_budget_of_the_gpu_s_memory_becomes_slots(loaded):
         loaded("qwen3_moe", cache=None, memory=free + (8 << 30))
 
 
+@pytest.mark.fills_memory
 def test_a_gpu_that_others_fill_says_so(loaded):
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free - (300 << 20), dtype=torch.uint8, device="cuda")

@@ -83,6 +83,7 @@ def test_segments_come_and_go(engine, monkeypatch):
     torch.cuda.synchronize()
 
 
+@pytest.mark.fills_memory
 def test_a_device_without_room_says_who_has_it(engine):
     _, total = engine.memory()
     with pytest.raises(DeviceError, match=r"has no room for .* for slots: .* are free"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, modeling_utils
 
 from greenroom.errors import (
     CheckpointError,
@@ -114,6 +114,15 @@ def test_no_expert_is_read_and_nothing_stays_mapped(
     maps = Path("/proc/self/maps")
     if maps.exists():
         assert str(folder) not in maps.read_text()
+
+
+def test_a_model_is_moved_to_its_device_without_a_device_map(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a map, transformers sizes the memory of an accelerator by names that are detached."""
+    monkeypatch.setattr(modeling_utils, "is_accelerator_device", lambda device: True)
+    model, _ = build(cached_tiny("qwen3_moe"), device="meta")
+    assert {tensor.device.type for tensor in state(model).values()} == {"meta"}
 
 
 def test_expert_attributes_are_there_and_empty() -> None:

@@ -34,6 +34,7 @@ from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
 from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
+from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.pages import Pages
 
 IMPLEMENTATION = "greenroom"  # the experts implementation that models are built with
@@ -119,34 +120,36 @@ class Draft:
         return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
 
     def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
-        """Load the dense parts to `device`, tensor by tensor; call it once.
+        """Load the dense parts tensor by tensor, then move the model to `device`; call it once.
 
         The model equals `from_pretrained`'s in every dense parameter and buffer but those that are
         kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
-        CheckpointError, and DeviceError where there is no address space.
+        CheckpointError, and DeviceError where there is no address space or no room on the device.
         """
-        model, options = self.model, self._options(torch.device(device))
+        model, options = self.model, self._options()
         tied = model.all_tied_weights_keys
         taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
-        on_cpu = torch.device(device).type == "cpu"
-        empty = Pages().empty if on_cpu else torch.empty
-        info = self._load(self._routes, self._names, options, empty)
+        info = self._load(self._routes, self._names, options, Pages().empty)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
         apart = Pages()  # these go before the others when the model is detached
         for one in self._kept.values():
-            one.load(self.checkpoint, apart.empty if on_cpu else torch.empty)
+            one.load(self.checkpoint, apart.empty)
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
             _load_generation_config(model, self.checkpoint.folder)
+        if torch.device(device).type != "cpu":
+            with device_errors("the dense parts"):
+                model.to(device)
         return model
 
-    def _options(self, device: torch.device) -> LoadStateDictConfig:
+    def _options(self) -> LoadStateDictConfig:
+        # No device map: with one, transformers looks up every name it expects, experts included,
+        # to reserve memory. A move afterwards also takes what a class keeps beside its parameters.
         return LoadStateDictConfig(
             pretrained_model_name_or_path=str(self.checkpoint.folder),
-            device_map=None if device.type == "cpu" else {"": device},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
             weight_mapping=[] if isinstance(self.checkpoint, Gguf) else conversions(self.model),

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    DynamicCache,
-    Fp8QuantizedLayer,
-    QuantizedCache,
-    QuantoQuantizedLayer,
-)
+from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.utils import is_optimum_quanto_available, is_quanto_greater
 
 from greenroom.errors import UsageError
@@ -77,10 +72,10 @@ class Kind:
 
         The first tokens that are expanded again have optimum-quanto compile what does it.
         """
-        layer: Any = Fp8QuantizedLayer()
-        if self.name != FP8:
-            options = {k: v for k, v in self._options.items() if k != "backend"}
-            layer = QuantoQuantizedLayer(**options)
+        from transformers.cache_utils import Fp8QuantizedLayer, QuantoQuantizedLayer
+
+        options = {k: v for k, v in self._options.items() if k != "backend"}
+        layer: Any = (Fp8QuantizedLayer if self.name == FP8 else QuantoQuantizedLayer)(**options)
         given = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
         layer.update(*given)
         stored = held_by([layer._quantized_keys, layer._quantized_values])

@@ -60,7 +60,6 @@ from greenroom.plan import kept
 from greenroom.policies import choose
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
-from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.kernels import ahead
 from greenroom.runtime.kernels.stored import dense_bytes
 from greenroom.runtime.kernels.table import ON_GPUS
@@ -262,10 +261,7 @@ def _load(
     if room >= catalog.experts or not decoder_only:  # nothing to fetch, or nobody to foresee it
         parts = replace(parts, prefetch="off")
     progress(0.1, "loading the dense parts")
-    model: Any = draft.load()
-    if engine is not None:  # whatever a class keeps beside its parameters goes with them
-        with device_errors("the dense parts"):
-            model.to(engine.device)
+    model: Any = draft.load("cpu" if engine is None else engine.device)
     generation = GenerationSettings(model)
     if decoder_only:  # an encoder reads a prompt as a whole
         model.generation_config.prefill_chunk_size = PREFILL_BLOCK

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils.quantization_config import GgufConfig
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
@@ -41,6 +39,8 @@ def quantiser(checkpoint: Checkpoint) -> Any:
     settings = settings_of(checkpoint.config)
     if settings is None:
         return None
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     try:
         given = AutoHfQuantizer.merge_quantization_configs(dict(settings), None)
         given.dequantize = True
@@ -76,6 +76,8 @@ def whole_model(draft: Draft) -> PreTrainedModel:
         options["config"] = getattr(whole, adapter.part)
         options["key_mapping"] = dict(adapter.names)
     if isinstance(checkpoint, Gguf):
+        from transformers.utils.quantization_config import GgufConfig
+
         options["config"] = checkpoint.hf_config()
         options["quantization_config"] = GgufConfig(dequantize=True)
     model: PreTrainedModel = type(draft.model).from_pretrained(

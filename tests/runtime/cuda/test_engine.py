@@ -72,7 +72,7 @@ class Refusing:
 def test_memory_is_registered_for_all_devices_or_it_is_said_why_not(gpu, code, why, monkeypatch):
     driver = Refusing(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # takes the driver's last error
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # takes the driver's last error
     assert gpu.register(4096, 8192) == why
     assert driver.flags == module._FOR_ALL
     gpu.unregister(4096)  # of a device that is lost: nothing is raised

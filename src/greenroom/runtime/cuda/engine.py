@@ -181,7 +181,7 @@ class Cuda:
         # CUDA keeps the refusal as its last error, and the next launch would raise it: let it be
         # this one.
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
-            torch.zeros(1, device=self.device)
+            torch.ones(1, device=self.device)  # zeros may be a memset, and no launch
         return f"cudaHostRegister: error {int(error)}"
 
     def unregister(self, address: int) -> None:

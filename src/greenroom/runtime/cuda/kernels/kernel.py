@@ -145,6 +145,21 @@ class Step:
                 tiles.append((offset, expert, first, min(size, rows.stop - first)))
         return np.array(tiles, np.int64).reshape(-1, 4)
 
+    def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Upload a wave's tiles, and with the first wave what the host knows of the whole step.
+
+        Returns the tiles as a vector of 4 numbers each.
+        """
+        tiles, device = self.words(experts, slots).ravel(), self.plan.device
+        if self.tokens is not None:
+            return upload(tiles, device)
+        # Each part begins at 16 bytes: Triton would compile for every other alignment.
+        tokens = np.resize(self.routing.tokens, -(-len(self.routing.tokens) // 2) * 2)
+        parts = (tokens, self.summed().ravel(), tiles)
+        sent = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+        self.tokens, self.order, words = sent
+        return words
+
     def summed(self) -> Words:
         """Of each token its entries by ascending expert, and the places of their weights."""
         (tokens, top_k), routing = self.routing.shape, self.routing
@@ -176,22 +191,14 @@ class Triton:
         if isinstance(step, eager.Step):
             Eager().wave(step, experts, slots)
             return
-        tiles = step.words(experts, slots)
         with _on(step.plan.device):
-            if step.tokens is None:  # one upload has all that the host knows of the step
-                # Each part begins at 16 bytes: Triton would compile for every other alignment.
-                tokens = np.resize(step.routing.tokens, -(-len(step.routing.tokens) // 2) * 2)
-                parts = (tokens, step.summed().ravel(), tiles.ravel())
-                cuts = [len(part) for part in parts]
-                step.tokens, step.order, words = upload(
-                    np.concatenate(parts), step.plan.device
-                ).split(cuts)
-            else:
-                words = upload(tiles.ravel(), step.plan.device)
-            if len(tiles):
-                self._project(step, words, len(tiles))
+            words = step.send(experts, slots)
+            if len(words):
+                self.project(step, words)
 
-    def _project(self, step: Step, words: Tensor, tiles: int) -> None:
+    def project(self, step: Step, words: Tensor) -> None:
+        """Launch both projections of the tiles that were sent to the device, and nothing else."""
+        tiles = len(words) // 4
         layer, plan, (m, n, k) = step.layer, step.plan, step.sizes
         shape = {"M": m, "N": n, "K": k, "WIDE": plan.wide, "num_stages": STAGES}
         activation = plan.activation

@@ -1,0 +1,172 @@
+"""One model on the device, attached to a cache of experts or not, and what its passes take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+import torch
+from forced import Routing, forced
+from shapes import Shape
+
+from greenroom.hf import places
+from greenroom.hf.attach import Greenroom
+from greenroom.hf.build import Draft
+from greenroom.hf.parts import Parts
+from greenroom.policies import choose
+from greenroom.runtime import forward
+from greenroom.runtime.cuda.engine import Host
+from greenroom.trace import Trace
+
+PROFILED, TOP = 5, 25  # tokens, and the operations that are named
+TRACE = "trace.json.gz"
+
+
+class Bench:
+    """A model from a checkpoint; `attached` gives it a cache of experts."""
+
+    def __init__(self, folder: Path, shape: Shape, device: torch.device, smoke: bool) -> None:
+        self.folder, self.shape, self.device, self.smoke = folder, shape, device, smoke
+        if smoke:
+            places.engine_for = lambda parts, number=0: Host()
+        draft = Draft.of(folder)
+        self.catalog = draft.catalog
+        self.names: tuple[str, ...] = tuple(draft.catalog.layers)
+        self.model: Any = draft.load(device)
+
+    @contextmanager
+    def attached(self, share: float, **options: Any) -> Iterator[Greenroom]:
+        """A cache of this share of the experts, with all of them in host memory."""
+        experts = self.catalog.experts
+        capacity = max(1, int(experts * share))
+        parts = Parts(
+            self.catalog, capacity, policy=choose("auto", capacity, experts).name, cuda=True,
+            kernels="eager" if self.smoke else "auto", host_capacity=experts, host_policy="lru",
+            direct="off", **options,
+        )  # fmt: skip
+        greenroom = self.model.greenroom = Greenroom(self.model, parts)
+        try:
+            greenroom.compile()
+            for layer in range(len(self.names)):  # from disk, once
+                greenroom.driver.step(layer, np.arange(self.shape.experts), lambda *_: None)
+            yield greenroom
+        finally:
+            greenroom.detach()
+
+    @contextmanager
+    def playing(self, trace: Trace) -> Iterator[Callable[[int], float]]:
+        """A function that plays a pass of a request and gives its seconds."""
+        with forced(self.model, trace, self.names) as routing:
+            for name in ("_experts", "_weights", "_ids"):
+                setattr(routing, name, getattr(routing, name).to(self.device))
+            yield lambda number: self._pass(routing, number)
+
+    def passes(self, trace: Trace, warm: int = 0) -> list[float]:
+        """Seconds of each pass of a request, after its first `warm` passes were played once."""
+        with self.playing(trace) as play:
+            for number in range(warm):
+                play(number)
+            return [play(number) for number in range(trace.passes)]
+
+    @torch.inference_mode()
+    def _pass(self, routing: Routing, number: int) -> float:
+        """Seconds of a pass, until the host has its next token."""
+        first, last = routing.trace.pass_starts[number : number + 2].tolist()
+        if number == 0:
+            routing._cache = None
+        routing._now = slice(first, last)
+        machine.synchronize(self.device)
+        start = time.perf_counter()
+        out = self.model(
+            routing._ids[None, first:last], past_key_values=routing._cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        out.logits.argmax().item()
+        routing._cache = out.past_key_values
+        return time.perf_counter() - start
+
+
+@contextmanager
+def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
+    """Seconds that the host spends in each part of the experts forward."""
+    spent = dict.fromkeys(("ids", "launches"), 0.0)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        return wrapped
+
+    before, chosen = forward.to_host, greenroom.kernel
+    forward.to_host = timed("ids", before)
+    for name in ("begin", "wave", "combine"):
+        setattr(chosen, name, timed("launches", getattr(chosen, name)))
+    try:
+        yield spent
+    finally:
+        forward.to_host = before
+        for name in ("begin", "wave", "combine"):
+            delattr(chosen, name)
+
+
+def plain_copy(device: torch.device, nbytes: int) -> float:
+    """Bytes a second of one copy from pinned memory, as large as it may be."""
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(7):
+        machine.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        machine.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return nbytes / statistics.median(times[1:])
+
+
+def tier_copy(bench: Bench, greenroom: Greenroom) -> float:
+    """Bytes a second of experts that come from host memory, by the tier's own chunks and lanes."""
+    driver, start = greenroom.driver, time.perf_counter()
+    before = driver.meter.links[1].nbytes
+    for layer in range(len(bench.names)):
+        driver.step(layer, np.arange(bench.shape.experts), lambda *_: None)
+    machine.synchronize(bench.device)
+    return (driver.meter.links[1].nbytes - before) / (time.perf_counter() - start)
+
+
+def profiled(bench: Bench, trace: Trace, warm: int, out: Path) -> dict[str, Any]:
+    """A profiler's trace of a few tokens after `warm` passes, as a file, and where time went."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with bench.playing(trace) as play:
+        for number in range(warm):
+            play(number)
+        with torch.profiler.profile(activities=kinds) as profiler:
+            times = [play(warm + number) for number in range(PROFILED)]
+    profiler.export_chrome_trace(str(out / TRACE))
+    averages = profiler.key_averages()
+    return {
+        "tokens": PROFILED, "token_ms": statistics.median(times) * 1e3, "file": TRACE,
+        "host": _top(averages, "self_cpu_time_total"),
+        "device": _top(averages, "self_device_time_total"),
+    }  # fmt: skip
+
+
+def _top(averages: Any, field: str) -> list[list[Any]]:
+    """[operation, microseconds a token, calls a token] of those that take the most."""
+    found = sorted(averages, key=lambda each: -getattr(each, field))[:TOP]
+    return [
+        [each.key[:120], round(getattr(each, field) / PROFILED, 2), each.count / PROFILED]
+        for each in found
+        if getattr(each, field) > 0
+    ]

@@ -1,0 +1,167 @@
+"""A layer of random experts in slots on the device, in any encoding, and steps of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import FP8_BLOCK, Shape
+from torch import Tensor, nn
+
+from greenroom.core.layout import PLAIN, SlotLayout
+from greenroom.runtime.cuda.engine import Cuda, Engine, Host
+from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.kernels import LayerExperts, Routing
+
+DTYPE = torch.bfloat16
+SCALE = 2**-9  # of a code: activations stay of a useful size
+BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "gguf_mxfp4": 17}  # of 32 inputs, the scale included
+
+
+def engine_of(device: torch.device) -> Engine:
+    """What makes memory on the device."""
+    return Cuda(device.index or 0) if device.type == "cuda" else Host()
+
+
+def module_of(shape: Shape) -> nn.Module:
+    """transformers' experts module of a shape, in bfloat16, its weights on the meta device."""
+    sizes: dict[str, Any] = {"hidden_size": shape.hidden, "num_experts_per_tok": shape.top_k}
+    if shape.family == "qwen3_moe":
+        from transformers import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Experts
+
+        sizes |= {"moe_intermediate_size": shape.inner, "num_experts": shape.experts}
+    elif shape.family == "gpt_oss":
+        from transformers import GptOssConfig as Config
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+
+        sizes |= {"intermediate_size": shape.inner, "num_local_experts": shape.experts}
+    elif shape.family == "deepseek_v3":
+        from transformers import DeepseekV3Config as Config
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+            DeepseekV3Experts as Experts,
+        )
+
+        sizes |= {"moe_intermediate_size": shape.inner, "n_routed_experts": shape.experts}
+    else:
+        from transformers import MixtralConfig as Config
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts as Experts
+
+        sizes |= {"intermediate_size": shape.inner, "num_local_experts": shape.experts}
+    config = Config(**sizes)
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        module = Experts(config)
+    assert module.num_experts == shape.experts
+    return module.to(DTYPE).eval().requires_grad_(False)
+
+
+def with_weights(module: nn.Module, device: torch.device, biases_only: bool = False) -> nn.Module:
+    """The module with random parameters on the device; `biases_only`: its matrices stay meta."""
+    for name, parameter in list(module.named_parameters()):
+        if parameter.dim() == 3 and biases_only:
+            continue
+        values = torch.empty(parameter.shape, dtype=DTYPE, device=device).normal_(0, 0.02)
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
+    return module
+
+
+def layout_of(shape: Shape, encoding: str, transposed: bool = False) -> SlotLayout:
+    """An expert's slot; `transposed` where the module has matrices [inputs, outputs]."""
+    matrices = {"gate_up_proj": (2 * shape.inner, shape.hidden),
+                "down_proj": (shape.hidden, shape.inner)}  # fmt: skip
+    if encoding == PLAIN:
+        turn = -1 if transposed else 1
+        return SlotLayout.pack([(n, s[::turn], "bfloat16") for n, s in matrices.items()])
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
+    for name, (rows, columns) in matrices.items():
+        if encoding in BLOCK_BYTES:
+            tensors.append((name, (rows, columns // 32 * BLOCK_BYTES[encoding]), "uint8"))
+            continue
+        codes, scales = {
+            "int8": ((columns, "int8"), (rows, columns // 64, "float16")),
+            "int4": ((columns // 2, "uint8"), (rows, columns // 32, "float16")),
+            "mxfp4": ((columns // 2, "uint8"), (rows, columns // 32, "uint8")),
+            "fp8": (
+                (columns, "float8_e4m3fn"),
+                (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), "float32"),
+            ),
+        }[encoding]
+        tensors.append((name, (rows, codes[0]), codes[1]))
+        tensors.append((f"{name}.scale", scales[:2], scales[2]))
+    return SlotLayout.pack(tensors, dict.fromkeys(matrices, encoding), "bfloat16")
+
+
+def fill(slots: DeviceSlots, slot: int, layout: SlotLayout, encoding: str) -> None:
+    """Random weights of a useful size in a slot."""
+    for spec in layout.tensors:
+        tensor = slots.tensor(slot, spec)
+        if encoding == PLAIN:
+            tensor.normal_(0, 0.02)
+        elif spec.name.endswith(".scale"):
+            tensor.fill_(127 - 9 if tensor.dtype is torch.uint8 else SCALE)
+        else:
+            codes = tensor.view(torch.uint8)
+            codes.random_(0, 256)
+            if encoding == "fp8":
+                codes &= 0xBF  # below 2, and no NaN
+            elif encoding == "gguf_mxfp4":
+                codes.view(codes.shape[0], -1, 17)[..., 0] = 127 - 9
+            elif encoding in BLOCK_BYTES:
+                half = torch.tensor([SCALE], dtype=torch.float16).view(torch.uint8)
+                blocks = codes.view(codes.shape[0], -1, BLOCK_BYTES[encoding])
+                blocks[..., :2] = half.to(codes.device)
+
+
+@dataclass
+class Layer:
+    """Experts in slots; where memory is short, several experts share a slot."""
+
+    shape: Shape
+    experts: LayerExperts
+    capacity: int
+    nbytes: int  # of an expert
+
+    @classmethod
+    def make(cls, shape: Shape, encoding: str, device: torch.device, most: int) -> Layer:
+        """At most `most` bytes of slots, but enough for the experts of two tokens."""
+        module = with_weights(module_of(shape), device, biases_only=True)
+        layout = layout_of(shape, encoding, bool(module.is_transposed))
+        fewest = min(shape.experts, 2 * shape.top_k)
+        capacity = max(fewest, min(shape.experts, most // layout.nbytes))
+        slots = DeviceSlots(engine_of(device), capacity, layout.nbytes, capacity)
+        for slot in range(capacity):
+            fill(slots, slot, layout, encoding)
+        return cls(shape, LayerExperts(module, layout, slots), capacity, layout.nbytes)
+
+    def slots_of(self, experts: list[int]) -> list[int]:
+        """Where experts lie."""
+        return [expert % self.capacity for expert in experts]
+
+
+def choices(shape: Shape, tokens: int, count: int, seed: int = 0) -> list[Any]:
+    """`count` choices of experts [tokens, top_k]; of one token each, they share no expert."""
+    random = np.random.default_rng(seed)
+    if tokens == 1:
+        sets = random.permutation(shape.experts)[: shape.experts // shape.top_k * shape.top_k]
+        return list(sets.reshape(-1, 1, shape.top_k)[:count])
+    scores = random.random((count, tokens, shape.experts))
+    return list(np.argsort(scores, axis=-1)[..., : shape.top_k].astype(np.int64))
+
+
+def inputs(shape: Shape, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(x [tokens, hidden], gate weights [tokens, top_k])."""
+    x = torch.randn(tokens, shape.hidden, device=device).to(DTYPE)
+    weights = torch.rand(tokens, shape.top_k, device=device).to(DTYPE) / shape.top_k
+    return x, weights
+
+
+def whole_step(kernel: Any, layer: Layer, x: Tensor, weights: Tensor, choice: Any) -> Tensor:
+    """A step as a model takes it: routing, upload, launches, sum."""
+    routing = Routing.of(choice, layer.shape.experts)
+    step = kernel.begin(layer.experts, x, routing, weights)
+    chosen = routing.experts.tolist()
+    kernel.wave(step, chosen, layer.slots_of(chosen))
+    return kernel.combine(step)

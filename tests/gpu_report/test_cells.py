@@ -1,0 +1,154 @@
+"""What the report measures, rehearsed on a CPU: interpreted kernels, a model of two layers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.hf import places
+from tests.gpu_report.conftest import FOLDER
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the report itself runs here")
+PARTS = ("tests", "kernels", "models", "demo")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several would wait for one another: the model is tiny, and other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Namespace:
+    (tmp_path / "scratch").mkdir()
+    return Namespace(
+        smoke=True, out=tmp_path, scratch=tmp_path / "scratch", until=time.time() + 600
+    )
+
+
+def test_names_of_cells_are_distinct_and_cover_what_is_asked(report) -> None:
+    shapes = report("shapes")
+    for smoke in (True, False):
+        for part in PARTS:
+            names = shapes.cells(part, smoke)
+            assert len(names) == len(set(names)) > 0
+    table = shapes.cells("kernels", smoke=False)
+    assert "mixtral-8x7b:q4_0" in table
+    assert "deepseek-v3:fp8" in table
+    assert "gpt-oss-120b:fp8" not in table  # blocks of 128 do not divide 2880
+    assert {f"{shape}:grouped_mm" for shape in shapes.KERNELS} <= set(table)
+
+
+def test_every_encoding_is_filled_as_its_decoder_reads_it(report) -> None:
+    """A step of one token is near to eager's, in every encoding and for both kinds of class."""
+    cells, layers, shapes = map(report, ("kernel_cells", "kernel_layers", "shapes"))
+    device = torch.device("cpu")
+    wanted = [("qwen3-30b-a3b", encoding) for encoding in shapes.ENCODINGS]
+    for name, encoding in [*wanted, ("gpt-oss-120b", "plain")]:
+        shape = shapes.SMALL_KERNELS[name]
+        layer = layers.Layer.make(shape, encoding, device, most=1)
+        assert layer.capacity == 2 * shape.top_k < shape.experts  # some share a slot
+        x, weights = layers.inputs(shape, 1, device)
+        choice = layers.choices(shape, 1, 1)[0][:, :1]
+        cells.distance(cells.Triton(), layer, x, weights[:, :1], choice)
+
+
+def test_choices_of_single_tokens_share_no_expert(report) -> None:
+    layers, shapes = report("kernel_layers"), report("shapes")
+    shape = shapes.KERNELS["qwen3-30b-a3b"]
+    sets = [set(c.ravel().tolist()) for c in layers.choices(shape, 1, 16)]
+    assert len(sets) == 16
+    assert len(set().union(*sets)) == 128
+    many = layers.choices(shape, 16, 4)
+    assert len(many) == 4
+    assert all(c.shape == (16, 8) and len(set(c[0])) == 8 for c in many)
+
+
+def test_the_kernel_part(report, args, monkeypatch) -> None:
+    cells, shapes = report("kernel_cells"), report("shapes")
+    monkeypatch.setattr(shapes, "tokens", lambda smoke: (1,))
+    part = cells.Cells(args, None)
+    assert part.measure("memory")["copy_gb_s"] > 0
+    for cell in ("gpt-oss-120b:grouped_mm", "gpt-oss-120b:mxfp4"):
+        (row,) = part.measure(cell)["rows"]
+        assert row["us"] > 0
+        assert row["timed"] == "host"
+        assert row["experts"] == 2
+    with pytest.raises(report("ledger").NotHere):
+        part.measure("sanitizer")
+
+
+def test_a_wrong_kernel_fails_its_cell(report, args, monkeypatch) -> None:
+    cells, shapes = report("kernel_cells"), report("shapes")
+    monkeypatch.setattr(shapes, "tokens", lambda smoke: (1,))
+    combine = cells.Triton.combine
+    monkeypatch.setattr(cells.Triton, "combine", lambda self, step: combine(self, step) * 2)
+    with pytest.raises(RuntimeError, match="from eager"):
+        cells.Cells(args, None).measure("gpt-oss-120b:mxfp4")
+
+
+def test_the_model_part(report, args, monkeypatch) -> None:
+    monkeypatch.setattr(places, "engine_for", places.engine_for)  # put back afterwards
+    part = report("model_cells").Cells(args, None)
+    part._prompt, part._blocks = 32, (16, 32)
+    values: dict[str, Any] = {
+        cell: part.measure(f"qwen3-30b-a3b:{cell}")
+        for cell in ("link", "transformers", "tier 100%", "tier 25%", "copies 25%",
+                     "co-compute 25%", "trace 25%")
+    }  # fmt: skip
+    assert set(values["transformers"]) == {"grouped_mm", "eager"}
+    assert values["tier 100%"]["hits"] == 1
+    assert values["tier 100%"]["bytes_a_token"] == 0
+    assert values["tier 25%"]["bytes_a_token"] > 0
+    assert set(values["tier 25%"]["prefill"]) == {"16", "32"}
+    assert 0 < values["copies 25%"]["hits"] < 1
+    assert values["trace 25%"]["host"]
+    assert (args.out / "trace.json.gz").stat().st_size > 100
+    json.dumps(values)
+
+
+def test_the_baselines_compute_what_transformers_computes(report, args) -> None:
+    """Copies and stacked weights give the same logits, and leave the model as it was."""
+    baselines, cells = report("baselines"), report("model_cells").Cells(args, None)
+    bench = cells._model("qwen3-30b-a3b")
+    experts, ids = cells._stacked(bench), torch.tensor([[5, 9, 2, 7]])
+    with torch.inference_mode():
+        with baselines.stock(bench.model, bench.names, experts, "eager"):
+            wanted = bench.model(ids).logits
+        with baselines.copies(bench.model, bench.names, experts, 3) as counts:
+            got = bench.model(ids).logits
+    assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert 0 < counts["copied"] < counts["requests"]
+    module = bench.model.get_submodule(bench.names[0])
+    assert module.gate_up_proj is None
+    assert bench.model.config._experts_implementation == "greenroom"
+
+
+@pytest.mark.slow
+def test_the_whole_report_rehearsed(tmp_path) -> None:
+    command = [sys.executable, str(FOLDER), "--smoke", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "--scratch", str(tmp_path / "scratch")],
+        capture_output=True, text=True, timeout=1000, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert set(results) == {"machine", *PARTS}
+    for part in PARTS:
+        for cell, row in results[part].items():
+            assert row["status"] in ("done", "left out"), (part, cell, row)
+    assert results["tests"]["parallel"]["values"]["passed"] > 0
+    assert not (tmp_path / "scratch").exists()
