@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from greenroom.environment import large_pages, wait_briefly
+from greenroom.environment import check_platform, large_pages, wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.hf.load import load as load
@@ -34,6 +34,8 @@ __all__ = ["GreenroomError", "load", "pack", "quality", "simulate", "verify"]
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
+    if name != "GreenroomError":
+        check_platform()
     wait_briefly()  # before torch is imported
     large_pages()
     return getattr(import_module(_WHERE[name]), name)

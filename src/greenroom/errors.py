@@ -17,6 +17,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- ProfileError          a machine profile that is damaged, or of another version
 +-- OutputError           a file could not be written (full disk, no permission)
 +-- VerifyError           the outputs differ where they must not
++-- PlatformError      not Linux
 +-- ClosedError           the model was detached, or its threads have ended
 """
 
@@ -94,6 +95,10 @@ class OutputError(GreenroomError):
 
 class VerifyError(GreenroomError):
     """The outputs differ where they must not."""
+
+
+class PlatformError(GreenroomError):
+    """This is another system than Linux."""
 
 
 class ClosedError(GreenroomError):
