@@ -31,6 +31,7 @@ from typing import Any
 from common import commit, machine, note, show_ratio, table
 
 from greenroom.cli.plan import machine_of
+from greenroom.cli.progress import Progress
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
 from greenroom.hf.describe import describe
 from greenroom.hf.record import record
@@ -179,7 +180,7 @@ class Planner:
     """Estimates by what is known: the profile, the recording, the runs of SEEN."""
 
     def __init__(self, model: Model, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-        profile, here = machine_of(args.machine)
+        profile, here = machine_of(args.machine, Progress())
         seen = [row for row in rows if _case(row) in SEEN]
         runs = [
             replace(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from greenroom.environment import large_pages, wait_briefly
+from greenroom.environment import check_platform, large_pages, wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.errors import GreenroomError as GreenroomError
@@ -40,6 +40,8 @@ large_pages()
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'greenroom' has no attribute {name!r}")
+    if name != "GreenroomError":
+        check_platform()
     return getattr(import_module(_WHERE[name]), name)
 
 

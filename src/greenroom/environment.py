@@ -1,9 +1,11 @@
-"""What torch and OpenMP read in the environment, set before torch is imported."""
+"""What torch and OpenMP read in the environment, set before torch is imported; the platform."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+from greenroom.errors import PlatformError
 
 SPINS = 20_000  # about 0.3 ms: longer than from one parallel region to the next within a token
 LATE = (
@@ -12,6 +14,15 @@ LATE = (
     f" GOMP_SPINCOUNT={SPINS}"
 )
 _late = False  # did OpenMP start without these settings, and has nobody been warned?
+
+
+def check_platform() -> None:
+    """PlatformError anywhere but on Linux: reads, memory and the compiled files' locks are its."""
+    if sys.platform != "linux":
+        raise PlatformError(
+            f"Greenroom runs on Linux only, and this is {sys.platform}: take a Linux machine, a"
+            " container, or WSL 2 on Windows"
+        )
 
 
 def wait_briefly() -> None:

@@ -21,6 +21,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- OutputError           a file could not be written (full disk, no permission)
 +-- VersionError          a library is missing, or of a version that is not served
 +-- VerifyError           the outputs differ where they must not
++-- PlatformError      not Linux
 +-- ClosedError           the model was detached, or its threads have ended
 """
 
@@ -121,6 +122,10 @@ class VersionError(GreenroomError):
 
 class VerifyError(GreenroomError):
     """The outputs differ where they must not."""
+
+
+class PlatformError(GreenroomError):
+    """This is another system than Linux."""
 
 
 class ClosedError(GreenroomError):

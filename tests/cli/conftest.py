@@ -23,11 +23,20 @@ START = "import sys; from greenroom.cli import main; sys.exit(main())"
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left: exit code and both streams."""
+    """What a command left: exit code and both streams; `progress` are lines of standard error."""
 
     code: int
     out: str
     err: str
+    progress: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, code: int, out: str, err: str) -> Ran:
+        """With the lines about what is under way apart from the others."""
+        lines = err.splitlines(keepends=True)
+        under_way = [line for line in lines if line.endswith(" ...\n")]
+        rest = "".join(line for line in lines if line not in under_way)
+        return cls(code, out, rest, tuple(line.strip() for line in under_way))
 
     @property
     def json(self) -> dict[str, Any]:
@@ -63,7 +72,7 @@ def cli(capfd: pytest.CaptureFixture[str], no_threads_left: None, still: None) -
         capfd.readouterr()
         code = main([str(arg) for arg in argv])
         out, err = capfd.readouterr()
-        return Ran(code, out, err)
+        return Ran.of(code, out, err)
 
     return call
 

@@ -192,7 +192,7 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
     cli: Run, prefetch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = cached_tiny("zaya", tokenizer=True)
-    ran = cli("run", model, "Hi", "--cache", "50%", *FEW)
+    ran = cli("run", model, "Hi", "--cache", "50%", *FEW, "--verbose")
     assert ran.code == 0
     assert "--prefetch markov" in ran.err  # what auto is there
     monkeypatch.setattr("greenroom.hf.build.Draft.load", None)

@@ -159,7 +159,7 @@ def remote(url: str, text: str, *argv: str, key: str = "k") -> Ran:
         command, input=text, capture_output=True, text=True, timeout=110,
         env={**os.environ, "GREENROOM_API_KEY": key},
     )  # fmt: skip
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    return Ran.of(ran.returncode, ran.stdout, ran.stderr)
 
 
 def test_a_server_by_its_address(server: Running, tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ def test_ctrl_c_while_it_answers() -> None:
     process = start("run", "demo", "The green room", *asked, "--device", "fake")
     assert process.stdout
     assert process.stderr
-    assert "experts in slots" in process.stderr.readline()
+    assert process.stderr.readline() == "demo: starting ...\n"
     assert process.stdout.read(1)  # it is answering
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert Ran(process.returncode, out, err).line == "interrupted"
+    started, line = Ran.of(process.returncode, out, err).err.splitlines()
+    assert "experts in slots" in started
+    assert line == "greenroom: interrupted"
     assert process.returncode == 130
     assert out.endswith("\n")
 
@@ -37,7 +39,7 @@ def test_a_reader_that_leaves(folder: Path) -> None:
     assert process.stderr
     err = process.stderr.read()
     assert process.wait(30) == 141
-    assert len(err.splitlines()) == 1  # the start-up line
+    assert len(Ran.of(141, "", err).err.splitlines()) == 1  # the start-up line
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -46,7 +48,7 @@ def test_a_full_disk_behind_standard_output(folder: Path) -> None:
         process = start("run", folder, *LONG, stdout=full)
         _, err = process.communicate(timeout=100)
     assert process.returncode == 2
-    _, line = err.splitlines()
+    _, line = Ran.of(2, "", err).err.splitlines()
     assert line == "greenroom: cannot write the output: No space left on device"
 
 
@@ -56,13 +58,15 @@ def test_help_into_a_full_disk() -> None:
     with open(FULL, "w") as full:
         process = start(stdout=full)
         _, err = process.communicate(timeout=60)
-    assert Ran(process.returncode, "", err).mistake == "cannot write the output: " + os.strerror(28)
+    assert Ran.of(process.returncode, "", err).mistake == "cannot write the output: " + os.strerror(
+        28
+    )
 
 
 def test_no_standard_input_at_all(folder: Path) -> None:
     process = start("run", folder, stdin=subprocess.DEVNULL)
     out, err = process.communicate(timeout=60)
-    assert Ran(process.returncode, out, err).mistake == "the prompt is empty"
+    assert Ran.of(process.returncode, out, err).mistake == "the prompt is empty"
 
 
 def test_an_interrupt_in_this_process(cli: Run, folder: Path, monkeypatch) -> None:

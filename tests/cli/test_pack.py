@@ -38,7 +38,7 @@ def test_pack_and_run(cli: Run, tmp_path: Path) -> None:
     assert ran.out.startswith(f"{out}: ")
     assert "16 experts in" in ran.out
     assert ran.err == ""
-    answer = cli("run", out, "The green", "--cache", "25%", "--max-new-tokens", 3)
+    answer = cli("run", out, "The green", "--cache", "25%", "--max-new-tokens", 3, "--verbose")
     assert answer.code == 0
     assert f"packed as int8 from {source()}" in answer.err.splitlines()[0]
     ran = cli("pack", source(), "-o", out, "--experts", "int8")

@@ -63,8 +63,9 @@ def test_streams_the_text_that_json_reports(cli: Run, folder: Path) -> None:
 
 def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Path) -> None:
     before, after = cli("run", folder, PROMPT, "--cache", "25%", *FEW).err.splitlines()
-    assert before.startswith(f"{folder}: ")
-    assert "4 of 16 experts in slots" in before
+    assert before.startswith(f"{folder.name}: 4 of 16 experts in slots (")
+    assert before.endswith(" · --verbose says more")
+    assert len(before) <= 160
     assert re.fullmatch(
         r"\d+ prompt \+ 8 new tokens · TTFT \S+ m?s · TPOT p50 \S+ m?s, p95 \S+ m?s · \S+ tokens/s"
         r" · hit ratio \S+%( · \d+ of \d+ prefetches used(, \d+ late)?)?"
@@ -86,10 +87,11 @@ def test_standard_error_has_a_line_before_and_a_line_after(cli: Run, folder: Pat
 def test_the_flags_of_the_start_up_line_reproduce_it(
     cli: Run, folder: Path, options: tuple[object, ...]
 ) -> None:
-    first = cli("run", folder, PROMPT, *options, "--max-new-tokens", 3, "--json")
+    first = cli("run", folder, PROMPT, *options, "--max-new-tokens", 3, "--json", "--verbose")
     line = first.err.splitlines()[0]
     flags = shlex.split(line.partition("same again: ")[2])
-    again = cli("run", folder, PROMPT, *flags, "--max-new-tokens", 3, "--json")
+    assert re.fullmatch(r"\d+(\.\d{1,3})?[KMG]iB|\d{1,3}B", flags[1])
+    again = cli("run", folder, PROMPT, *flags, "--max-new-tokens", 3, "--json", "--verbose")
     for key in ("capacity", "policy", "kernels", "token_ids"):
         assert again.json[key] == first.json[key]
     assert again.err.splitlines()[0].partition("same again: ")[2] == shlex.join(flags)
@@ -98,7 +100,7 @@ def test_the_flags_of_the_start_up_line_reproduce_it(
 def test_a_budget_is_reported_beside_the_peak(cli: Run, folder: Path) -> None:
     ran = cli("run", folder, PROMPT, "--memory", "3GiB", *FEW)
     before, after = ran.err.splitlines()
-    assert "budget 3 GiB: " in before
+    assert " · budget 3 GiB · " in before
     assert "16 of 16 experts in slots" in before
     assert after.endswith("of the budget's 3 GiB")
 
@@ -228,7 +230,7 @@ def test_what_the_guard_decides_is_said_once(
 def test_a_read_limit_is_kept(cli: Run, folder: Path) -> None:
     options = ("--cache", "13%", "--prefetch", "off", *FEW, "--json")
     free = cli("run", folder, PROMPT, *options).json
-    ran = cli("run", folder, PROMPT, *options, "--read-limit", "1MB")
+    ran = cli("run", folder, PROMPT, *options, "--read-limit", "1MB", "--verbose")
     assert "no faster than 1MB/s)" in ran.err
     assert ran.json["token_ids"] == free["token_ids"]
     assert ran.json["bytes_read"] == free["bytes_read"]
@@ -254,5 +256,7 @@ def test_as_a_process(folder: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert list(json.loads(out)) == KEYS
-    assert len(err.splitlines()) == 1  # no progress bar, no warning
-    assert Ran(0, out, err).json["new_tokens"] == 8
+    ran = Ran.of(0, out, err)
+    assert ran.progress[0] == f"{folder}: starting ..."
+    assert len(ran.err.splitlines()) == 1  # no progress bar, no warning
+    assert ran.json["new_tokens"] == 8

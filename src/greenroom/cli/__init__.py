@@ -7,23 +7,68 @@ import contextlib
 import gc
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from greenroom import __version__
-from greenroom.environment import large_pages, wait_briefly
+from greenroom.environment import check_platform, large_pages, wait_briefly
 from greenroom.errors import GreenroomError, UsageError, VerifyError
+from greenroom.interrupts import CODE as INTERRUPTED
+from greenroom.interrupts import InterruptWatch, caught
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose own errors are one line, as all others are; options are not abbreviated."""
+    """argparse whose own errors are one line, as all others are; options are not abbreviated.
+
+    A command with many options names those that people use; --help-all shows the others too.
+    """
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})  # type: ignore[arg-type]
+        self._common: tuple[str, ...] = ()
+
+    def show_first(self, *names: str) -> None:
+        """Have --help show only these options, beside those that must be given."""
+        self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+        self._common = (*names, "help", "help_all")
+
+    def format_help(self) -> str:
+        rare = [
+            action
+            for action in self._actions
+            if action.option_strings and not action.required and action.dest not in self._common
+        ]
+        if not self._common:
+            return super().format_help()
+        texts = [action.help for action in rare]
+        self.epilog = f"{len(rare)} more options: {self.prog} --help-all"
+        try:
+            for action in rare:
+                action.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            self.epilog = None
+            for action, text in zip(rare, texts, strict=True):
+                action.help = text
+
+    def format_all(self) -> str:
+        """The help with every option, in groups."""
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _HelpAll(argparse.Action):
+    """--help-all"""
+
+    def __init__(self, option_strings: Any, dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        print(parser.format_all(), end="")
+        parser.exit()
 
 
 def parser() -> Parser:
@@ -54,7 +99,33 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 verify failed, 2 the user's mistake or the model's, 130 interrupted."""
+    """Exit codes: 0 done, 1 verify failed, 2 the user's mistake or the model's, 130 interrupted.
+
+    Without `argv` the process is this command's alone, and Ctrl-C ends it in time.
+    """
+    watch = InterruptWatch()
+    if argv is not None or not watch.begin():
+        return _ended(*_outcome(argv))
+    try:
+        code, message = _outcome(argv)
+        watch.over()
+    except KeyboardInterrupt:  # it came after what it was to end
+        watch.over()
+        code, message = INTERRUPTED, None
+    except BaseException:
+        watch.over()
+        if not watch.asked:
+            raise
+        code, message = INTERRUPTED, None  # which a library made another exception of
+    if watch.asked or code == INTERRUPTED:
+        watch.said = True
+        _ended(INTERRUPTED, message if code == INTERRUPTED and message else "interrupted")
+        watch.exit()
+    return _ended(code, message)
+
+
+def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
+    """(exit code, the line that says why)."""
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     wait_briefly()
@@ -63,24 +134,25 @@ def main(argv: list[str] | None = None) -> int:
     gc.disable()  # importing makes a million objects and no garbage
     try:
         args = parser().parse_args(argv)
+        if args.command is not None:
+            check_platform()
         code = int(args.main(args) or 0)
         sys.stdout.flush()  # a full disk shows here, and not when Python ends
-        return code
+        return code, None
     except VerifyError as error:
-        return _say(str(error), 1)
+        return 1, str(error)
     except GreenroomError as error:
-        return _say(str(error), 2)
-    except KeyboardInterrupt:
-        if sys.stderr.isatty():  # where it shows ^C
-            print(file=sys.stderr)
-        return _say("interrupted", 130)
+        return 2, str(error)
+    except KeyboardInterrupt as error:
+        caught(error)
+        return INTERRUPTED, ": ".join(["interrupted", *map(str, error.args)])
     except BrokenPipeError:  # the reader of our output has gone: nothing more to say
         _drop_output()
-        return 141
+        return 141, None
     except OSError as error:
         _drop_output()
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
-        return _say(f"{where}{error.strerror or error}", 2)
+        return 2, f"{where}{error.strerror or error}"
     finally:
         if not frozen:  # by whoever called
             gc.unfreeze()  # libraries that count their instances as Python ends would miss some
@@ -88,10 +160,14 @@ def main(argv: list[str] | None = None) -> int:
             gc.enable()
 
 
-def _say(message: str, code: int) -> int:
-    """One line, also where a message that came from elsewhere has more."""
+def _ended(code: int, message: str | None) -> int:
+    """Say why the command ended, in one line, also where a message that came from elsewhere has
+    more; the code is returned."""
     with contextlib.suppress(OSError):
-        print(f"greenroom: {' '.join(message.split())}", file=sys.stderr)
+        if code == INTERRUPTED and sys.stderr.isatty():  # where it shows ^C
+            print(file=sys.stderr)
+        if message is not None:
+            print(f"greenroom: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.early import check_early
 from greenroom.cli.options import add_options, given, take
+from greenroom.cli.progress import Progress, quiet
 from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.contest import Entry
@@ -34,12 +37,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     add_options(parser, ContestConfig, "measuring")
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first("system", "memory", "cache", "device", "tokens", "rounds", "seconds", "json")
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
-    how, (load, entries) = take(args, ContestConfig), entries_of(args)
-    stage = play(args, load, how, entries, prompts_of(how))
+    how = take(args, ContestConfig)
+    check_early(take(args, LoadConfig))
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        load, entries = entries_of(args)
+        stage = play(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
     left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
     if not measured:
@@ -107,15 +115,14 @@ def play(
     how: ContestConfig,
     entries: list[Entry],
     prompts: list[Prompt],
+    progress: Progress,
 ) -> Stage:
     """Load the model, have every entry its turns, and end it."""
-    from greenroom.cli.progress import bars
     from greenroom.hf.contest import contest
     from greenroom.hf.stage import Stage
 
-    bars(loading=True, wanted=not args.json)
-    shown = sys.stderr.isatty() and not args.json
-    stage = Stage(args.model, load)
+    quiet()
+    stage = Stage(args.model, load, progress.of(args.model))
     try:
         if stage.capacity >= stage.experts:
             raise UsageError(
@@ -124,21 +131,11 @@ def play(
             )
         contest(
             stage, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
-            seconds=how.seconds or float("inf"), said=_say if shown else _silent,
+            seconds=how.seconds or float("inf"), said=progress.say,
         )  # fmt: skip
     finally:
         stage.close()
-        if shown:
-            _say("")
     return stage
-
-
-def _silent(text: str) -> None:
-    pass
-
-
-def _say(text: str) -> None:
-    print(f"\r\x1b[2K{text}" + (" ..." if text else ""), end="", file=sys.stderr, flush=True)
 
 
 def table(rows: list[dict[str, Any]], stage: Stage) -> str:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.output import check_target, write_whole
+from greenroom.cli.progress import Progress
 from greenroom.config import BUDGETS, Amount
 from greenroom.errors import UnknownName, UsageError
 
@@ -47,18 +49,19 @@ def add_to(parts: Any) -> None:
 def main(args: argparse.Namespace) -> None:
     check(args)
 
-    from greenroom.cli.output import check_target, write_whole
-    from greenroom.sim.sweep import capacities
-    from greenroom.trace import load
-
     check_target(args.out)
-    trace = load(args.trace)
-    if args.limit is not None:
-        trace = trace.head(args.limit)
-    slots = capacities(args.capacity, int(trace.offsets[-1]))
-    if len(slots) != 1:
-        raise UsageError(f"--capacity is one number here, got {args.capacity}")
-    found = budgets(args, trace, slots[0])
+    with Progress(f"reading {args.trace}") as progress:
+        from greenroom.sim.sweep import capacities
+        from greenroom.trace import load
+
+        trace = load(args.trace)
+        if args.limit is not None:
+            trace = trace.head(args.limit)
+        slots = capacities(args.capacity, int(trace.offsets[-1]))
+        if len(slots) != 1:
+            raise UsageError(f"--capacity is one number here, got {args.capacity}")
+        progress.say("sharing out slots")
+        found = budgets(args, trace, slots[0])
     made = {
         "format": BUDGETS, "version": VERSION, "model": trace.meta.get("model"),
         "method": args.method, "capacity": slots[0], **found,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.options import add_options, take
+from greenroom.cli.early import check_early
+from greenroom.cli.options import add_options, add_verbose, take
+from greenroom.cli.progress import Progress, quiet
 from greenroom.cli.serve import name_of, need_extra
 from greenroom.cli.terminal import Session, Terminal
 from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.server.talk import Talker
@@ -34,7 +36,11 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
     add_options(parser, SamplingConfig, "sampling")
+    add_verbose(parser)
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first(
+        "memory", "cache", "device", "context", "system", "temperature", "url", "verbose"
+    )
     parser.set_defaults(main=main)
 
 
@@ -65,38 +71,26 @@ def _remote(args: argparse.Namespace, sampling: SamplingConfig) -> tuple[Talker,
 def _local(
     args: argparse.Namespace, load: LoadConfig, sampling: SamplingConfig
 ) -> tuple[Talker, str]:
-    need_extra("chat")
-    compile_ahead(args.model, load)
+    check_early(load)
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        need_extra("chat")
+        compile_ahead(args.model, load)
 
-    from greenroom.cli.progress import bars
-    from greenroom.server.start import start
-    from greenroom.server.voice import Voice, loaded
+        from greenroom.server.start import start
+        from greenroom.server.voice import Voice, loaded
 
-    bars(loading=True)
-    engine = start(args.model, load, ServeConfig(max_batch=1, max_queue=1))
-    try:
-        with _Loading() as loading:
-            loaded(engine, loading.show)
-        print(engine.summary, file=sys.stderr, flush=True)
-        talker = Voice(engine, sampling)
-    except BaseException:
-        engine.stop(0.0)
-        raise
+        quiet()
+        once = ServeConfig(max_batch=1, max_queue=1)
+        engine = start(args.model, load, once, verbose=args.verbose)
+        try:
+            loaded(engine, lambda share: progress.say(f"{args.model}: loading", share, 1))
+            progress.clear()
+            print(engine.summary, file=sys.stderr, flush=True)
+            talker = Voice(engine, sampling)
+        except Exception:
+            engine.stop(0.0)
+            raise
     gc.freeze()  # what is there now stays: only what answers leave is worth a look
     gc.enable()
     return talker, name_of(args.model)
-
-
-class _Loading(contextlib.AbstractContextManager["_Loading"]):
-    """How far loading is, in one line that goes away; a terminal gets it, a file does not."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def show(self, progress: float) -> None:
-        if self._shown:
-            print(f"\rloading {progress:.0%} ", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

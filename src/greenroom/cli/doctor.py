@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.progress import Progress, quiet
 from greenroom.config import show_bytes
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Table
@@ -47,8 +49,11 @@ def default_profile() -> Path:
 
 def main(args: argparse.Namespace) -> None:
     if args.model is not None:
-        return of_model(args)
-    machine = measure(args.path, args.quick, args.output, shown=not args.json)
+        check_name(args.model)
+        with Progress(f"{args.model}: starting") as progress:
+            return of_model(args, progress)
+    with Progress("starting") as progress:
+        machine = measure(args.path, args.quick, progress, args.output)
     if args.json:
         print(json.dumps(machine.as_json()))
     else:
@@ -64,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def measure(
-    path: Path | None, quick: bool, output: Path | None = None, shown: bool = True
+    path: Path | None, quick: bool, progress: Progress, output: Path | None = None
 ) -> Machine:
     """This machine, measured now and saved. UsageError, OutputError."""
     from greenroom.cli.output import check_target, write_whole
@@ -74,25 +79,25 @@ def measure(
         target.parent.mkdir(parents=True, exist_ok=True)
     check_target(target)
 
-    from greenroom.cli.progress import bars
     from greenroom.hf.rehearse import rehearsed
     from greenroom.runtime import doctor
     from greenroom.runtime.doctor import QUICK, THOROUGH, examine, model_files, models_folder
 
-    terminal = shown and sys.stderr.isatty()
-    say = _say if terminal else _silent
+    def say(text: str) -> None:
+        progress.say(f"measuring {text}")
+
     machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
     say("a small model")
-    bars(loading=False)
+    quiet()
     # Beside the disk that was measured, but never into a model's folder.
     own = path is not None and path.is_dir() and not model_files(path)
     machine = rehearsed(machine, path if own and path is not None else models_folder())
-    say("")
+    progress.clear()
     write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
     return machine
 
 
-def of_model(args: argparse.Namespace) -> None:
+def of_model(args: argparse.Namespace, progress: Progress) -> None:
     """What a model would do here, before anything of it is downloaded."""
     from greenroom.cli.plan import described, estimator_of, machine_of, shown_curve
     from greenroom.config import LoadConfig
@@ -105,15 +110,17 @@ def of_model(args: argparse.Namespace) -> None:
     config = LoadConfig()
     model = described(args.model, config)
     if args.quick or args.path is not None or args.output is not None:
-        machine, here = measure(args.path, args.quick, args.output, not args.json), True
+        machine, here = measure(args.path, args.quick, progress, args.output), True
     else:
-        machine, here = machine_of("auto")
+        machine, here = machine_of("auto", progress)
+    progress.say("estimating")
     memory = budget_bytes("auto")
     available = available_bytes() + rss_bytes()
     evidence = stand_ins(model)
     estimator, runs = estimator_of(model, machine, evidence, config)
     points = outlook(estimator, available)
     fits = memory >= model.least_memory
+    progress.clear()
     if args.json:
         print(json.dumps({
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
@@ -131,15 +138,6 @@ def of_model(args: argparse.Namespace) -> None:
     if not here:
         lines.append("the saved profile is another machine's: greenroom doctor measures this one")
     print("\n".join(lines))
-
-
-def _silent(text: str) -> None:
-    pass
-
-
-def _say(text: str) -> None:
-    """What is under way, in one line that the next one replaces."""
-    print(f"\r\x1b[2K{text}" + (" ..." if text else ""), end="", file=sys.stderr, flush=True)
 
 
 def table(machine: Machine) -> str:

@@ -7,6 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from greenroom.cli.output import check_target, write_whole
+from greenroom.cli.progress import Progress
+from greenroom.config import Amount
+from greenroom.errors import UsageError
+
 
 def add_to(parts: Any) -> None:
     text = "the experts that a task uses most, for --pin FILE"
@@ -27,19 +32,17 @@ def add_to(parts: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    from greenroom.cli.output import check_target, write_whole
-    from greenroom.config import Amount
-    from greenroom.errors import UsageError
-    from greenroom.sim.pinned import hot
-    from greenroom.trace import load
-
     check_target(args.out)
     share = Amount.parse(args.share, "--share").share
     if share is None:
         raise UsageError(f"--share {args.share}: write a share of every layer's experts, as 10%")
-    trace = load(args.trace)
-    named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
-    found = hot(trace, named, share)
+    with Progress(f"reading {args.trace}"):
+        from greenroom.sim.pinned import hot
+        from greenroom.trace import load
+
+        trace = load(args.trace)
+        named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
+        found = hot(trace, named, share)
     made = {**found.as_json(), "model": trace.meta.get("model")}
     write_whole(args.out, json.dumps(made) + "\n")
     counts = ", ".join(f"{name} {task.experts.size}" for name, task in found.tasks.items())

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from greenroom.cli.progress import Progress
+
 HELP = "list the architectures that are served, and how"
 
 
@@ -20,9 +22,11 @@ def add_to(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> None:
     from greenroom.cli.output import columns
-    from greenroom.hf.models import architectures
 
-    rows = architectures()
+    with Progress("reading transformers' architectures"):
+        from greenroom.hf.models import architectures
+
+        rows = architectures()
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
         return

@@ -36,6 +36,13 @@ def add_options(parser: argparse.ArgumentParser, config: type[Config], title: st
         )
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verbose", action="store_true",
+        help="a longer start-up line: where all is, and the options that give the same again",
+    )  # fmt: skip
+
+
 class _Given(argparse.Action):
     """Stores a value, and remembers that the user gave it."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from greenroom.cli.progress import Progress, quiet
 from greenroom.config import show_bytes
+from greenroom.hf.names import check_name
 
 HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
 
@@ -44,32 +45,25 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def main(args: argparse.Namespace) -> int | None:
-    from tqdm import tqdm
+def main(args: argparse.Namespace) -> None:
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        from greenroom.hf.pack.making import pack
 
-    from greenroom.cli.progress import bars
-    from greenroom.hf.pack.making import pack
-
-    bars(loading=False, wanted=not args.json)
-    shown = sys.stderr.isatty() and not args.json
-    try:
-        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=not shown) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+        quiet()
+        progress.say(f"{args.model}: reading the checkpoint")
+        try:
             made = pack(
                 args.model, args.out, args.experts,
                 segments=args.segments, precision=args.precision, repair=args.repair,
-                progress=progress,
+                progress=lambda done, of: progress.say(f"packing {args.model}", done, of),
             )  # fmt: skip
-    except KeyboardInterrupt:
-        print("greenroom: interrupted: the same command goes on with the pack", file=sys.stderr)
-        return 130
+        except KeyboardInterrupt as error:
+            error.args = ("the same command goes on with the pack",)
+            raise
     if args.json:
         print(json.dumps({**asdict(made), "folder": str(made.folder)}))
-        return None
+        return
     kept = f", {made.kept} of them as they were" if made.kept else ""
     copies = ""
     if args.precision is not None:
@@ -81,4 +75,3 @@ def main(args: argparse.Namespace) -> int | None:
         f" {show_bytes(made.expert_bytes)} ({args.experts}; before"
         f" {show_bytes(made.source_expert_bytes)}){copies}{kept}, {made.seconds:.1f} s"
     )
-    return None

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.config import CO_COMPUTE, Amount, LoadConfig, show_bytes
+from greenroom.cli.output import check_target, write_whole
+from greenroom.cli.progress import Progress, quiet
+from greenroom.config import CO_COMPUTE, Amount, LoadConfig, show_bytes, write_bytes
 from greenroom.errors import UnknownName, UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
@@ -65,6 +68,7 @@ def add_to(commands: Any) -> None:
         " in their last bits (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print one object")
     add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
+    parser.show_first("target_tpot", "trace", "context", "machine", "json", "output")
     parser.set_defaults(main=main)
 
 
@@ -75,20 +79,31 @@ def main(args: argparse.Namespace) -> None:
     )  # fmt: skip
     budget = Amount.parse(args.memory, "--memory")
     target = None if args.target_tpot is None else seconds(args.target_tpot)
-
-    from greenroom.cli.output import check_target, write_whole
-    from greenroom.plan.page import page
-    from greenroom.plan.planner import plan
-
     if args.co_compute not in CO_COMPUTE:
         raise UnknownName("co-compute", args.co_compute, CO_COMPUTE)
     if args.output is not None:
         check_target(args.output)
-    machine, here = machine_of(args.machine)
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        _plan(args, config, budget, target, progress)
+
+
+def _plan(
+    args: argparse.Namespace,
+    config: LoadConfig,
+    budget: Amount,
+    target: float | None,
+    progress: Progress,
+) -> None:
+    from greenroom.plan.page import page
+    from greenroom.plan.planner import plan
+
+    machine, here = machine_of(args.machine, progress)
     processor = computes(machine, args.processor)
     gpu = on_a_gpu(processor)
     model = described(args.model, config, gpu)
     evidence = evidence_of(args.trace, model)
+    progress.say("comparing settings")
     estimator, measured = estimator_of(
         model, machine, evidence, config, processor, args.host_memory, args.co_compute
     )
@@ -101,6 +116,7 @@ def main(args: argparse.Namespace) -> None:
     usual = args.read_limit is None and args.host_memory is None  # as runs will be
     if here and found.sure and lossless and usual:
         keep(model, machine, found, device)
+    progress.clear()
     if args.json:
         print(json.dumps(as_json(found, facts, args.model)))
     else:
@@ -120,15 +136,16 @@ def seconds(text: str) -> float:
     return float(match[1]) / (1e3 if match[2] == "ms" else 1)
 
 
-def machine_of(profile: str) -> tuple[Machine, bool]:
+def machine_of(profile: str, progress: Progress) -> tuple[Machine, bool]:
     """(a profile, whether it is this machine's). Without one of this machine it is measured."""
     from greenroom.cli.doctor import default_profile, measure
     from greenroom.core.machine import Machine, name_of
     from greenroom.runtime.measure import host
 
     if profile == "auto" and not default_profile().exists():
+        progress.clear()
         print("this machine has no profile yet: measuring it quickly", file=sys.stderr)
-        return measure(None, quick=True), True
+        return measure(None, True, progress), True
     machine = Machine.load(default_profile() if profile == "auto" else profile)
     return machine, name_of(machine.host) == name_of(host())
 
@@ -154,10 +171,9 @@ def memory_of(machine: Machine, gpu: bool) -> int:
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
     """Sizes and shape, of headers."""
-    from greenroom.cli.progress import bars
     from greenroom.hf.describe import describe
 
-    bars(loading=False)
+    quiet()
     return describe(source, config, gpu)
 
 
@@ -334,7 +350,8 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
     ]
     if found.target is not None:
         lines.append(said(found.target))
-    run = f"greenroom run {shlex.quote(source)} --memory {found.memory}B{beside}"
+    size = write_bytes(found.memory * 999 // 1000, found.memory)
+    run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
     lines += [
         limits(found),
         f"take: {run} {best.setting.flags()}",

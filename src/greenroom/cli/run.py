@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.options import add_options, take
+from greenroom.cli.early import check_early
+from greenroom.cli.options import add_options, add_verbose, take
 from greenroom.cli.output import check_target
+from greenroom.cli.progress import Progress, quiet
 from greenroom.cli.systems import ONE as SYSTEM
 from greenroom.cli.systems import apply
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.generate import Answer
@@ -50,7 +53,11 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
+    add_verbose(parser)
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first(
+        "memory", "cache", "device", "context", "max_new_tokens", "temperature", "json", "verbose"
+    )
     parser.set_defaults(main=main)
 
 
@@ -58,27 +65,39 @@ def main(args: argparse.Namespace) -> None:
     if args.system is not None:
         apply(args)
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
-    prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
-    if load.predictor is not None and load.prefetch == "off":
+    if load.predictor is not None and load.prefetch == "off":  # a recording may have it
         raise UsageError("--predictor is for prefetching, and --prefetch is off: leave out one")
+    check_early(load)
+    prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
     if args.timeline is not None:
         check_target(args.timeline)
+    check_name(args.model)
     compile_ahead(args.model, load)
+    with Progress(f"{args.model}: starting") as progress:
+        _run(args, load, sampling, prompt, progress)
 
+
+def _run(
+    args: argparse.Namespace,
+    load: LoadConfig,
+    sampling: SamplingConfig,
+    prompt: str,
+    progress: Progress,
+) -> None:
     from greenroom.cli.live import LiveLine, status
-    from greenroom.cli.progress import bars
     from greenroom.hf.generate import answer
     from greenroom.hf.load import load_with
     from greenroom.hf.loss import loss_line, loss_of
     from greenroom.hf.report import startup_line
 
-    bars(loading=True, wanted=not args.json)
-    model, tokenizer = load_with(args.model, load)
+    quiet()
+    model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
     gc.freeze()  # what is there now stays: only what an answer leaves is worth a look
     gc.enable()
     out = _Out(shown=not args.json)
     try:
-        print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
+        progress.clear()
+        print(startup_line(args.model, model, load, args.verbose), file=sys.stderr, flush=True)
         greenroom = model.greenroom
         greenroom.reset_stats()
         greenroom.timeline(args.timeline is not None)

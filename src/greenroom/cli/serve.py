@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.options import add_options, take
+from greenroom.cli.early import check_early
+from greenroom.cli.options import add_options, add_verbose, take
+from greenroom.cli.progress import Progress, quiet
 from greenroom.config import LoadConfig, ServeConfig, thresholds_of
 from greenroom.errors import GreenroomError, UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.server.service import Service
@@ -23,13 +27,17 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("serve", help=HELP, description=HELP)
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
     add_options(parser, ServeConfig, "server")
+    add_verbose(parser)
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first(
+        "memory", "cache", "device", "context", "host", "port", "api_key_file", "max_batch",
+    )  # fmt: skip
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
-    need_extra("serve")
+    check_early(load)
     if config.batch_invariant and any(
         thresholds_of(load.miss_precision, load.low_below, load.skip_below, load.substitute_below)
     ):
@@ -37,6 +45,18 @@ def main(args: argparse.Namespace) -> None:
             "--batch-invariant promises the same answer beside any others, and misses that are"
             " served with less depend on what those left in the cache: give one of them"
         )
+    check_name(args.model)
+    with contextlib.ExitStack() as stack:
+        progress = None
+        if config.log_format == "text":  # JSON lines are for programs
+            progress = stack.enter_context(Progress(f"{args.model}: starting"))
+        _serve(args, load, config, progress)
+
+
+def _serve(
+    args: argparse.Namespace, load: LoadConfig, config: ServeConfig, progress: Progress | None
+) -> None:
+    need_extra("serve")
 
     from greenroom.server.keys import check_address, key_of
 
@@ -44,20 +64,21 @@ def main(args: argparse.Namespace) -> None:
     check_address(config.host, key)
     compile_ahead(args.model, load)
 
-    from greenroom.cli.progress import bars
     from greenroom.server.listen import address, listening, serve
     from greenroom.server.served import Records, RequestLog
     from greenroom.server.service import Service
     from greenroom.server.start import start
 
-    bars(loading=True, wanted=config.log_format == "text")
+    quiet()
     sock = listening(config.host, config.port)
     url = address(sock)
     log = RequestLog(config.log_format)
     logging.getLogger("greenroom").addHandler(Records(log))
+    if progress is not None:
+        progress.clear()
     log.say(f"greenroom: {url} answers once {args.model} is loaded")
     with sock:
-        engine = start(args.model, load, config)
+        engine = start(args.model, load, config, verbose=args.verbose)
         service = Service(engine, config, config.model_name or name_of(args.model), key, log)
         serve(service, sock, Watch(service, url))
 

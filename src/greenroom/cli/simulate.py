@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.output import check_target, write_whole
+from greenroom.cli.progress import Progress
 from greenroom.cli.systems import HELP as SYSTEM
 from greenroom.cli.systems import simulated
 from greenroom.config import CO_COMPUTE
@@ -102,20 +104,31 @@ def add_to(commands: Any) -> None:
                        " that do)")  # fmt: skip
     times.add_argument("--ahead", type=int, metavar="N", help="slots that prefetches may have at a"
                        " time, at most a quarter of all (default: as a run has it)")  # fmt: skip
+    parser.show_first(
+        "policy", "system", "capacity", "machine", "prefetch", "order", "limit", "json", "report"
+    )
     parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
     check(args)
+    if args.report is not None:
+        check_target(args.report)
+    with Progress(f"reading {args.trace}") as progress:
+        page, rows, trace = _simulate(args, progress)
+    _show(args, rows, trace)
+    if page is not None:
+        write_whole(args.report, page)
+        print(f"report: {args.report}", file=sys.stderr)
 
-    from greenroom.cli.output import check_target, write_whole
+
+def _simulate(args: argparse.Namespace, progress: Progress) -> tuple[str | None, list[Row], Trace]:
+    """(the report's page, if one is wanted; the rows; the trace)."""
     from greenroom.plan.systems import systems
     from greenroom.policies import policy
     from greenroom.sim.sweep import Cell, capacities, names
     from greenroom.trace import load
 
-    if args.report is not None:
-        check_target(args.report)
     policies = names(args.policy) if args.policy is not None else []
     for name in policies:
         policy(name)
@@ -128,20 +141,16 @@ def main(args: argparse.Namespace) -> None:
     ahead = predictors(args, trace)
     if args.system is not None:
         study = _study(args, trace)
-        rows = simulated(args, study, slots, lambda s, c: run(args, s, c)[0])
-        _show(args, rows, trace)
-        return
+        rows = simulated(args, study, slots, lambda s, c: run(args, s, c, progress)[0])
+        return None, rows, trace
     cells = [
         Cell(name, capacity, "step" if args.pin not in PINS else args.pin, prefetch)
         for name in policies
         for capacity in slots
         for prefetch in ahead
     ]
-    rows, page = run(args, _study(args, trace), cells)
-    _show(args, rows, trace)
-    if page is not None:
-        write_whole(args.report, page)
-        print(f"report: {args.report}", file=sys.stderr)
+    rows, page = run(args, _study(args, trace), cells, progress)
+    return page, rows, trace
 
 
 def _study(args: argparse.Namespace, trace: Trace) -> Study:
@@ -339,24 +348,36 @@ def nbytes(args: argparse.Namespace, trace: Trace, name: str) -> int | None:
     return amount.nbytes
 
 
-def run(args: argparse.Namespace, study: Study, cells: list[Cell]) -> tuple[list[Row], str | None]:
+def run(
+    args: argparse.Namespace, study: Study, cells: list[Cell], progress: Progress
+) -> tuple[list[Row], str | None]:
     """The rows of the cells, and the report's page if one is wanted."""
-    from tqdm import tqdm
-
     from greenroom.sim.sweep import sweep, sweep_on_ray
 
     def go(study: Study, cells: list[Cell], what: str) -> list[Row]:
-        with tqdm(total=len(cells), desc=what, unit="cell", disable=None, leave=False) as bar:
-            if args.ray is not None:
-                return sweep_on_ray(study, cells, args.ray, bar.update)
-            return sweep(study, cells, done=bar.update)
+        count = 0
 
-    rows = go(study, cells, "simulate")
+        def done() -> None:
+            nonlocal count
+            count += 1
+            progress.say(f"simulating {what}", count, len(cells))
+
+        def compiling(name: str, number: int, of: int) -> None:
+            progress.say(f"compiling {name}, policy {number + 1} of {of}")
+
+        if args.ray is not None:
+            progress.say(f"simulating {what} on Ray", 0, len(cells))
+            return sweep_on_ray(study, cells, args.ray, done)
+        return sweep(study, cells, done=done, compiling=compiling)
+
+    rows = go(study, cells, f"{len(cells)} cells")
     if args.report is None:
         return rows, None
     from greenroom.cli.page import page
 
-    return rows, page(args, study, cells, rows, lambda s, c: go(s, c, "curves"))
+    return rows, page(
+        args, study, cells, rows, lambda s, c: go(s, c, f"{len(c)} cells of the curves")
+    )
 
 
 def command(args: argparse.Namespace) -> str:

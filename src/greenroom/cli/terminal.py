@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.errors import GreenroomError, UsageError
+from greenroom.interrupts import handled
 
 if TYPE_CHECKING:
     from greenroom.server.reading import Delta
@@ -58,7 +59,9 @@ class Terminal:
                 self._readline.write_history_file(history_file())
 
     def lines(self) -> Iterator[str]:
-        """What the user says, line by line, until the end of the input. Ctrl-C drops a line."""
+        """What the user says, line by line, until the end of the input. Ctrl-C drops a line, a
+        second one leaves."""
+        dropped = False
         while True:
             try:
                 line = self._line("> ")
@@ -68,11 +71,14 @@ class Terminal:
                 if self.typed:
                     print()
                 return
-            except KeyboardInterrupt:
-                if not self.typed:
+            except KeyboardInterrupt as error:
+                if not self.typed or dropped:
                     raise
-                print("\n(Ctrl-D or /exit leaves)")
+                handled(error)
+                dropped = True
+                print("\n(Ctrl-C again, Ctrl-D or /exit leaves)")
                 continue
+            dropped = False
             if line.strip():
                 yield line
 
@@ -165,6 +171,8 @@ class Session:
             self._terminal.end()
             raise
         self._terminal.end()
+        if reply.reason == "cancelled" and not self._terminal.typed:
+            raise KeyboardInterrupt
         self._messages.append({"role": "assistant", "content": reply.text})
         self._terminal.say(closing(reply))
 

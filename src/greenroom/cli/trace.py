@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.budgets import add_to as add_budgets
+from greenroom.cli.early import check_early
 from greenroom.cli.hot import add_to as add_hot
-from greenroom.cli.options import add_options, take
+from greenroom.cli.options import add_options, add_verbose, take
+from greenroom.cli.progress import Progress, quiet
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig, TopicsConfig, ZipfConfig
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
+    from greenroom.runtime.stats import Stats
     from greenroom.trace import Trace
+    from greenroom.trace.prompts import Prompt
 
 HELP = "record which experts prompts use, and look into such traces"
 
@@ -30,8 +35,8 @@ def add_to(commands: Any) -> None:
     add_hot(parts)
 
 
-def _command(parts: Any, name: str, text: str, main: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text)
+def _command(parts: Any, name: str, text: str, main: Any) -> Any:
+    parser = parts.add_parser(name, help=text, description=text)
     parser.set_defaults(main=main)
     return parser
 
@@ -52,60 +57,26 @@ def _add_record(parts: Any) -> None:
     _out(parser)
     add_options(parser, RecordConfig, "what to record")
     add_options(parser, SamplingConfig, "sampling")
+    add_verbose(parser)
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first(
+        "memory", "cache", "device", "max_new_tokens", "temperature", "weights", "token_ids",
+        "gate_inputs",
+    )  # fmt: skip
 
 
 def record(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     recording = take(args, RecordConfig)
+    check_early(load)
     _check_out(args.out)
 
-    from tqdm import tqdm
-
-    from greenroom.cli.progress import bars
-    from greenroom.hf.load import load_with
-    from greenroom.hf.record import record
-    from greenroom.hf.report import startup_line
-    from greenroom.runtime.forecasts import choices
-    from greenroom.trace.journal import journal_of
     from greenroom.trace.prompts import read_prompts
 
-    if recording.predict is not None:
-        choices(recording.predict)  # a name that is wrong is found before a model is loaded
     prompts = read_prompts(args.prompts)
-    bars(loading=True)
-    model, tokenizer = load_with(args.model, load)
-    began = False
-    try:
-        print(startup_line(args.model, model, load), file=sys.stderr, flush=True)
-        model.greenroom.reset_stats()
-        with tqdm(total=len(prompts), unit=" requests", disable=not sys.stderr.isatty()) as bar:
-
-            def progress(done: int, tokens: int) -> None:
-                nonlocal began
-                began = True
-                if done and not tokens:
-                    print(f"going on after {done} requests of an earlier run", file=sys.stderr)
-                bar.set_postfix(tokens=tokens, refresh=False)
-                bar.update(done - bar.n)
-
-            record(
-                model,
-                tokenizer,
-                prompts,
-                args.out,
-                sampling=sampling,
-                recording=recording,
-                name=args.model,
-                on_request=progress,
-            )
-        stats = model.greenroom.stats()
-    except BaseException:
-        if began and (journal := journal_of(args.out)).exists():
-            print(f"what was recorded is in {journal}: the same command goes on", file=sys.stderr)
-        raise
-    finally:
-        model.greenroom.detach()
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        stats = _recorded(args, load, sampling, recording, prompts, progress)
 
     from greenroom.trace import load as load_trace
 
@@ -118,6 +89,58 @@ def record(args: argparse.Namespace) -> None:
     )
 
 
+def _recorded(
+    args: argparse.Namespace,
+    load: LoadConfig,
+    sampling: SamplingConfig,
+    recording: RecordConfig,
+    prompts: list[Prompt],
+    progress: Progress,
+) -> Stats:
+    """Load the model, have it answer the prompts, write the trace."""
+    from greenroom.hf.load import load_with
+    from greenroom.hf.record import record
+    from greenroom.hf.report import startup_line
+    from greenroom.runtime.forecasts import choices
+    from greenroom.trace.journal import journal_of
+
+    if recording.predict is not None:
+        choices(recording.predict)  # a name that is wrong is found before a model is loaded
+    quiet()
+    model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
+    began = False
+
+    def recorded(done: int, tokens: int) -> None:
+        nonlocal began
+        began = True
+        if done and not tokens:
+            progress.clear()
+            print(f"going on after {done} requests of an earlier run", file=sys.stderr)
+        progress.say("recording requests", done, len(prompts))
+
+    try:
+        progress.clear()
+        print(startup_line(args.model, model, load, args.verbose), file=sys.stderr, flush=True)
+        model.greenroom.reset_stats()
+        record(
+            model, tokenizer, prompts, args.out,
+            sampling=sampling, recording=recording, name=args.model, on_request=recorded,
+        )  # fmt: skip
+        stats: Stats = model.greenroom.stats()
+    except BaseException as error:
+        if began and (journal := journal_of(args.out)).exists():
+            kept = f"what was recorded is in {journal}: the same command goes on"
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (kept,)
+            else:
+                progress.clear()
+                print(kept, file=sys.stderr)
+        raise
+    finally:
+        model.greenroom.detach()
+    return stats
+
+
 def _add_import(parts: Any) -> None:
     text = "turn an npz, or a recording that did not end, into a trace"
     parser = _command(parts, "import", text, convert)
@@ -128,10 +151,11 @@ def _add_import(parts: Any) -> None:
 def convert(args: argparse.Namespace) -> None:
     _check_out(args.out)
 
-    from greenroom.trace import load, save
+    with Progress(f"reading {args.source}"):
+        from greenroom.trace import load, save
 
-    trace = load(args.source)
-    save(trace, args.out)
+        trace = load(args.source)
+        save(trace, args.out)
     print(f"{args.out}: {_contents(trace)}")
 
 
@@ -161,16 +185,18 @@ def info(args: argparse.Namespace) -> None:
     if args.seed < 0:
         raise UsageError(f"--seed must not be negative, got {args.seed}")
 
-    from greenroom.trace import load
-    from greenroom.trace.groups import summary as group_summary
-    from greenroom.trace.locality import summary
+    with Progress(f"reading {args.trace}") as progress:
+        from greenroom.trace import load
+        from greenroom.trace.groups import summary as group_summary
+        from greenroom.trace.locality import summary
 
-    trace = load(args.trace)
-    found = {
-        **_facts(trace),
-        "locality": summary(trace, lengths, sizes),
-        "groups": group_summary(trace, args.groups, args.seed),
-    }
+        trace = load(args.trace)
+        progress.say("measuring locality")
+        found = {
+            **_facts(trace),
+            "locality": summary(trace, lengths, sizes),
+            "groups": group_summary(trace, args.groups, args.seed),
+        }
     print(json.dumps(found) if args.json else _report(args.trace, trace, found))
 
 
@@ -287,11 +313,12 @@ def synth(args: argparse.Namespace) -> None:
     options = take(args, args.config)
     _check_out(args.out)
 
-    from greenroom.trace import save, synth
+    with Progress(f"making {args.out}"):
+        from greenroom.trace import save, synth
 
-    make: Any = getattr(synth, args.kind)
-    trace = make(options)
-    save(trace, args.out)
+        make: Any = getattr(synth, args.kind)
+        trace = make(options)
+        save(trace, args.out)
     print(f"{args.out}: {_contents(trace)}")
 
 

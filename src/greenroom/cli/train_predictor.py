@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from greenroom.cli.options import add_options, take
+from greenroom.cli.progress import Progress
 from greenroom.config import TrainConfig
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 HELP = "train the predictor `learned` of a model from a recording"
 
@@ -35,8 +36,15 @@ def main(args: argparse.Namespace) -> None:
     if args.out.is_dir() or not args.out.resolve().parent.is_dir():
         raise UsageError(f"{args.out}: is a folder, or in none: name a file for the predictor")
 
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        said = _train(args, config, progress)
+    print(json.dumps(said) if args.json else _report(args.out, said))
+
+
+def _train(args: argparse.Namespace, config: TrainConfig, progress: Progress) -> Any:
+    """Train, and write the file; what is to be said of it."""
     import torch
-    from tqdm import tqdm
 
     from greenroom.hf.checkpoint import Checkpoint, resolve
     from greenroom.hf.fingerprint import fingerprint
@@ -51,11 +59,12 @@ def main(args: argparse.Namespace) -> None:
         other = "does not say of which model it is" if recorded is None else "is of another model"
         raise UsageError(f"{args.trace}: {other}: record {args.model} with --gate-inputs 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tqdm(total=trace.layers, unit=" layers", disable=not sys.stderr.isatty()) as bar:
-        trained = train(trace, config, device, lambda done: bar.update(done - bar.n))
+    trained = train(
+        trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
+    )
     said = about(trace, config, trained)
     learned_file.save(args.out, trained.tensors, digest, said)
-    print(json.dumps(said) if args.json else _report(args.out, said))
+    return said
 
 
 def _report(path: Path, said: Any) -> str:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.bench import play, prompts_of, table
+from greenroom.cli.early import check_early
 from greenroom.cli.options import add_options, take
+from greenroom.cli.progress import Progress
 from greenroom.config import ContestConfig, LoadConfig, thresholds_of
 from greenroom.errors import UsageError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.contest import Entry
@@ -34,6 +37,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one object")
     add_options(parser, ContestConfig, "measuring")
     add_options(parser, LoadConfig, "memory and machine")
+    parser.show_first("memory", "cache", "device", "context", "trace", "prompts", "seconds", "json")
     parser.set_defaults(main=main, seconds=180.0)
 
 
@@ -51,17 +55,26 @@ def main(args: argparse.Namespace) -> None:
             "tune keeps what gives the same output: leave out --miss-precision, --skip-below and"
             " --substitute-below; greenroom bench measures what they give"
         )
+    check_early(load)
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        _tune(args, load, how, progress)
 
+
+def _tune(
+    args: argparse.Namespace, load: LoadConfig, how: ContestConfig, progress: Progress
+) -> None:
     from greenroom.cli.plan import described, estimator_of, evidence_of, machine_of
     from greenroom.hf.contest import winner
     from greenroom.plan.settings import PLAIN
 
     model = described(args.model, load)
-    machine, _ = machine_of(args.machine)
+    machine, _ = machine_of(args.machine, progress)
     estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
     settings = candidates(estimator, capacity_of(load, model))
     entries = [_entry(setting, load) for setting in settings]
-    stage = play(args, load, how, entries, prompts_of(how))
+    stage = play(args, load, how, entries, prompts_of(how), progress)
+    progress.clear()
     plain = entries[settings.index(PLAIN)]
     best = winner(entries, plain)
     where = keep(stage, load, model.fingerprint, entries, best, plain)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.options import choices_of
+from greenroom.cli.progress import Progress, quiet
 from greenroom.cli.run import text_of
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError, VerifyError
+from greenroom.hf.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.verify import Verdict
@@ -103,12 +106,29 @@ def _quality(args: argparse.Namespace) -> None:
     if args.tokens is not None and args.tokens < 2:
         raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
 
-    from greenroom.cli.progress import bars
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        _measured(args, progress)
+
+
+def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
+    """What is given to functions that report lines: they are printed above the progress."""
+
+    def say(line: str) -> None:
+        if not args.json:
+            progress.clear()
+            print(line, flush=True)
+        progress.say(f"verifying {args.model}")
+
+    return say
+
+
+def _measured(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.summary import inexact_line
     from greenroom.hf.loss import keep_loss
     from greenroom.hf.quality import quality, text_in
 
-    bars(loading=False, wanted=not args.json)
+    quiet()
     lesser = {n: getattr(args, n) for n in LESSER if getattr(args, n) is not None}
     found = quality(
         args.model,
@@ -120,8 +140,9 @@ def _quality(args: argparse.Namespace) -> None:
         kv=args.kv or "dynamic",
         kernels=args.kernels,
         lesser=lesser,
-        say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
+        say=_said(args, progress),
     )
+    progress.clear()
     if args.against is None and lesser:
         keep_loss(LoadConfig(**lesser), found)
     if args.json:
@@ -139,10 +160,15 @@ def _quality(args: argparse.Namespace) -> None:
 def _proof(args: argparse.Namespace) -> None:
     prompt = None if args.prompt is None else text_of(args.prompt)
 
-    from greenroom.cli.progress import bars
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        _judged(args, prompt, progress)
+
+
+def _judged(args: argparse.Namespace, prompt: str | None, progress: Progress) -> None:
     from greenroom.hf.verify import PROMPT, verify
 
-    bars(loading=False, wanted=not args.json)
+    quiet()
     verdict = verify(
         args.model,
         args.cache,
@@ -151,8 +177,9 @@ def _proof(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         kernels=args.kernels,
         layers=True if args.layers else None,
-        say=(lambda line: None) if args.json else (lambda line: print(line, flush=True)),
+        say=_said(args, progress),
     )
+    progress.clear()
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
         print(

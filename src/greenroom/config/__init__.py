@@ -4,6 +4,7 @@ from greenroom.config.amounts import (
     UNITS,
     Amount,
     show_bytes,
+    write_bytes,
 )
 from greenroom.config.load import (
     LoadConfig,
@@ -72,4 +73,5 @@ __all__ = [
     "show_bytes",
     "split_of",
     "thresholds_of",
+    "write_bytes",
 ]

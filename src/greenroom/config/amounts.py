@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -58,3 +59,21 @@ def show_bytes(n: float) -> str:
         if abs(n) >= size:
             return f"{n / size:.3g} {unit}" if n < 100 * size else f"{n / size:.0f} {unit}"
     return f"{n:.0f} B"
+
+
+def write_bytes(least: int, most: int) -> str:
+    """An amount for an option, `3.75MiB`: it is parsed as from `least` to `most` bytes.
+
+    In the largest unit that has one with three digits after the point; as one of the two bounds, if
+    it can be written like that.
+    """
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if least < size:
+            continue
+        texts = [f"{math.ceil(least * 10**d / size) / 10**d:.{d}f}{unit}" for d in range(4)]
+        found = {text: Amount.parse(text, "an amount").of(0) for text in texts}
+        for low, high in ((least, least), (most, most), (least, most)):
+            for text, nbytes in found.items():
+                if low <= nbytes <= high:
+                    return text
+    return f"{least}B"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from greenroom.config.amounts import Amount
 from greenroom.config.option import check_choices, option
+from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import (
     CO_COMPUTE,
     KERNELS,
@@ -134,6 +135,8 @@ class LoadConfig:
                 raise UsageError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
+        check_policy(self.policy)
+        check_predictor(self.prefetch)
         devices_of(self.device)
         scope_of(self.scope)
         split_of(self.split)

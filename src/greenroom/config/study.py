@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from greenroom.config.option import at_least, option
+from greenroom.config.tables import check_predictor
 from greenroom.errors import UsageError
 
 
@@ -25,6 +26,9 @@ class RecordConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.gate_inputs <= 1:
             raise UsageError(f"--gate-inputs must be from 0 to 1, got {self.gate_inputs}")
+        for name in (self.predict or "").split(","):
+            if name and "=" not in name.partition(":")[0]:  # an option of the one before
+                check_predictor(name)
 
 
 @dataclass(frozen=True, slots=True)

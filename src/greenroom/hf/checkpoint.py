@@ -15,6 +15,7 @@ import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.header import Stored, read_header
+from greenroom.hf.names import check_name
 from greenroom.hf.quantised import encoded
 from greenroom.hf.read import read_tensor
 
@@ -169,9 +170,8 @@ def local(model: str | os.PathLike[str]) -> Path | None:
     refuse_unfinished(path)
     if is_pack(path):
         return path
-    if path.suffix == ".gguf" and not path.is_dir():
-        if not path.exists():
-            raise NotAModel(f"{text}: there is no such file")
+    check_name(text)
+    if path.suffix == ".gguf" and path.is_file():
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -185,8 +185,6 @@ def local(model: str | os.PathLike[str]) -> Path | None:
         raise NotAModel(
             f"{text}: is a file; give the folder that holds config.json, or a .gguf file"
         )
-    if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
-        raise NotAModel(f"{text}: there is no such folder")
     return None
 
 

@@ -82,8 +82,12 @@ def answer(
     raw: bool = False,
     context: int,
     on_text: OnText = lambda text: None,
+    to_the_end: bool = False,
 ) -> Answer:
-    """Generate an answer; `on_text` is given each piece of text when it is complete."""
+    """Generate an answer; `on_text` is given each piece of text when it is complete.
+
+    `to_the_end` has it go on to all tokens of `sampling`: the model may not end it before.
+    """
     ids = encode(tokenizer, prompt, raw)
     room = context - ids.shape[1]
     if room < 1:
@@ -100,6 +104,7 @@ def answer(
             attention_mask=torch.ones_like(ids),
             streamer=clock,
             max_new_tokens=min(sampling.max_new_tokens, room),
+            min_new_tokens=min(sampling.max_new_tokens, room) if to_the_end else None,
             **_options(model, sampling),
         )
     tokens = clock.tokens

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     constants,
@@ -15,10 +18,13 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub import errors as hub
+from huggingface_hub.utils import get_session
+from tqdm import tqdm
 
 from greenroom.errors import ModelError, NotAModel, OutputError, UnsupportedModel
 from greenroom.hf.checkpoint import Checkpoint, read_config
 from greenroom.hf.header import Stored, tensor_of
+from greenroom.hf.names import meant
 from greenroom.hf.quantised import encoded
 
 FILES = [
@@ -31,6 +37,7 @@ FILES = [
     "*.jinja",
     "LICENSE*",
 ]
+ANSWER_S = 4.0  # in which the hub must answer
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # the disk's fault
 NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
 
@@ -38,9 +45,43 @@ NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, meta
 def download(model: str) -> Path:
     """The local snapshot of a hub id, downloaded where needed; NotAModel if that fails."""
     with hub_errors(model):
-        folder = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns=NOT_FILES))
-        read_config(folder)
-        return folder
+        folder = snapshot_download(
+            model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=Bytes,
+            local_files_only=not reachable(),
+        )  # fmt: skip
+        read_config(Path(folder))
+        return Path(folder)
+
+
+class Bytes(tqdm):
+    """The hub's bar of bytes: it reports to `said_to`, and draws nothing."""
+
+    said_to: Callable[[float, float], object] = staticmethod(lambda done, of: None)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+
+    def display(self, *args: Any, **options: Any) -> bool:
+        if self.unit == "B" and self.total and self.n and "Downloading" not in self.desc:
+            Bytes.said_to(self.n, self.total)
+        return True
+
+
+def reachable() -> bool:
+    """Whether anybody answers at the hub's address, asked once. The hub's library asks six times,
+    and waits between them."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # whatever the transport raises
+            answers.append(get_session().head(constants.ENDPOINT, timeout=ANSWER_S))
+
+    asking = threading.Thread(target=ask, name="hub", daemon=True)  # names may resolve for minutes
+    asking.start()
+    asking.join(ANSWER_S)
+    return bool(answers)
 
 
 def downloaded(model: str) -> Path | None:
@@ -57,6 +98,8 @@ def remote(model: str) -> Checkpoint:
     file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
     """
     with hub_errors(model):
+        if not reachable():
+            raise _unreachable(model)
         folder = Path(hf_hub_download(model, "config.json")).parent
         config = read_config(folder)
         try:
@@ -99,14 +142,15 @@ def hub_errors(model: str) -> Iterator[None]:
         if error.errno in UNWRITABLE:
             where = error.filename or constants.HF_HUB_CACHE
             raise OutputError(f"{model}: cannot write to {where}: {error.strerror}") from error
-        raise _unreachable(model, error) from error
+        raise _unreachable(model) from error
     except Exception as error:  # whatever the transport raises: the user needs one line
-        raise _unreachable(model, error) from error
+        raise _unreachable(model) from error
 
 
-def _unreachable(model: str, error: Exception) -> NotAModel:
+def _unreachable(model: str) -> NotAModel:
     if constants.HF_HUB_OFFLINE:
         return NotAModel(f"{model}: not (completely) in the local cache, and HF_HUB_OFFLINE is set")
     return NotAModel(
-        f"{model}: no such folder, and the hub could not be reached ({type(error).__name__})"
+        f"{model}: no such folder, not (completely) in the local cache, and the hub"
+        f" ({constants.ENDPOINT}) could not be reached{meant(model)}"
     )

@@ -8,9 +8,11 @@ is measured with the code that runs any other model, and goes into the machine's
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +25,7 @@ from greenroom.core.cost import COOLED
 from greenroom.core.machine import Machine, Processor
 from greenroom.errors import OutputError
 from greenroom.hf.stage import Session, Stage
+from greenroom.interrupts import undone_by
 from greenroom.trace.prompts import Prompt
 
 SHARE = 0.5  # of the experts, in memory in the second part
@@ -168,7 +171,10 @@ def _heads(shape: Shape) -> int:
 def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
     """A folder of a random Qwen3-MoE, gone afterwards. OutputError where it cannot be written."""
     try:
-        with TemporaryDirectory(prefix=".greenroom-", dir=folder) as name:
+        with (
+            TemporaryDirectory(prefix=".greenroom-", dir=folder) as name,
+            undone_by(partial(shutil.rmtree, name, ignore_errors=True)),
+        ):
             write(Path(name), shape)
             yield Path(name)
     except OSError as error:

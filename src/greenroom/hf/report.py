@@ -6,16 +6,53 @@ import shlex
 
 from transformers import PreTrainedModel
 
-from greenroom.config import LoadConfig, show_bytes
+from greenroom.config import LoadConfig, show_bytes, write_bytes
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.lesser import LESSER
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.kernels.stored import dense_bytes
 
+LONGEST = 160  # characters of the short line
 
-def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
-    """One line for people, ending in the flags that give the same placement again."""
+
+def startup_line(
+    name: str, model: PreTrainedModel, config: LoadConfig, verbose: bool = False
+) -> str:
+    """One line for people; a long one says all, and the flags that give the same placement again.
+
+    What changes the output is in both.
+    """
+    return _all_of(name, model, config) if verbose else _short(name, model)
+
+
+def _short(name: str, model: PreTrainedModel) -> str:
+    """The line in LONGEST characters: what is left out is what comes last."""
+    greenroom = model.greenroom
+    stats, parts = greenroom.stats(), greenroom.parts
+    dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    slots = show_bytes(stats.capacity * stats.slot_bytes)
+    shown = name.rstrip("/").rpartition("/")[2][:40]
+    kv = f" in {parts.kv.name}, WHICH CHANGES THE OUTPUT," if parts.kv.quantised else ""
+    line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
+    if parts.thresholds is not None:
+        line += " · inexact misses, WHICH CHANGES THE OUTPUT"
+    if greenroom.engine is not None and stats.co_compute is not None:
+        line += " · misses on both processors, which may change last bits"
+    line += f" · {show_bytes(parts.kv_cache_bytes)} of KV cache{kv} for {parts.context} tokens"
+    for text in (
+        f"{show_bytes(dense)} of dense parts",
+        f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else "",
+        f"settings {parts.chosen}" if parts.chosen else "",
+        "--verbose says more",
+    ):
+        if text and len(line) + len(text) + 3 <= LONGEST:
+            line += f" · {text}"
+    return line
+
+
+def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
+    """All that was placed, ending in the flags that give the same placement again."""
     greenroom = model.greenroom
     stats, catalog = greenroom.stats(), greenroom.parts.catalog
     parts, tier = greenroom.parts, stats.host
@@ -25,7 +62,10 @@ def startup_line(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     reads = "direct" if greenroom.direct else "buffered"
     growth = greenroom.growth
     gives = growth is not None and growth.least < stats.capacity
-    size = f"--memory {stats.budget_bytes}B" if gives else f"--cache {slots}B"
+    if gives:
+        size = f"--memory {write_bytes(stats.budget_bytes * 999 // 1000, stats.budget_bytes)}"
+    else:
+        size = f"--cache {write_bytes(slots, slots + stats.slot_bytes - 1)}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     for option in (

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from greenroom.config import LoadConfig, SamplingConfig, scope_of
 from greenroom.core.cache import compile_for
 from greenroom.core.pins import Pins
+from greenroom.errors import UsageError
 from greenroom.hf.attach import Greenroom
 from greenroom.hf.generate import answer
 from greenroom.hf.learned import Learned, hot_set
 from greenroom.hf.lesser import LESSER
-from greenroom.hf.load import load_with
+from greenroom.hf.load import Progress, load_with
 from greenroom.hf.recall import warm_up
 from greenroom.policies import choose
 from greenroom.trace.prompts import Prompt
@@ -63,16 +64,20 @@ class Session:
 class Stage:
     """A model that was loaded once, and what it is attached to now."""
 
-    def __init__(self, source: str, config: LoadConfig) -> None:
+    def __init__(
+        self, source: str, config: LoadConfig, progress: Progress = lambda share, what: None
+    ) -> None:
         """Loads it. Nothing is remembered of earlier runs, nor left to later ones."""
         self.model: Any
-        self.source = source
+        self.source, self._progress = source, progress
         self._load(config)
         self.asked = np.zeros(self.experts, np.int64)  # of each expert, by what was learned
         self._pending = self.asked.copy()
 
     def _load(self, config: LoadConfig) -> None:
-        self.model, self.tokenizer = load_with(self.source, config, remember=False)
+        self.model, self.tokenizer = load_with(
+            self.source, config, remember=False, progress=self._progress
+        )
         self.config = config
         self.parts = self.model.greenroom.parts
         self._slots = int(self.model.greenroom.capacity)
@@ -160,13 +165,18 @@ class Stage:
             with _decodes(self.model, settle) as before:
                 done = answer(
                     self.model, self.tokenizer, prompt.content, sampling, raw=raw,
-                    context=self.parts.context,
+                    context=self.parts.context, to_the_end=True,
                 )  # fmt: skip
             ttft.append(done.ttft_s)
             gaps += done.gaps[settle:]
             said.append(tuple(done.token_ids))
             if before:
                 counted += _counters(greenroom) - before[0]
+        if not gaps:
+            raise UsageError(
+                f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
+                f" --context {self.parts.context} has no room for more after the prompt: raise it"
+            )
         self._pending += greenroom.driver.asked[: self.experts]  # of what is cut, the tops
         greenroom.driver.asked[:] = 0
         requests, misses, nbytes, stall, busy = counted.tolist()

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import psutil
 from greenroom.core.compiled_files import njit
 from greenroom.core.cost import Link
 from greenroom.errors import OutputError
+from greenroom.interrupts import undone_by
 from greenroom.runtime.store import BLOCK
 
 RAM_BYTES = 512 << 20
@@ -164,12 +166,12 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(f"cannot write a test file in {folder}: {error.strerror}") from error
     try:
-        with os.fdopen(handle, "wb") as file:
+        with undone_by(partial(os.unlink, name)), os.fdopen(handle, "wb") as file:
             for i in range(-(-nbytes // len(noise))):
                 file.write(i.to_bytes(8, "little") + noise[8:])  # no two blocks are alike
             file.flush()
             os.fsync(file.fileno())
-        yield Path(name)
+            yield Path(name)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(f"no room for a test file in {folder}: {error.strerror}") from error

@@ -218,7 +218,7 @@ class ContinuousEngine:
         self.passes = Passes(greenroom, self.batch, config.prefill_chunk, self.journal)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
-        self.summary = f"{summary} · {self._placed(limit)}" if summary else self._placed(limit)
+        self.summary = f"{summary}\n{self._placed(limit)}" if summary else self._placed(limit)
         self.tokenizer = tokenizer
         with self._changed:
             self.served = True

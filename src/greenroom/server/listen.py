@@ -123,10 +123,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the server; a second SIGINT ends it at once."""
+        """SIGINT and SIGTERM end the server; a second SIGINT ends it at once. While the model
+        loads there is nothing to end in order: SIGINT is the process's own then."""
         before: dict[int, Any] = {}
 
         def handler(number: int, frame: FrameType | None) -> None:
+            loading = self._service.engine.state()[0] == "loading"
+            if loading and number == signal.SIGINT and callable(before[number]):
+                before[number](number, frame)
             self.handle_exit(number, frame)
 
         for number in (signal.SIGINT, signal.SIGTERM):

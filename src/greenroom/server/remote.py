@@ -11,6 +11,7 @@ import httpx2
 
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, UsageError
+from greenroom.interrupts import handled
 from greenroom.server.reading import Delta
 from greenroom.server.talk import Messages, OnDelta, Reply
 
@@ -44,7 +45,8 @@ class Remote:
                     reply.add(delta)
                     on_delta(delta)
                 _note(event, reply)
-        except KeyboardInterrupt:  # leaving the stream hangs up, and the server lets go
+        except KeyboardInterrupt as error:  # leaving the stream hangs up, the server lets go
+            handled(error)
             reply.reason = "cancelled"
         if times:
             reply.ttft_s = times[0] - began

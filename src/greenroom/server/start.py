@@ -8,7 +8,12 @@ from greenroom.server.journal import Journal
 
 
 def start(
-    source: str, load: LoadConfig, serve: ServeConfig, *, journal: Journal | None = None
+    source: str,
+    load: LoadConfig,
+    serve: ServeConfig,
+    *,
+    journal: Journal | None = None,
+    verbose: bool = False,
 ) -> ContinuousEngine:
     """An engine that serves `source`, once its state is ready; "failed" says why it is not.
 
@@ -21,6 +26,6 @@ def start(
         from greenroom.hf.report import startup_line
 
         model, tokenizer = load_with(source, load, progress=progress)
-        return Loaded(model, tokenizer, startup_line(source, model, load))
+        return Loaded(model, tokenizer, startup_line(source, model, load, verbose))
 
     return ContinuousEngine(loaded, serve, load.context, journal)

@@ -14,6 +14,7 @@ from typing import Any
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError
 from greenroom.hf.dialogue import Dialogue
+from greenroom.interrupts import handled
 from greenroom.server.reading import Reader
 from greenroom.server.requests import Engine, Finished, Request, Sampling, Token
 from greenroom.server.served import tokens_per_s
@@ -35,7 +36,8 @@ class Voice:
         reply = Reply()
         try:
             finished = self._hear(events, reader, reply, on_delta)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            handled(error)
             ticket.cancel()
             finished = _last(events)
         if finished.reason == "error":

@@ -19,7 +19,7 @@ from concurrent.futures import (
     wait,
 )
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from greenroom.core.pins import Pins
 from greenroom.core.scope import Scope, name_of
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
+from greenroom.interrupts import end_with_parent
 from greenroom.policies import policy
 from greenroom.sim.lesser import Lesser
 from greenroom.sim.pinned import kept
@@ -164,20 +165,25 @@ def sweep(
     *,
     workers: int | None = None,
     done: Callable[[], object] = lambda: None,
+    compiling: Callable[[str, int, int], object] = lambda name, number, of: None,
 ) -> list[Row]:
     """The cells' rows, in their order; `done` is called after each. Uses all cores by default.
+
+    `compiling` is called before a policy's code is compiled, or read where it was compiled before:
+    with its name, how many are compiled, and of how many.
 
     Long cells with prefetching run in new processes: a script that calls this needs the usual
     `if __name__ == "__main__"`.
     """
     workers = workers or os.cpu_count() or 1
-    seen = set()
-    for cell in cells:
-        if (cell.policy, cell.prefetch) not in seen:
-            seen.add((cell.policy, cell.prefetch))
-            study.warm(cell)
+    kinds = {(cell.policy, cell.prefetch): cell for cell in reversed(cells)}
+    first = [cell for cell in cells if kinds[cell.policy, cell.prefetch] is cell]
+    for number, cell in enumerate(first):
+        compiling(cell.policy, number, len(first))
+        study.warm(cell)
     played = sum(cell.prefetch != OFF for cell in cells)
     apart = min(workers, played) if study.requests.layer.size >= LONG else 1
+    others = active_children()
     pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
     try:
         if apart > 1:
@@ -194,19 +200,33 @@ def sweep(
             for future in ended:
                 rows[waiting.pop(future)] = future.result()
                 done()
-    finally:
-        for pool in pools:
-            pool.shutdown(cancel_futures=True)
+    except Exception:
+        _shut(pools)
+        raise
+    except BaseException:  # nobody waits for the cells that run, which may take minutes
+        for process in active_children():
+            if process not in others:
+                process.kill()
+        _shut(pools, wait=False)
+        raise
+    _shut(pools)
     return [rows[i] for i in range(len(cells))]
+
+
+def _shut(pools: list[Executor], wait: bool = True) -> None:
+    for pool in pools:
+        pool.shutdown(wait=wait, cancel_futures=True)
 
 
 _study: Study  # of a worker process
 
 
 def _begin(study: Study) -> None:
-    """A worker process: the study comes once; an interrupt ends it without a word."""
+    """A worker process: the study comes once. An interrupt ends it without a word, and so does the
+    end of its parent."""
     global _study
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
     _study = study
 
 

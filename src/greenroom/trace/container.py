@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import GreenroomError, OutputError, TraceError
+from greenroom.interrupts import undone_by
 
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 DTYPES = {
@@ -49,7 +51,7 @@ def beside(path: Path) -> Iterator[BinaryIO]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with open(draft, "wb") as file:
+            with undone_by(partial(os.unlink, draft)), open(draft, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -15,6 +15,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from greenroom.interrupts import end_with_parent
 from greenroom.runtime.kernels import source
 
 PATIENCE = 120  # seconds
@@ -73,4 +74,5 @@ def wait() -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     compile_all(sys.argv[1])

@@ -1,0 +1,58 @@
+"""What a user may have meant by MODEL, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from greenroom.errors import NotAModel
+
+DEMO = "demo"
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+
+
+def check_name(model: str | os.PathLike[str]) -> None:
+    """NotAModel for what is nothing here, and cannot be a hub id either."""
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if text == DEMO or path.exists() or path.with_name(f"{path.name}.unfinished").exists():
+        return
+    if path.suffix == ".gguf":
+        raise NotAModel(f"{text}: there is no such file{meant(text)}")
+    if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
+        raise NotAModel(f"{text}: there is no such folder{meant(text)}")
+    if not HUB_ID.fullmatch(text):
+        raise NotAModel(
+            f"{text}: neither a folder nor a hub id such as owner/name"
+            + (meant(text) or f"; did you mean {DEMO}, the model that ships?")
+        )
+
+
+def meant(text: str) -> str:
+    """The end of a message: the nearest name that there is; empty without one."""
+    names = {name.lower(): name for name in (DEMO, *_folders(), *_downloaded())}
+    parts = {key.rpartition("/")[2]: name for key, name in names.items()}
+    found = get_close_matches(text.lower(), names, 1) or get_close_matches(text.lower(), parts, 1)
+    return f"; did you mean {(names | parts)[found[0]]}?" if found else ""
+
+
+def _folders() -> list[str]:
+    """Models in the working folder."""
+    try:
+        here = sorted(Path().iterdir())
+        return [p.name for p in here if p.suffix == ".gguf" or (p / "config.json").is_file()]
+    except OSError:
+        return []
+
+
+def _downloaded() -> list[str]:
+    """Hub ids in the hub's cache."""
+    from huggingface_hub import constants
+
+    try:
+        found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    except OSError:
+        return []
+    return [path.name.removeprefix("models--").replace("--", "/", 1) for path in found]

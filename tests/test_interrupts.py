@@ -1,0 +1,187 @@
+"""Ctrl-C at moments that lose an ordinary KeyboardInterrupt, in processes that import nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import ctypes, gc, hashlib, os, sys, threading, time, weakref
+from pathlib import Path
+import greenroom.cli as cli
+from greenroom.cli import models
+from greenroom.interrupts import handled, undone_by
+
+out = Path(sys.argv.pop())
+
+def ready():
+    print("ready", flush=True)
+
+def sit(seconds=0.6):  # Python code, so that the exception is raised here
+    until = time.monotonic() + seconds
+    ready()
+    while time.monotonic() < until:
+        pass
+
+def in_c():  # without the lock of Python, and never interrupted
+    ready()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 1 << 30)
+
+{moment}
+
+models.main = command
+sys.argv = ["greenroom", "models"]
+sys.exit(cli.main())
+"""
+MOMENTS = {
+    "anywhere": """
+def command(args):
+    sit(60)
+""",
+    "a finaliser": """
+class Finalised:
+    def __del__(self):
+        sit()
+def command(args):
+    Finalised()
+    time.sleep(60)
+""",
+    "a weak reference's callback": """
+class Referred: pass
+def command(args):
+    it = Referred()
+    ref = weakref.ref(it, lambda ref: sit())
+    del it
+    time.sleep(60)
+""",
+    "a callback of ctypes": """
+def command(args):
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def compare(a, b):
+        sit()
+        return 0
+    ctypes.CDLL(None).qsort((ctypes.c_int * 2)(2, 1), 2, 4, kind(compare))
+    time.sleep(60)
+""",
+    "a library that catches everything": """
+def command(args):
+    try:
+        sit()
+    except BaseException:
+        pass
+    time.sleep(60)
+""",
+    "an import that makes another error of it": """
+def command(args):
+    try:
+        sit(60)
+    except BaseException:
+        raise ImportError("half imported") from None
+""",
+    "a call into C": """
+def command(args):
+    in_c()
+""",
+    "an end that takes long": """
+def command(args):
+    try:
+        sit(60)
+    finally:
+        time.sleep(60)
+""",
+    "a thread that nobody ends": """
+def command(args):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    sit(60)
+""",
+    "the end of Python": """
+def command(args):
+    class Last:
+        def __del__(self):
+            in_c()
+    sys.last_of_all = Last()
+    threading.Thread(target=in_c).start()
+""",
+    "a file that is half written": """
+from greenroom.errors import UsageError
+def command(args):
+    draft = out / "draft"
+    draft.write_text("half")
+    with undone_by(draft.unlink):
+        in_c()
+""",
+}
+
+
+def start(moment: str, folder: Path) -> subprocess.Popen[str]:
+    """The process, at that moment."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("{moment}", moment), str(folder)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    return process
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_ends_it_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
+    process = start(MOMENTS[moment], tmp_path)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10  # 1.5 s, on a machine that has time
+    assert (process.returncode, err) == (130, "greenroom: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_command_stops_for_by_itself_goes_on() -> None:
+    process = start(
+        """
+def command(args):
+    for _ in range(2):
+        try:
+            sit(60)
+        except KeyboardInterrupt as error:
+            handled(error)
+            time.sleep(2)  # longer than the time to end
+    print("done", flush=True)
+""",
+        Path(),
+    )
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("done\n", "")
+    assert process.returncode == 0
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    patient = "import greenroom.interrupts\ngreenroom.interrupts.END_S = 600\n"
+    process = start(patient + MOMENTS["an end that takes long"], Path())
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "greenroom: interrupted\n")
+
+
+def test_a_process_that_ignores_it_goes_on_doing_so() -> None:
+    """Of a shell's background, for example."""
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from greenroom.interrupts import InterruptWatch\n"
+        "assert not InterruptWatch().begin()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
