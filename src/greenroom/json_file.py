@@ -207,6 +207,11 @@ def shown(value: Any) -> str:
     return said if len(said) <= 60 else f"{said[:57]}..."
 
 
+def plain(value: Any) -> str:
+    """The beginning of a text, without what would break a line."""
+    return "".join(filter(str.isprintable, str(value)[:60]))
+
+
 def _check_brackets(data: bytes) -> None:
     """Malformed where brackets are too many, too deep, or not in pairs. It does not recurse."""
     opening = data.count(b"[") + data.count(b"{")

@@ -39,8 +39,14 @@ class Observed:
     def from_json(cls, found: Any, where: str = "a run") -> Observed:
         """Malformed where it is none."""
         entry = JsonObject(found, where)
-        figures = ("seconds", "stall", "fetched", "carried", "busy")
-        return cls(*(entry.number(name) for name in figures), entry.flag("predicted", False))
+        return cls(
+            entry.number("seconds"),
+            entry.number("stall"),
+            entry.number("fetched"),
+            entry.number("carried"),
+            entry.number("busy"),
+            entry.flag("predicted", False),
+        )
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)

@@ -97,10 +97,11 @@ class Loss:
     def from_json(cls, found: Any, where: str = "a loss") -> Loss:
         """Malformed where it is none."""
         entry = JsonObject(found, where)
-        figures = ("low", "skip", "substitute", "inexact", "kl", "perplexity", "exact_perplexity")
         return cls(
-            entry.text("precision"), *(entry.number(name) for name in figures),
-            entry.whole("tokens"), entry.text("when"),
+            entry.text("precision"), entry.number("low"), entry.number("skip"),
+            entry.number("substitute"), entry.number("inexact"), entry.number("kl"),
+            entry.number("perplexity"), entry.number("exact_perplexity"), entry.whole("tokens"),
+            entry.text("when"),
         )  # fmt: skip
 
 
