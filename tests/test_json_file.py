@@ -17,7 +17,7 @@ def read(path, error=UsageError):
 def test_what_it_holds(tmp_path):
     path = tmp_path / "f.json"
     path.write_text(json.dumps({"format": "a-format", "a": [1]}))
-    assert read(path) == {"format": "a-format", "a": [1]}
+    assert read(path).values == {"format": "a-format", "a": [1]}
 
 
 @pytest.mark.parametrize("text", ['{"format": "b-format"}', "[]", "1", '"a-format"', "{}"])

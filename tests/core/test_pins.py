@@ -100,7 +100,7 @@ def test_a_file_and_back(tmp_path):
         ),
         (
             {"tasks": {"a": {"experts": [[0], [1]], "pattern": [[-1] * 4, [0] * 4]}}},
-            "a pattern must be numbers from 0",
+            r"pattern\[0\]\[0\] must be a number from 0",
         ),
     ],
 )

@@ -100,9 +100,11 @@ def test_what_it_does_not(text, said):
     ("content", "said"),
     [
         ("{", "it is not JSON"),
+        ('{"format": "greenroom-budgets", "slots": [1, 0]}', "slots must be numbers above 0"),
+        ('{"format": "greenroom-budgets", "slots": "12"}', "slots must be a list"),
         ('{"format": "other"}', "greenroom trace budgets makes such files"),
-        ('{"format": "greenroom-budgets"}', "slots must be numbers, one a layer: None"),
-        ('{"format": "greenroom-budgets", "slots": [1, -1]}', "slots must be numbers above 0"),
+        ('{"format": "greenroom-budgets"}', "slots is missing"),
+        ('{"format": "greenroom-budgets", "slots": [1, -1]}', "must be a number from 0"),
     ],
 )
 def test_damaged_files(tmp_path, content, said):

@@ -14,7 +14,8 @@ from greenroom.runtime.forecasts import Forecasts
 from greenroom.runtime.probes import GateInputs, Router
 from greenroom.runtime.recorder import Recorder
 from greenroom.trace import load, stream
-from greenroom.trace.journal import Header, Journal
+from greenroom.trace.journal import Journal
+from greenroom.trace.segments import Header
 
 SIZES = (4, 3)
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from greenroom.errors import OutputError, TraceError
 from greenroom.trace import load
-from greenroom.trace.journal import Header, Journal, Segment, convert, journal_of
+from greenroom.trace.journal import Journal, convert, journal_of
+from greenroom.trace.segments import Header, Segment
 from tests.trace.strategies import SETTINGS, assert_same, traces
 
 HEADER = Header((4, 3), weights=True, token_ids=True, gate_inputs=0.5, meta={"model": "m"})
@@ -219,7 +220,7 @@ def test_a_disk_that_fills_up_costs_one_segment(tmp_path):
 
 
 def test_a_journal_of_another_version(tmp_path, monkeypatch):
-    monkeypatch.setattr("greenroom.trace.journal.VERSION", 2)
+    monkeypatch.setattr("greenroom.trace.segments.VERSION", 2)
     write(tmp_path / "j")
     monkeypatch.undo()
     with pytest.raises(TraceError, match="a journal of version 2; this Greenroom reads 1"):

@@ -6,11 +6,10 @@ import math
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from greenroom.config.amounts import Amount
 from greenroom.errors import UnknownName, UsageError
-from greenroom.json_file import read_json
+from greenroom.json_file import JsonObject, Malformed, number, read_json
 
 DEVICES = ("auto", "cpu", "cuda", "fake")
 KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
@@ -55,7 +54,7 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
     if scope in SCOPES:
         return scope
     if Path(scope).suffix == ".json" or Path(scope).is_file():
-        return _numbers(budgets_file(scope).get("slots"), f"{scope}: slots")
+        return _numbers_in(scope, "slots")
     if not re.fullmatch(r"[\d.,\s]+", scope):
         raise UnknownName("scope", scope, [*SCOPES, "N,N,...", "FILE"])
     return _numbers(scope.split(","), "--scope")
@@ -70,7 +69,7 @@ def split_of(split: str) -> float | tuple[float, ...] | str | None:
     if split in ("off", "auto"):
         return None if split == "off" else split
     if Path(split).suffix == ".json" or Path(split).is_file():
-        found = _numbers(budgets_file(split).get("split"), f"{split}: split")
+        found = _numbers_in(split, "split")
     else:
         found = _numbers(split.split(","), "--split")
     if max(found) > 1:
@@ -120,18 +119,32 @@ def share_of(value: str, what: str) -> float:
 BUDGETS = "greenroom-budgets"  # the format of such a file
 
 
-def budgets_file(path: str | Path) -> dict[str, Any]:
+def budgets_file(path: str | Path) -> JsonObject:
     """What `greenroom trace budgets` wrote: `slots` and, where experts are split, `split` of each
     layer. UsageError where it cannot be read, or is another file."""
     return read_json(path, BUDGETS, "holds no budgets", "greenroom trace budgets", UsageError)
 
 
-def _numbers(values: Any, what: str) -> tuple[float, ...]:
+def _numbers_in(path: str, name: str) -> tuple[float, ...]:
+    """Numbers above 0 of a file of budgets, or UsageError."""
+    try:
+        found = budgets_file(path).each(name, number)
+    except Malformed as error:
+        raise UsageError(f"{path}: {error}") from None
+    return _above_0(found, f"{path}: {name}")
+
+
+def _numbers(words: list[str], what: str) -> tuple[float, ...]:
     """Numbers above 0, or UsageError."""
     try:
-        found = tuple(float(value) for value in values)
-    except (TypeError, ValueError):
-        raise UsageError(f"{what} must be numbers, one a layer: {values!r}") from None
-    if not found or not all(0 < number < math.inf for number in found):
-        raise UsageError(f"{what} must be numbers above 0, one a layer: {values!r}")
-    return found
+        found = tuple(map(float, words))
+    except ValueError:
+        raise UsageError(f"{what} must be numbers, one a layer: {','.join(words)!r}") from None
+    return _above_0(found, what)
+
+
+def _above_0(numbers: tuple[float, ...], what: str) -> tuple[float, ...]:
+    if not numbers or not all(0 < each < math.inf for each in numbers):
+        said = ",".join(f"{each:g}" for each in numbers)
+        raise UsageError(f"{what} must be numbers above 0, one a layer: {said[:80]!r}")
+    return numbers

@@ -15,7 +15,6 @@ is for people.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,9 +24,10 @@ import numpy as np
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import ProfileError, UnknownName, UsageError
-from greenroom.json_file import read_json
+from greenroom.json_file import JsonObject, Malformed, each_of, number, read_json, shown, whole
 
 FORMAT, VERSION = "greenroom-machine", 1
+MOST_LANES = 1024  # of a link: transfers at a time
 BEYOND = ("layer", "fetch", "copy", "ahead", "wake")  # of a processor, beside its tables
 
 
@@ -168,45 +168,49 @@ class Machine:
         found = read_json(
             path, FORMAT, "is no machine profile", "greenroom doctor -o", ProfileError
         )
-        if found.get("version") != VERSION:
+        if (version := found.value("version", None)) != VERSION:
             raise ProfileError(
-                f"{path} is a machine profile of version {found.get('version')!r}, this Greenroom"
+                f"{path} is a machine profile of version {shown(version)}, this Greenroom"
                 f" reads version {VERSION}: measure again with greenroom doctor -o {path}"
             )
         try:
             return cls(
-                tuple(_route(entry) for entry in found["links"]),
-                tuple(_processor(entry) for entry in found["processors"]),
-                found.get("host", {}),
-                found.get("measured", {}),
+                found.each("links", _route),
+                found.each("processors", _processor),
+                _host(found.object("host", {})),
+                found.object("measured", {}).values,
             )._checked()
-        except KeyError as error:
-            raise ProfileError(f"{path} is damaged: {error} is missing") from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except Malformed as error:
             raise ProfileError(f"{path} is damaged: {error}") from error
 
     def _checked(self) -> Machine:
         if not self.routes or not self.processors:
-            raise ValueError("a machine has at least one link and one processor")
+            raise Malformed("a machine has at least one link and one processor")
         return self
 
 
-def _route(entry: Mapping[str, Any]) -> Route:
-    lanes = entry["lanes"]
-    if not isinstance(lanes, int) or lanes < 1:
-        raise ValueError(f"lanes must be a whole number from 1, got {lanes!r}")
-    bandwidth = _number(entry["bandwidth"], "bandwidth")
+def _host(found: JsonObject) -> Mapping[str, Any]:
+    """What is for people, of which these are computed with."""
+    for name in ("memory_bytes", "available_bytes", "cores", "load"):
+        found.number(name, 0)
+    return found.values
+
+
+def _route(value: Any, where: str) -> Route:
+    entry = JsonObject(value, where)
+    bandwidth = entry.number("bandwidth")
     if bandwidth == 0:
-        raise ValueError("bandwidth must be more than 0")
-    link = Link(bandwidth, _number(entry["latency"], "latency"), lanes)
-    return Route(str(entry["source"]), str(entry["target"]), link)
+        raise Malformed(f"{where}.bandwidth must be more than 0")
+    link = Link(bandwidth, entry.number("latency"), entry.whole("lanes", least=1, most=MOST_LANES))
+    return Route(entry.text("source"), entry.text("target"), link)
 
 
-def _processor(entry: Mapping[str, Any]) -> Processor:
-    beyond = {name: _number(entry.get(name, 0.0), name) for name in BEYOND}
+def _processor(value: Any, where: str) -> Processor:
+    entry = JsonObject(value, where)
     return Processor(
-        str(entry["name"]), str(entry["memory"]), _table(entry["expert"]), _table(entry["dense"]),
-        **beyond,
+        entry.text("name"), entry.text("memory"),
+        _table(entry.object("expert"), where), _table(entry.object("dense"), where),
+        **{name: entry.number(name, 0.0) for name in BEYOND},
     )  # fmt: skip
 
 
@@ -216,19 +220,16 @@ def name_of(host: Mapping[str, Any]) -> str:
     return f"{host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores, {memory} GiB"
 
 
-def _table(entry: Mapping[str, Any]) -> Table:
-    nbytes, tokens = tuple(map(int, entry["nbytes"])), tuple(map(int, entry["tokens"]))
-    seconds = tuple(tuple(_number(s, "a time") for s in row) for row in entry["seconds"])
+def _table(entry: JsonObject, where: str) -> Table:
+    nbytes, tokens = (entry.each(name, _from_1) for name in ("nbytes", "tokens"))
+    seconds = entry.each("seconds", each_of(number))
     for name, values in (("nbytes", nbytes), ("tokens", tokens)):
-        if not values or values[0] < 1 or list(values) != sorted(set(values)):
-            raise ValueError(f"{name} of a table must be ascending numbers from 1")
+        if not values or list(values) != sorted(set(values)):
+            raise Malformed(f"{where}: {name} of a table must be ascending numbers from 1")
     if [len(row) for row in seconds] != [len(tokens)] * len(nbytes):
-        raise ValueError(f"a table of times must have {len(nbytes)} rows of {len(tokens)}")
+        raise Malformed(f"{where}: a table of times must have {len(nbytes)} rows of {len(tokens)}")
     return Table(nbytes, tokens, seconds)
 
 
-def _number(value: Any, what: str) -> float:
-    """A number of seconds or bytes a second; JSON also lets through what is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{what} must be a number from 0, got {value!r}")
-    return float(value)
+def _from_1(value: Any, where: str) -> int:
+    return whole(value, where, least=1)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 from greenroom.errors import UsageError
-from greenroom.json_file import read_json
+from greenroom.json_file import JsonObject, Malformed, each_of, number, read_json, shown, whole
 
 FORMAT, VERSION = "greenroom-pins", 1
 Floats = NDArray[np.float64]
@@ -85,27 +85,25 @@ class Pins:
     def load(cls, path: str | Path, offsets: Sequence[int]) -> Pins:
         """Read a file for a model with these layers. UsageError says what is wrong with it."""
         found = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
-        if found.get("version") != VERSION:
-            raise UsageError(f"{path}: pins of version {found.get('version')!r}: make them again")
+        if (version := found.value("version", None)) != VERSION:
+            raise UsageError(f"{path}: pins of version {shown(version)}: make them again")
         try:
-            tasks = {str(n): _task(raw, offsets) for n, raw in found["tasks"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raw = found.object("tasks")
+            tasks = {name: _task(raw.object(name), offsets) for name in raw}
+        except Malformed as error:
             raise UsageError(f"{path} is damaged, or of another model: {error}") from error
         if not tasks:
             raise UsageError(f"{path} has no tasks")
         return cls(tasks, tuple(offsets))
 
 
-def _task(raw: Any, offsets: Sequence[int]) -> Task:
+def _task(raw: JsonObject, offsets: Sequence[int]) -> Task:
     ranges = list(pairwise(offsets))
-    experts, pattern = raw["experts"], raw["pattern"]
+    experts, pattern = raw.each("experts", each_of(whole)), raw.each("pattern", each_of(number))
     if len(experts) != len(ranges) or [len(p) for p in pattern] != [b - a for a, b in ranges]:
-        raise ValueError("it has other layers or experts")
-    ids = [a + int(e) for own, (a, _) in zip(experts, ranges, strict=True) for e in own]
+        raise Malformed("it has other layers or experts")
     for own, (a, b) in zip(experts, ranges, strict=True):
-        if any(not 0 <= int(e) < b - a for e in own) or len({*own}) < len(own):
-            raise ValueError(f"experts of a layer must be different ones of {b - a}")
-    numbers = np.array([float(x) for row in pattern for x in row])
-    if not np.isfinite(numbers).all() or (numbers < 0).any():
-        raise ValueError("a pattern must be numbers from 0")
-    return Task(np.sort(np.array(ids, np.int64)), numbers)
+        if any(e >= b - a for e in own) or len({*own}) < len(own):
+            raise Malformed(f"experts of a layer must be different ones of {b - a}")
+    ids = [a + e for own, (a, _) in zip(experts, ranges, strict=True) for e in own]
+    return Task(np.sort(np.array(ids, np.int64)), np.array([x for row in pattern for x in row]))

@@ -21,8 +21,9 @@ from greenroom.hf.generate import answer, encode
 from greenroom.runtime.forecasts import Forecasts, choices, distance_of
 from greenroom.runtime.kernels.stored import matrix_of, stored_of
 from greenroom.runtime.recorder import Recorder
-from greenroom.trace.journal import Header, Journal, journal_of
+from greenroom.trace.journal import Journal, journal_of
 from greenroom.trace.prompts import Prompt
+from greenroom.trace.segments import Header
 
 
 def record(

@@ -29,8 +29,8 @@ from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.forecasts import Forecasts, choices, distance_of
 from greenroom.runtime.recorder import Recorder
 from greenroom.trace import Trace, stream
-from greenroom.trace.journal import PREDICTED, Header, Segment
 from greenroom.trace.prompts import Prompt
+from greenroom.trace.segments import PREDICTED, Header, Segment
 from greenroom.trace.trace import Prediction, starts_of
 
 if TYPE_CHECKING:

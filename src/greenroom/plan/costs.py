@@ -8,7 +8,7 @@ give both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from greenroom.core.cost import CHUNK_BYTES, COOLED, Costs, Link, Work
 from greenroom.core.machine import Machine
+from greenroom.json_file import JsonObject
 from greenroom.plan.model import Model
 
 LEAST_SPREAD = 4.0  # fetched experts a token by which runs must differ to tell handling from base
@@ -35,15 +36,16 @@ class Observed:
     predicted: bool = False
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Observed:
-        """TypeError or ValueError where it is none."""
+    def from_json(cls, found: Any, where: str = "a run") -> Observed:
+        """Malformed where it is none."""
+        entry = JsonObject(found, where)
         return cls(
-            float(entry["seconds"]),
-            float(entry["stall"]),
-            float(entry["fetched"]),
-            float(entry["carried"]),
-            float(entry["busy"]),
-            bool(entry.get("predicted", False)),
+            entry.number("seconds"),
+            entry.number("stall"),
+            entry.number("fetched"),
+            entry.number("carried"),
+            entry.number("busy"),
+            entry.flag("predicted", False),
         )
 
     def as_json(self) -> dict[str, float]:

@@ -17,8 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from greenroom.errors import OutputError
+from greenroom.config import scope_of, split_of
+from greenroom.errors import OutputError, UsageError
+from greenroom.json_file import JsonObject, Malformed, read, whole
 from greenroom.plan.costs import Observed
+from greenroom.policies import policy
+from greenroom.predictors import predictor
 from greenroom.trace.container import beside
 
 FORMAT, VERSION = "greenroom-kept", 1
@@ -48,14 +52,20 @@ class Kept:
     tokens: int = 0
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Kept:
-        options = {name: entry["options"][name] for name in OPTIONS if name in entry["options"]}
-        if entry["by"] not in BY:
-            raise ValueError(f"found by {entry['by']!r}")
+    def from_json(cls, found: Any, where: str = "a setting") -> Kept:
+        """Malformed or UsageError where it is none, or none that a run can take."""
+        entry = JsonObject(found, where)
+        given = entry.object("options")
+        options = {name: given.text(name) for name in OPTIONS if name in given}
+        policy(options.get("policy", "auto")).check_online()
+        predictor(options.get("prefetch", "auto"))
+        scope_of(options.get("scope", "shared"))
+        split_of(options.get("split", "off"))
+        if (by := entry.text("by")) not in BY:
+            raise Malformed(f"{where}.by is {by!r}")
         return cls(
-            int(entry["capacity"]), options, str(entry["by"]), float(entry["tpot"]),
-            float(entry["plain"]), str(entry["when"]), str(entry.get("device", "cpu")),
-            int(entry.get("tokens", 0)),
+            entry.whole("capacity"), options, by, entry.number("tpot"), entry.number("plain"),
+            entry.text("when"), entry.text("device", "cpu"), entry.whole("tokens", 0),
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -84,12 +94,14 @@ class Loss:
         return self.precision, self.low, self.skip, self.substitute
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Loss:
+    def from_json(cls, found: Any, where: str = "a loss") -> Loss:
+        """Malformed where it is none."""
+        entry = JsonObject(found, where)
         return cls(
-            str(entry["precision"]), float(entry["low"]), float(entry["skip"]),
-            float(entry["substitute"]), float(entry["inexact"]), float(entry["kl"]),
-            float(entry["perplexity"]), float(entry["exact_perplexity"]), int(entry["tokens"]),
-            str(entry["when"]),
+            entry.text("precision"), entry.number("low"), entry.number("skip"),
+            entry.number("substitute"), entry.number("inexact"), entry.number("kl"),
+            entry.number("perplexity"), entry.number("exact_perplexity"), entry.whole("tokens"),
+            entry.text("when"),
         )  # fmt: skip
 
 
@@ -163,15 +175,15 @@ def switched_on() -> bool:
 
 def load(fingerprint: str, machine: str) -> Known:
     """What is kept of a model on the machine of this name; nothing where none can be read."""
-    entry = _read(fingerprint).get(machine, {})
     try:
+        entry = JsonObject(_read(fingerprint).get(machine, {}))
         return Known(
-            tuple(Observed.from_json(run) for run in entry.get("runs", ())),
-            tuple(Kept.from_json(setting) for setting in entry.get("settings", ())),
-            tuple(int(nbytes) for nbytes in entry.get("loads", ())),
-            tuple(Loss.from_json(loss) for loss in entry.get("losses", ())),
+            entry.each("runs", Observed.from_json, []),
+            entry.each("settings", Kept.from_json, []),
+            entry.each("loads", whole, []),
+            entry.each("losses", Loss.from_json, []),
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (Malformed, UsageError):
         return Known()
 
 
@@ -202,8 +214,8 @@ def _read(fingerprint: str) -> dict[str, Any]:
     if not switched_on():
         return {}
     try:
-        found = json.loads(path_of(fingerprint).read_text())
-    except (OSError, ValueError):
+        found = read(path_of(fingerprint))
+    except (OSError, Malformed):
         return {}
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return {}

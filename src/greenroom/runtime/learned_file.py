@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import PredictorError
+from greenroom.json_file import JsonObject, Malformed, parse, plain
 from greenroom.trace import container
 from greenroom.trace.container import Tensor
 
@@ -53,7 +54,8 @@ def load(path: str | os.PathLike[str], fingerprint: str) -> Tensors:
         raise PredictorError(f"{path}: a safetensors file, but not a predictor")
     if text.get("version") != str(VERSION):
         raise PredictorError(
-            f"{path}: a predictor of version {text.get('version')}; this Greenroom reads {VERSION}"
+            f"{path}: a predictor of version {plain(text.get('version'))}; this Greenroom reads"
+            f" {VERSION}"
         )
     if text.get("fingerprint") != fingerprint:
         raise PredictorError(
@@ -65,6 +67,6 @@ def load(path: str | os.PathLike[str], fingerprint: str) -> Tensors:
 
 def _named(text: Mapping[str, str]) -> str:
     try:
-        return f" ({json.loads(text['about'])['model']})"
-    except (KeyError, TypeError, ValueError):
+        return f" ({plain(JsonObject(parse(text.get('about', ''))).text('model'))})"
+    except Malformed:
         return ""

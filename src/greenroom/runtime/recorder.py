@@ -21,7 +21,7 @@ from greenroom.core.predictor import PassBegins, Seen
 from greenroom.errors import TraceError
 from greenroom.runtime.forecasts import Forecasts
 from greenroom.runtime.probes import GateInputs
-from greenroom.trace.journal import PREDICTED, Header, Segment
+from greenroom.trace.segments import PREDICTED, Header, Segment
 
 FLUSH_BYTES = 1 << 20
 FLUSH_S = 2.0

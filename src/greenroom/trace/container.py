@@ -22,7 +22,10 @@ from numpy.typing import NDArray
 
 from greenroom.errors import GreenroomError, OutputError, TraceError
 from greenroom.interrupts import undone_by
+from greenroom.json_file import INT64, JsonObject, Malformed, parse, whole
 
+METADATA = "__metadata__"
+MOST_AXES = 16
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "I32": np.int32, "I64": np.int64,
@@ -102,30 +105,34 @@ def read(
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
             raise damaged(f"{path}: not a {what}, or cut off in its header")
-        text = file.read(length)
+        written = file.read(length)
     try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        table = {name: _entry(entry) for name, entry in header.items()}
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise TypeError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(f"{path}: not a {what}, or its header is damaged") from error
+        header = JsonObject(parse(written, LONGEST))
+        own = header.object(METADATA, {})
+        metadata = {name: own.text(name) for name in own}
+        table = {name: _entry(header.object(name)) for name in header if name != METADATA}
+    except Malformed as error:
+        raise damaged(f"{path}: not a {what}, or its header is damaged: {error}") from error
     data = 8 + length
     if (end := data + max((entry[3] for entry in table.values()), default=0)) > size:
         raise damaged(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
-    whole = np.memmap(path, np.uint8, "r").view(np.ndarray)
-    return {
-        name: whole[data + begin : data + stop].view(dtype).reshape(shape)
-        for name, (dtype, shape, begin, stop) in table.items()
-    }, metadata
+    mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    arrays = {}
+    for name, (dtype, shape, begin, stop) in table.items():
+        raw = mapped[data + begin : data + stop]
+        if dtype == np.bool_ and raw.size and raw.max() > 1:
+            raise damaged(f"{path}: {name} holds what is neither true nor false")
+        arrays[name] = np.require(raw.view(dtype).reshape(shape), requirements="A")
+    return arrays, metadata
 
 
-def _entry(entry: Any) -> tuple[Any, tuple[int, ...], int, int]:
-    dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError
-    if end - begin != prod(shape) * dtype.itemsize:
-        raise ValueError
-    return dtype, shape, begin, end
+def _entry(entry: JsonObject) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    if (kind := entry.text("dtype")) not in DTYPES:
+        raise Malformed(f"there is no type {kind[:40]!r}")
+    dtype, shape = np.dtype(DTYPES[kind]), entry.each("shape", whole)
+    offsets = entry.each("data_offsets", whole)
+    if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // dtype.itemsize:
+        raise Malformed("a shape has too many axes, or is larger than anything")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
+        raise Malformed(f"{list(shape)} of {kind} does not take the bytes {list(offsets[:3])}")
+    return dtype, shape, *offsets

@@ -1,79 +1,36 @@
 """A recording while it grows: segments that are appended whole, so that a kill loses one at most.
 
-Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
-three numbers in 4 bytes each, little endian. The first record is the header: what every segment
-has in common. Each further one is a segment: some passes of one request. What follows the last
-record whose checksum is right was being written when the recording ended, and is ignored.
+The format is that of `segments`.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import OutputError, TraceError
 from greenroom.trace import container
-from greenroom.trace.container import DTYPES, Tensor
+from greenroom.trace.container import Tensor
 from greenroom.trace.metadata import metadata, named
+from greenroom.trace.segments import (
+    MAGIC,
+    PREDICTED,
+    Header,
+    Segment,
+    as_json,
+    packed,
+    read_header,
+    segments,
+)
 from greenroom.trace.trace import GateInputs, Prediction, Trace, starts_of
-
-MAGIC = b"GRTJ"
-VERSION = 1
-_TYPES = {"experts": "U16", "weights": "F16", "token_ids": "I32", "sampled": "I64", "inputs": "F32"}
-
-PREDICTED = "predictions."  # before a predictor's name; -1 where it expected nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What is recorded: of which layers, and which of the optional fields."""
-
-    experts_per_layer: tuple[int, ...]
-    weights: bool = False
-    token_ids: bool = False
-    gate_inputs: float = 0.0  # the share of tokens that is sampled
-    meta: dict[str, Any] = field(default_factory=dict)
-    predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
-
-    def fields(self) -> list[str]:
-        """The arrays of a segment, in the order in which they are stored."""
-        optional = {"weights": self.weights, "token_ids": self.token_ids}
-        optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
-        chosen = [name for name, wanted in optional.items() if wanted]
-        return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
-
-    def dtype(self, name: str) -> Any:
-        most = max(self.experts_per_layer)
-        if name.startswith(PREDICTED):  # the type's largest value says that nothing was expected
-            return np.dtype(np.uint8 if most < 1 << 8 else np.uint16)
-        narrow = name == "experts" and most <= 1 << 8
-        return np.dtype(np.uint8 if narrow else DTYPES[_TYPES[name]])
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Some passes of one request. `sampled` counts tokens from the segment's first."""
-
-    request: int
-    label: str
-    passes: list[tuple[int, bool]]  # (tokens, prefill)
-    last: bool  # the request ends here
-    arrays: dict[str, NDArray[Any]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for tokens, _ in self.passes)
 
 
 def journal_of(path: Path) -> Path:
@@ -108,16 +65,16 @@ class Journal:
         except OSError as error:
             raise OutputError(f"{self.path}: another recording is writing to it") from error
         if not os.fstat(self._file.fileno()).st_size:
-            self._write(MAGIC + _packed(_as_json(self.header), b""))
+            self._write(MAGIC + packed(as_json(self.header), b""))
             return
-        found, end = _read_header(self.path)
-        if _as_json(found) != _as_json(self.header):
+        found, end = read_header(self.path)
+        if as_json(found) != as_json(self.header):
             raise TraceError(
                 f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
                 " or delete it"
             )
         tokens = 0
-        for segment, stop in _segments(self.path, found, end):
+        for segment, stop in segments(self.path, found, end):
             tokens += segment.tokens
             if segment.last:
                 self.requests, self.tokens, end = segment.request + 1, tokens, stop
@@ -136,7 +93,7 @@ class Journal:
             "shapes": [arrays[name].shape for name in names],
         }
         data = b"".join(arrays[name].astype(header.dtype(name)).tobytes() for name in names)
-        self._write(_packed(info, data))
+        self._write(packed(info, data))
 
     def _write(self, data: bytes) -> None:
         begin, left = self._file.tell(), memoryview(data)
@@ -162,7 +119,7 @@ class Journal:
 
 def convert(source: Path, path: Path) -> None:
     """Write the trace file of a journal. Memory is that of one segment."""
-    header, end = _read_header(source)
+    header, end = read_header(source)
     whole = _whole(source, header, end)
     names, labels = named(whole.labels)
     tensors = {name: _once(array) for name, array in whole.small.items()}
@@ -175,7 +132,7 @@ def convert(source: Path, path: Path) -> None:
 
 
 def _parts(path: Path, header: Header, begin: int, name: str) -> Iterator[NDArray[Any]]:
-    for segment, _ in _segments(path, header, begin):
+    for segment, _ in segments(path, header, begin):
         yield segment.arrays[name]
 
 
@@ -191,9 +148,9 @@ def _titles(header: Header) -> list[str]:
 
 def read(path: Path) -> Trace:
     """The trace of all whole segments; TraceError where there is none."""
-    header, end = _read_header(path)
+    header, end = read_header(path)
     whole = _whole(path, header, end)
-    found = [segment.arrays for segment, _ in _segments(path, header, end)]
+    found = [segment.arrays for segment, _ in segments(path, header, end)]
     arrays = {name: np.concatenate([part[name] for part in found]) for name in header.fields()}
     sample = None
     if "sampled" in arrays:
@@ -234,7 +191,7 @@ def _whole(path: Path, header: Header, end: int) -> _Whole:
     rows: dict[str, int] = dict.fromkeys(header.fields(), 0)
     tails: dict[str, tuple[int, ...]] = {}
     tokens, complete = 0, True
-    for segment, _ in _segments(path, header, end):
+    for segment, _ in segments(path, header, end):
         labels[segment.request] = segment.label
         requests[segment.request] = requests.get(segment.request, 0) + segment.tokens
         passes += segment.passes
@@ -258,90 +215,3 @@ def _whole(path: Path, header: Header, end: int) -> _Whole:
     shapes = {name: (rows[name], *tails[name]) for name in rows}
     meta = header.meta if complete else {**header.meta, "last_request": "cut short"}
     return _Whole(small, shapes, list(labels.values()), meta)
-
-
-def _packed(info: dict[str, Any], data: bytes) -> bytes:
-    text = json.dumps(info, separators=(",", ":")).encode()
-    check = zlib.crc32(data, zlib.crc32(text))
-    sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
-    return sizes + text + data + check.to_bytes(4, "little")
-
-
-def _as_json(header: Header) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "experts_per_layer": list(header.experts_per_layer),
-        "weights": header.weights,
-        "token_ids": header.token_ids,
-        "gate_inputs": header.gate_inputs,
-        "predictions": header.predictions,
-        "meta": header.meta,
-    }
-
-
-def _read_header(path: Path) -> tuple[Header, int]:
-    """(header, where the first segment begins)."""
-    with open(path, "rb") as file:
-        record = _next(file) if file.read(4) == MAGIC else None
-        if record is None:
-            raise TraceError(f"{path}: a recording that ended before it began: delete it")
-        info, _ = record
-        if info.get("version") != VERSION:
-            raise TraceError(
-                f"{path}: a journal of version {info.get('version')}; this Greenroom reads"
-                f" {VERSION}"
-            )
-        end = file.tell()
-    try:
-        header = Header(
-            tuple(int(n) for n in info["experts_per_layer"]),
-            bool(info["weights"]),
-            bool(info["token_ids"]),
-            float(info["gate_inputs"]),
-            dict(info["meta"]),
-            {str(name): int(d) for name, d in info.get("predictions", {}).items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"{path}: the journal's header is damaged") from error
-    return header, end
-
-
-def _segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
-    """Each whole segment, and where it ends."""
-    with open(path, "rb") as file:
-        file.seek(begin)
-        while (record := _next(file)) is not None:
-            info, data = record
-            yield (
-                Segment(
-                    int(info["request"]),
-                    str(info["label"]),
-                    [(int(n), bool(prefill)) for n, prefill in info["passes"]],
-                    bool(info["last"]),
-                    _arrays(header, info["shapes"], data),
-                ),
-                file.tell(),
-            )
-
-
-def _arrays(
-    header: Header, shapes: Sequence[Sequence[int]], data: bytes
-) -> dict[str, NDArray[Any]]:
-    arrays: dict[str, NDArray[Any]] = {}
-    at = 0
-    for name, shape in zip(header.fields(), shapes, strict=True):
-        dtype, count = header.dtype(name), prod(shape)
-        arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
-        at += count * dtype.itemsize
-    return arrays
-
-
-def _next(file: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next record, or None where there is no whole one."""
-    sizes = file.read(8)
-    text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
-    text, data, check = file.read(text_size), file.read(data_size), file.read(4)
-    if len(check) < 4 or zlib.crc32(data, zlib.crc32(text)) != int.from_bytes(check, "little"):
-        return None
-    info: dict[str, Any] = json.loads(text)
-    return info, data

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.json_file import JsonObject
+
 FORMAT = "greenroom.trace"
 VERSION = 1
 
@@ -18,6 +20,14 @@ def named(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
     numbers: dict[str, int] = {}
     found = [numbers.setdefault(label, len(numbers)) for label in labels]
     return list(numbers), np.array(found, np.int32)
+
+
+def checked_meta(found: JsonObject) -> dict[str, Any]:
+    """What a recording says of itself; Malformed where sizes in it are no numbers."""
+    for name in ("expert_bytes", "dense_bytes"):
+        if found.value(name, None) is not None:
+            found.number(name)
+    return found.values
 
 
 def metadata(names: list[str], meta: dict[str, Any], distances: dict[str, int]) -> dict[str, str]:

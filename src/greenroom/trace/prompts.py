@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from greenroom.errors import UsageError
+from greenroom.json_file import JsonObject, Malformed, parse
 
 Messages = list[dict[str, str]]
 
@@ -28,7 +28,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     (text) or `messages` (a list of `{"role", "content"}`), and `label` if it has one.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not valid UTF-8 text") from error
     except OSError as error:
@@ -36,25 +36,25 @@ def read_prompts(path: Path) -> list[Prompt]:
     filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
         raise UsageError(f"{path}: there is no prompt in it")
-    if path.suffix == ".jsonl" or _object(filled[0][1]) is not None:
+    if path.suffix == ".jsonl" or _is_object(filled[0][1]):
         return [_of_json(f"{path}, line {number}", line, path.stem) for number, line in filled]
     return [Prompt(line.strip(), path.stem) for _, line in filled]
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _is_object(line: str) -> bool:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return isinstance(parse(line), dict)
+    except Malformed:
+        return False
 
 
 def _of_json(where: str, line: str, label: str) -> Prompt:
-    found = _object(line)
-    if found is None:
-        raise UsageError(f"{where}: not a JSON object")
-    label = str(found.get("label", label))
-    match found:
+    try:
+        found = JsonObject(parse(line))
+        label = str(found.value("label", label))
+    except Malformed as error:
+        raise UsageError(f"{where}: not a JSON object: {error}") from error
+    match found.values:
         case {"prompt": str(text)} if text.strip():
             return Prompt(text, label)
         case {"messages": [_, *_] as messages} if all(_is_message(m) for m in messages):

@@ -14,6 +14,7 @@ from greenroom.core.pieces import Ints
 from greenroom.errors import TraceError
 
 Experts = NDArray[Any]  # uint8 or uint16
+MOST_EXPERTS = 1 << 16  # of a layer
 _BLOCK = 1 << 16  # tokens that are checked at a time: bounds the memory of a check
 
 
@@ -152,6 +153,17 @@ def _ranges(starts: Ints, chosen: Ints) -> Ints:
     return np.concatenate([np.arange(starts[c], starts[c + 1]) for c in chosen])
 
 
+def smallest_ids(array: NDArray[Any]) -> Experts:
+    """Expert ids as the smallest type that holds them; TraceError for what cannot be ids."""
+    if array.dtype in (np.uint8, np.uint16):
+        return array
+    if array.dtype.kind not in "iu":
+        raise TraceError(f"experts are {array.dtype}, but ids are whole numbers")
+    if array.size and (array.min() < 0 or array.max() >= MOST_EXPERTS):
+        raise TraceError(f"an expert id lies outside 0 to {MOST_EXPERTS - 1}")
+    return array.astype(np.uint8 if not array.size or array.max() < 1 << 8 else np.uint16)
+
+
 def check(trace: Trace) -> None:
     """TraceError, in one line, where a trace is not what its docstring says."""
     experts = trace.experts
@@ -161,7 +173,12 @@ def check(trace: Trace) -> None:
         raise TraceError(f"experts are empty: {list(experts.shape)} tokens, layers and top_k")
     if trace.experts_per_layer.shape != (trace.layers,):
         raise TraceError(f"experts_per_layer must have one entry for each of {trace.layers} layers")
+    if not np.all((trace.experts_per_layer >= 1) & (trace.experts_per_layer <= MOST_EXPERTS)):
+        raise TraceError(f"experts_per_layer must be from 1 to {MOST_EXPERTS}")
     _check_offsets(trace)
+    for name, made in trace.predictions.items():
+        if made.experts.ndim != 3 or not made.experts.shape[2]:
+            raise TraceError(f"prediction {name} must be [tokens, layers, width]")
     for name, array, shape in (
         ("weights", trace.weights, experts.shape),
         ("token_ids", trace.token_ids, experts.shape[:1]),
@@ -185,6 +202,8 @@ def _check_offsets(trace: Trace) -> None:
     for what, starts in (("request", trace.request_starts), ("pass", trace.pass_starts)):
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != trace.tokens:
             raise TraceError(f"{what} offsets must go from 0 to the {trace.tokens} tokens")
+        if starts.min() < 0 or starts.max() > trace.tokens:
+            raise TraceError(f"{what} offsets lie outside 0 to the {trace.tokens} tokens")
         lengths = np.diff(starts)
         if np.any(lengths < 0):
             at = int(np.argmax(lengths < 0))

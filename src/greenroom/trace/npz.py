@@ -1,0 +1,147 @@
+"""The npz of published recordings: NumPy arrays in a zip file, read without trusting its sizes.
+
+NumPy's own reader evaluates headers as Python and reserves what they ask for. Here a header has the
+one form that NumPy writes, and an array's bytes are read before its memory is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import TraceError
+from greenroom.json_file import JsonObject, Malformed, parse, whole
+from greenroom.trace.metadata import checked_meta
+from greenroom.trace.trace import MOST_EXPERTS, Trace, smallest_ids
+
+NEEDED, OPTIONAL = ("experts", "offsets", "phase", "meta"), ("labels", "weights", "token_ids")
+ENCRYPTED = 1  # of a zip entry's flags
+MOST_AXES = 8
+DENSEST = 100  # bytes of arrays for a byte of the file, beyond the first ones
+FREE = 64 << 20  # bytes
+_HEADER = re.compile(
+    rb"\{'descr': '([<>=|]?[biufU]\d{1,7})', 'fortran_order': (True|False),"
+    rb" 'shape': \(((?:\d{1,18}(?:, ?|(?=\))))*)\),? ?\}\s*"
+)
+
+
+def read(path: Path) -> Trace:
+    """`experts`, `offsets` (of requests), `labels`, `phase`, `meta`; `weights`, `token_ids`."""
+    arrays = _arrays(path)
+    if missing := [name for name in NEEDED if name not in arrays]:
+        raise TraceError(f"{path}: an npz without {', '.join(missing)}: not a routing trace")
+    experts, starts = smallest_ids(arrays["experts"]), _cast(arrays, "offsets", "iu", np.int64)
+    try:
+        meta = JsonObject(parse(_text(arrays, "meta")))
+        most = np.array(_sizes(meta.value("experts_per_layer")), np.int64)
+    except Malformed as error:
+        raise TraceError(
+            f"{path}: its meta must be JSON with experts_per_layer: {error}"
+        ) from error
+    if experts.ndim != 3 or (most.ndim and most.shape != experts.shape[1:2]):
+        raise TraceError(f"{path}: experts must be [tokens, layers, top_k], here {experts.shape}")
+    phase = _text(arrays, "phase")
+    if phase not in ("decode", "prefill"):
+        raise TraceError(f"{path}: phase must be decode or prefill, not {phase[:40]!r}")
+    passes = starts if phase == "prefill" else np.arange(len(experts) + 1, dtype=np.int64)
+    labels = _strings(arrays, "labels") if "labels" in arrays else [""] * max(starts.size - 1, 0)
+    return Trace(
+        experts=experts,
+        experts_per_layer=np.broadcast_to(most, experts.shape[1:2]).copy(),
+        request_starts=starts,
+        pass_starts=passes,
+        pass_prefill=np.full(max(passes.size - 1, 0), phase == "prefill"),
+        labels=tuple(labels),
+        weights=_cast(arrays, "weights", "f", np.float16),
+        token_ids=_cast(arrays, "token_ids", "iu", np.int32),
+        meta=checked_meta(meta),
+    )
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of NEEDED and OPTIONAL that are there. TraceError where one cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            room = FREE + DENSEST * os.path.getsize(path)
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            found = {}
+            for name in (*NEEDED, *OPTIONAL):
+                if (entry := entries.get(f"{name}.npy")) is not None:
+                    room -= entry.file_size
+                    found[name] = _array(archive, entry, room)
+            return found
+    except Malformed as error:
+        raise TraceError(f"{path}: a damaged or truncated npz: {error}") from error
+    except Exception as error:  # a damaged zip file fails in a dozen ways
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise TraceError(f"{path}: a damaged or truncated npz: {reason}") from error
+
+
+def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArray[Any]:
+    """One array; `room` is what is left of the bytes that arrays of the file may take."""
+    name = entry.filename
+    if entry.flag_bits & ENCRYPTED or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
+        raise Malformed(f"{name} is encrypted, or compressed in a way that NumPy does not use")
+    if room < 0:
+        raise Malformed(f"{name} would take {entry.file_size} bytes, too many for this file")
+    with archive.open(entry) as stream:
+        magic = stream.read(8)
+        width = 2 if magic[6:7] == b"\1" else 4
+        size = int.from_bytes(stream.read(width), "little")
+        if magic[:6] != b"\x93NUMPY" or size > 1 << 16:
+            raise Malformed(f"{name} is no array of NumPy's")
+        dtype, by_columns, shape = _header(name, stream.read(size))
+        data = stream.read(entry.file_size)
+    if prod(shape) * dtype.itemsize != len(data):
+        raise Malformed(f"{name} has {len(data)} bytes, but its header says another size")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if by_columns else "C")
+
+
+def _header(name: str, header: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
+    """(dtype, whether columns come first, shape)."""
+    match = _HEADER.fullmatch(header)
+    if match is None:
+        raise Malformed(f"{name} has a header that NumPy does not write")
+    shape = tuple(int(n) for n in match[3].replace(b",", b" ").split())
+    dtype = np.dtype(match[1].decode())  # TypeError where there is none of this size
+    if len(shape) > MOST_AXES or 0 in (*shape, dtype.itemsize):
+        raise Malformed(f"{name} is empty, or has more than {MOST_AXES} axes")
+    return dtype, match[2] == b"True", shape
+
+
+def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:
+    """An array in our type, None where it is not there."""
+    if name not in arrays:
+        return None
+    if arrays[name].dtype.kind not in kinds:
+        raise TraceError(f"{name} are {arrays[name].dtype}, but must be {np.dtype(dtype)}")
+    with np.errstate(over="ignore"):  # a gate weight beyond float16 is infinite there
+        return arrays[name].astype(dtype)
+
+
+def _strings(arrays: dict[str, NDArray[Any]], name: str) -> list[str]:
+    try:
+        return [str(each) for each in arrays[name].reshape(-1).tolist()]
+    except ValueError as error:
+        raise TraceError(f"{name} is no text: {error}") from error
+
+
+def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:
+    found = _strings(arrays, name)
+    if len(found) != 1:
+        raise TraceError(f"{name} must be one text, not {len(found)}")
+    return found[0]
+
+
+def _sizes(value: Any) -> int | list[int]:
+    """Experts of each layer, or of all."""
+    if isinstance(value, list):
+        return [whole(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
+    return whole(value, "experts_per_layer", 1, MOST_EXPERTS)

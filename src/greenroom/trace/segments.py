@@ -1,0 +1,232 @@
+"""The records of a recording that grows: how its header and segments are written and read.
+
+Format: `GRTJ`, then records of [bytes of JSON, bytes of arrays, JSON, arrays, CRC-32 of both], the
+three numbers in 4 bytes each, little endian. The first record is the header: what every segment
+has in common. Each further one is a segment: some passes of one request. What follows the last
+record whose checksum is right was being written when the recording ended, and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import TraceError
+from greenroom.json_file import (
+    INT64,
+    JsonObject,
+    Malformed,
+    each_of,
+    flag,
+    parse,
+    plain,
+    shown,
+    whole,
+)
+from greenroom.trace.container import DTYPES
+from greenroom.trace.metadata import checked_meta
+from greenroom.trace.trace import MOST_EXPERTS
+
+MAGIC = b"GRTJ"
+VERSION = 1
+_TYPES = {"experts": "U16", "weights": "F16", "token_ids": "I32", "sampled": "I64", "inputs": "F32"}
+
+PREDICTED = "predictions."  # before a predictor's name; -1 where it expected nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What is recorded: of which layers, and which of the optional fields."""
+
+    experts_per_layer: tuple[int, ...]
+    weights: bool = False
+    token_ids: bool = False
+    gate_inputs: float = 0.0  # the share of tokens that is sampled
+    meta: dict[str, Any] = field(default_factory=dict)
+    predictions: dict[str, int] = field(default_factory=dict)  # predictor -> distance
+
+    def fields(self) -> list[str]:
+        """The arrays of a segment, in the order in which they are stored."""
+        optional = {"weights": self.weights, "token_ids": self.token_ids}
+        optional |= {"sampled": self.gate_inputs > 0, "inputs": self.gate_inputs > 0}
+        chosen = [name for name, wanted in optional.items() if wanted]
+        return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
+
+    def dtype(self, name: str) -> Any:
+        most = max(self.experts_per_layer)
+        if name.startswith(PREDICTED):  # the type's largest value says that nothing was expected
+            return np.dtype(np.uint8 if most < 1 << 8 else np.uint16)
+        narrow = name == "experts" and most <= 1 << 8
+        return np.dtype(np.uint8 if narrow else DTYPES[_TYPES[name]])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some passes of one request. `sampled` counts tokens from the segment's first."""
+
+    request: int
+    label: str
+    passes: list[tuple[int, bool]]  # (tokens, prefill)
+    last: bool  # the request ends here
+    arrays: dict[str, NDArray[Any]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.passes)
+
+
+def packed(info: dict[str, Any], data: bytes) -> bytes:
+    """A record."""
+    text = json.dumps(info, separators=(",", ":")).encode()
+    check = zlib.crc32(data, zlib.crc32(text))
+    sizes = len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little")
+    return sizes + text + data + check.to_bytes(4, "little")
+
+
+def as_json(header: Header) -> dict[str, Any]:
+    """A header as its record has it."""
+    return {
+        "version": VERSION,
+        "experts_per_layer": list(header.experts_per_layer),
+        "weights": header.weights,
+        "token_ids": header.token_ids,
+        "gate_inputs": header.gate_inputs,
+        "predictions": header.predictions,
+        "meta": header.meta,
+    }
+
+
+def read_header(path: Path) -> tuple[Header, int]:
+    """(header, where the first segment begins)."""
+    try:
+        with open(path, "rb") as file:
+            record = _next(file) if file.read(4) == MAGIC else None
+            if record is None:
+                raise TraceError(f"{path}: a recording that ended before it began: delete it")
+            return _header(path, record.info), file.tell()
+    except Malformed as error:
+        raise TraceError(f"{path}: the journal's header is damaged: {error}") from error
+
+
+def _header(path: Path, info: JsonObject) -> Header:
+    if (version := info.value("version")) != VERSION:
+        raise TraceError(
+            f"{path}: a journal of version {plain(version)}; this Greenroom reads {VERSION}"
+        )
+    distances = info.object("predictions", {})
+    header = Header(
+        info.each("experts_per_layer", _experts),
+        info.flag("weights"),
+        info.flag("token_ids"),
+        info.number("gate_inputs"),
+        checked_meta(info.object("meta")),
+        {name: distances.whole(name) for name in distances},
+    )
+    if not header.experts_per_layer:
+        raise Malformed("it has no layers")
+    return header
+
+
+def _experts(value: Any, where: str) -> int:
+    return whole(value, where, 1, MOST_EXPERTS)
+
+
+def segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
+    """Each whole segment, and where it ends. TraceError where one cannot be right."""
+    due, last = 0, True  # requests ascend, and the segments of one lie together
+    with open(path, "rb") as file:
+        file.seek(begin)
+        try:
+            while (record := _next(file)) is not None:
+                segment = _segment(header, record, due, INT64 if last else due)
+                due, last = segment.request + segment.last, segment.last
+                yield segment, file.tell()
+        except Malformed as error:
+            raise TraceError(
+                f"{path}: damaged: the segment before byte {file.tell()}: {error}"
+            ) from error
+
+
+def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
+    """A segment of a request from `least` to `most`."""
+    info = record.info
+    passes = list(info.each("passes", _pass))
+    segment = Segment(
+        info.whole("request", least=least, most=most),
+        info.text("label"),
+        passes,
+        info.flag("last"),
+        _arrays(header, info.each("shapes", each_of(whole)), record.data),
+    )
+    _check_shapes(segment, len(header.experts_per_layer))
+    return segment
+
+
+def _pass(value: Any, where: str) -> tuple[int, bool]:
+    """(tokens, prefill)."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise Malformed(f"{where} must be [tokens, prefill], got {shown(value)}")
+    return whole(value[0], where, least=1), flag(value[1], where)
+
+
+def _arrays(
+    header: Header, shapes: tuple[tuple[int, ...], ...], data: bytes
+) -> dict[str, NDArray[Any]]:
+    names, arrays = header.fields(), dict[str, NDArray[Any]]()
+    if len(shapes) != len(names):
+        raise Malformed(f"it has {len(shapes)} arrays, not {', '.join(names)}")
+    at = 0
+    for name, shape in zip(names, shapes, strict=True):
+        dtype, count = header.dtype(name), prod(shape)
+        if len(shape) > 3 or at + count * dtype.itemsize > len(data):
+            raise Malformed(f"{name} is larger than the segment")
+        arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += count * dtype.itemsize
+    return arrays
+
+
+def _check_shapes(segment: Segment, layers: int) -> None:
+    """Malformed where a segment's arrays are not of its tokens, or not of its layers."""
+    tokens, arrays = segment.tokens, segment.arrays
+    width = {name: array.shape[-1] if array.ndim else 0 for name, array in arrays.items()}
+    sampled = width.get("sampled", 0)
+    right = {
+        "weights": (tokens, layers, width["experts"]),
+        "token_ids": (tokens,),
+        "sampled": (sampled,),
+        "inputs": (sampled, layers, width.get("inputs", 0)),
+    }
+    for name, array in arrays.items():
+        wanted = right.get(name, (tokens, layers, width[name]))
+        if array.shape != wanted or (name not in ("sampled", "inputs") and not array.size):
+            raise Malformed(f"{name} is {list(array.shape)}, but {list(wanted)} is right")
+    if sampled:
+        at = arrays["sampled"]
+        if at[0] < 0 or at[-1] >= tokens or np.any(np.diff(at) <= 0):
+            raise Malformed("the tokens of gate inputs must ascend and be those of the segment")
+
+
+class _Record(NamedTuple):
+    info: JsonObject
+    data: bytes
+
+
+def _next(file: BinaryIO) -> _Record | None:
+    """The next record, or None where there is no whole one. Malformed where it holds no object."""
+    sizes = file.read(8)
+    text_size, data_size = int.from_bytes(sizes[:4], "little"), int.from_bytes(sizes[4:], "little")
+    if text_size + data_size + 4 > os.fstat(file.fileno()).st_size - file.tell():
+        return None
+    text, data, check = file.read(text_size), file.read(data_size), file.read(4)
+    if len(check) < 4 or zlib.crc32(data, zlib.crc32(text)) != int.from_bytes(check, "little"):
+        return None
+    return _Record(JsonObject(parse(text)), data)
