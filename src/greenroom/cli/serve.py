@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from greenroom.errors import GreenroomError, UsageError
 if TYPE_CHECKING:
     from greenroom.server.service import Service
 
+FAILED_S = 3.0  # for which a server whose model has failed still answers
 HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
 
 
@@ -83,14 +85,21 @@ def name_of(model: str) -> str:
 
 
 class Watch:
-    """Says when the model is there, and ends the server where it cannot be loaded."""
+    """Says when the model is there; ends the server where it cannot be loaded, or fails later.
+
+    A model that fails later ends the process with exit code 1 after FAILED_S, in which clients
+    are told and /health says why: whoever supervises the process starts it again.
+    """
 
     def __init__(self, service: Service, url: str) -> None:
         self._service, self._url = service, url
         self._state = "loading"
+        self._end: float | None = None
 
     def __call__(self) -> None:
         state, _, why = self._service.engine.state()
+        if self._end is not None and time.monotonic() >= self._end:
+            raise SystemExit(1)
         if state == self._state:
             return
         before, self._state = self._state, state
@@ -102,7 +111,8 @@ class Watch:
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)
         elif state == "failed":
-            self._service.log.say(f"greenroom: the model has failed: {why}")
+            self._service.log.say(f"greenroom: the model has failed, the server ends: {why}")
+            self._end = time.monotonic() + FAILED_S
 
 
 def try_it(service: Service, url: str) -> str:

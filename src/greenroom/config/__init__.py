@@ -11,6 +11,7 @@ from greenroom.config.load import (
 from greenroom.config.serve import (
     SamplingConfig,
     ServeConfig,
+    bounded_temperature,
 )
 from greenroom.config.study import (
     ContestConfig,
@@ -61,6 +62,7 @@ __all__ = [
     "TopicsConfig",
     "TrainConfig",
     "ZipfConfig",
+    "bounded_temperature",
     "budgets_file",
     "devices_of",
     "scope_of",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from greenroom.config import SamplingConfig
+from greenroom.config import SamplingConfig, bounded_temperature
 from greenroom.errors import UsageError
 from greenroom.runtime.cuda.engine import device_errors
 
@@ -116,11 +116,13 @@ def answer(
 def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
     """What the user set; what is unset is left to the model's generation config."""
     options: dict[str, Any] = {}
-    if sampling.temperature == 0:
+    if sampling.temperature is not None and bounded_temperature(sampling.temperature) == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
         names = ("temperature", "top_p", "top_k")
         given = {n: getattr(sampling, n) for n in names if getattr(sampling, n) is not None}
+        if "temperature" in given:
+            given["temperature"] = bounded_temperature(given["temperature"])
         if given:
             options |= {"do_sample": True, **given}
     if model.generation_config.pad_token_id is None:

@@ -98,7 +98,7 @@ class Answers:
             raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
         ends = tuple(service.engine.end_ids)
         self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
-        self._left = self._taken = 0
+        self._left = self._taken = self._tokens = 0
 
     def submit(self) -> None:
         """Hand all to the engine, or none."""
@@ -141,6 +141,7 @@ class Answers:
             index, event = await self._next()
             reader = self._readers[index]
             if isinstance(event, Token):
+                self._tokens += 1
                 for delta in reader.feed(event):
                     yield index, delta
                 if reader.stopped:
@@ -175,7 +176,8 @@ class Answers:
         if finished.reason == "timeout":
             seconds = self._service.config.timeout
             raise ApiError(504, f"the answer took longer than {seconds:g} seconds")
-        if finished.reason == "cancelled":
+        lost = finished.reason == "stopping" and not self._tokens
+        if lost or finished.reason == "cancelled":
             raise ApiError(503, "the server is stopping", retry_after_s=30)
 
     def cancel(self) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from greenroom.config import Amount, ServeConfig
 from greenroom.hf.dialogue import Dialogue
 from greenroom.server.errors import ApiError
+from greenroom.server.failures import contained
 from greenroom.server.metrics import Metrics
 from greenroom.server.requests import Busy, Engine
 from greenroom.server.served import RequestLog
@@ -64,9 +65,14 @@ class Service:
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._workers, lambda: make(self.dialogue()))
+            return await loop.run_in_executor(self._workers, self._contained, make)
         finally:
             self._preparing -= 1
+
+    def _contained(self, make: Callable[[Dialogue], Made]) -> Made:
+        with contained():
+            return make(self.dialogue())
+        raise AssertionError  # for mypy: `contained` raises
 
     def dialogue(self) -> Dialogue:
         """The model's, once it is loaded; ApiError 503 before."""

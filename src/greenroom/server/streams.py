@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from greenroom.errors import GreenroomError
 from greenroom.server.answers import Answers
 from greenroom.server.errors import GONE, ApiError, as_api_error
+from greenroom.server.failures import contained
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 
@@ -37,7 +39,8 @@ async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Wh
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return working.result()
+            with contained():
+                return working.result()
         raise ApiError(GONE, "the client hung up")
     finally:
         await _drop(working, gone)
@@ -65,10 +68,11 @@ async def told(
     say: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
     """Events to their end; where they fail, the last one says so in the API's own form."""
-    try:
+    broken: list[GreenroomError] = []
+    with contained(broken.append):
         async for data in events:
             yield data
-    except Exception as error:
+    for error in broken:
         known = as_api_error(error)
         if not isinstance(error, ApiError):
             service.log.failed(served.id, error)
