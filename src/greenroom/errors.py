@@ -4,6 +4,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 +-- UsageError            a flag, name or value that cannot be right (also a ValueError)
 |   +-- UnknownName       a policy, kernel, device ... that does not exist; lists those that do
 |   +-- BudgetError       the memory asked for is too small; says how much would do
+|   +-- TooLong           the prompt, or the prompt and the answer asked for, has no room
 +-- ModelError            the model cannot be served
 |   +-- NotAModel         the folder or hub id holds no model, or cannot be had
 |   +-- NotMoE            a dense model: there are no experts to stream
@@ -42,6 +43,10 @@ class UnknownName(UsageError):
 
 class BudgetError(UsageError):
     """The memory asked for cannot hold what must be in it."""
+
+
+class TooLong(UsageError):
+    """The prompt, or the prompt and the answer asked for, has no room in the context."""
 
 
 class ModelError(GreenroomError):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from greenroom.errors import GreenroomError
-from greenroom.server.requests import Busy, Finished, Listener, Request, Token, TooLong
+from greenroom.errors import GreenroomError, TooLong
+from greenroom.server.requests import Busy, Finished, Listener, Request, Token
 
 Script = Callable[[Request], Iterable[int]]
 

@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,19 +96,24 @@ class Watch:
         self._service, self._url = service, url
         self._state = "loading"
         self._end: float | None = None
+        self._warm: Future[Any] | None = None  # templates, read away from the event loop
 
     def __call__(self) -> None:
         state, _, why = self._service.engine.state()
         if self._end is not None and time.monotonic() >= self._end:
             raise SystemExit(1)
+        if (warm := self._warm) is not None and warm.done() and state == "ready":
+            self._warm = None
+            warm.result()  # or why the model's tokenizer cannot be used
+            self._service.log.say(self._service.engine.summary)
+            self._service.log.say(try_it(self._service, self._url))
         if state == self._state:
             return
         before, self._state = self._state, state
         if state == "ready":
             gc.freeze()  # what is there now stays: only what answers leave is worth a look
             gc.enable()
-            self._service.log.say(self._service.engine.summary)
-            self._service.log.say(try_it(self._service, self._url))
+            self._warm = self._service.warm()
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)
         elif state == "failed":

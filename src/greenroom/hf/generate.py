@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 
 from greenroom.config import SamplingConfig, bounded_temperature
 from greenroom.errors import UsageError
+from greenroom.hf.prompt_limit import token_ids
+from greenroom.hf.templates import Templates
 from greenroom.runtime.cuda.engine import device_errors
 
 OnText = Callable[[str], None]
@@ -60,17 +62,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False
     if not isinstance(prompt, str) and not tokenizer.chat_template:
         raise UsageError("the model has no chat template: give prompts that are text")
     if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        with Templates() as templates:
+            ids = token_ids(tokenizer, templates.chat(tokenizer, messages), special=False)
     else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0:
+        ids = token_ids(tokenizer, str(prompt))
+    if not ids:
         raise UsageError("the prompt is empty")
-    return ids.long()
+    return torch.tensor([ids])
 
 
 def answer(

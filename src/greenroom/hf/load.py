@@ -96,17 +96,19 @@ def load_with(
     *,
     remember: bool = True,
     progress: Progress = lambda share, what: None,
+    beside: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`load` from a checked config; whether it shall `remember` what runs learn of the model.
 
     `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
+    `beside` bytes of a CPU's `--memory` are left to the caller.
     """
     with uncollected():
-        return _load(source, config, remember, progress)
+        return _load(source, config, remember, progress, beside)
 
 
 def _load(
-    source: str, config: LoadConfig, remember: bool, progress: Progress
+    source: str, config: LoadConfig, remember: bool, progress: Progress, beside: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     progress(0.0, "reading the checkpoint's index")
     named_policy(config.policy).check_online()
@@ -181,7 +183,7 @@ def _load(
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
         before = _known(parts).process
-        need = gpu.before(draft, parts) if gpu else needs(draft, parts, before)
+        need = gpu.before(draft, parts) if gpu else needs(draft, parts, before).plus(beside)
         of = gpu.OF if gpu else ""
         tasks = parts.pins.tasks.values() if parts.pins is not None else ()
         pinned = max((task.experts.size for task in tasks), default=0)
@@ -230,7 +232,7 @@ def _load(
             else:
                 greenroom.process_bytes = rss_bytes() - need.dense
                 _note(parts, greenroom.process_bytes)
-                need = replace(need, process=rss_bytes(), dense=0)
+                need = replace(need, process=rss_bytes(), dense=0).plus(beside)
             release = trim_heap if engine is None else engine.release
             least = max(least, least_capacity(pieces_of(parts), parts.scope))
             growth = Growth(

@@ -62,18 +62,7 @@ async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job
         answers.submit()  # which may compile a grammar
         return answers
 
-    preparing = asyncio.ensure_future(service.prepare(prepare))
-    try:
-        return await asyncio.shield(preparing)
-    except asyncio.CancelledError:
-        preparing.add_done_callback(_forget)
-        raise
-
-
-def _forget(preparing: asyncio.Future[Answers]) -> None:
-    """Nobody waits for these answers any more."""
-    if not preparing.cancelled() and preparing.exception() is None:
-        preparing.result().cancel()
+    return await service.prepare(prepare, served, Answers.cancel)
 
 
 class Answers:
@@ -124,7 +113,7 @@ class Answers:
             sampling=sampling,
             top_logprobs=job.top_logprobs,
             grammar=job.grammar,
-            timeout_s=config.timeout,
+            timeout_s=self._service.left_s(self._served),
             name=self._served.id,
         )
 
@@ -174,8 +163,7 @@ class Answers:
             self._service.log.failed(self._served.id, error)
             raise as_api_error(error)
         if finished.reason == "timeout":
-            seconds = self._service.config.timeout
-            raise ApiError(504, f"the answer took longer than {seconds:g} seconds")
+            raise self._service.too_slow()
         lost = finished.reason == "stopping" and not self._tokens
         if lost or finished.reason == "cancelled":
             raise ApiError(503, "the server is stopping", retry_after_s=30)

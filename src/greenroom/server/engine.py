@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from greenroom.config import ServeConfig, show_bytes
-from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel, UsageError
+from greenroom.errors import (
+    ClosedError,
+    GreenroomError,
+    TooLong,
+    UnsupportedModel,
+    UsageError,
+)
 from greenroom.hf.together import Batch
 from greenroom.server.admission import Admission
 from greenroom.server.batches import compose, split
@@ -32,7 +38,7 @@ from greenroom.server.grammar import Grammars
 from greenroom.server.journal import Journal
 from greenroom.server.kv_memory import kv_limit
 from greenroom.server.passes import Passes
-from greenroom.server.requests import Busy, Listener, Request, TooLong
+from greenroom.server.requests import Busy, Listener, Request
 from greenroom.server.sampling import Sampler
 from greenroom.server.sequence import Sequence
 from greenroom.server.snapshot import Totals, of_model, snapshot
@@ -215,6 +221,7 @@ class ContinuousEngine:
         self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
+        self._grammars.prepare()
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.apart:
             log.warning("requests are computed one after another: %s", self.batch.apart)

@@ -14,10 +14,11 @@ from greenroom.errors import (
     GreenroomError,
     ModelError,
     StoreError,
+    TooLong,
     UsageError,
 )
 from greenroom.server.failures import RequestFailed
-from greenroom.server.requests import Busy, NotFinite, TooLong
+from greenroom.server.requests import Busy, NotFinite
 
 GONE = 499  # what servers log where the client hung up
 ANTHROPIC_PATH = "/v1/messages"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from greenroom.errors import GreenroomError, ModelError, UsageError
+from greenroom.errors import GreenroomError, ModelError
 
 
 class Busy(GreenroomError):
@@ -26,10 +26,6 @@ class Busy(GreenroomError):
 
 class NotFinite(ModelError):
     """The model gave logits among which no token can be chosen: NaN, or nothing but infinity."""
-
-
-class TooLong(UsageError):
-    """The prompt, or the prompt and the answer asked for, has no room."""
 
 
 @dataclass(frozen=True, slots=True)

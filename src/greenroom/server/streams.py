@@ -34,17 +34,22 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Whole]) -> Whole:
     """The result of `work`; ApiError 499, which nobody reads, where the client hangs up first."""
-    working = asyncio.ensure_future(work)
+    working = asyncio.ensure_future(_contained(work))
     gone = asyncio.ensure_future(hung_up(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            with contained():
-                return working.result()
+            return working.result()
         raise ApiError(GONE, "the client hung up")
     finally:
         await _drop(working, gone)
         await answers.leave()
+
+
+async def _contained(work: Coroutine[Any, Any, Whole]) -> Whole:
+    with contained():
+        return await work
+    raise AssertionError  # for mypy: `contained` raises
 
 
 async def hung_up(receive: Receive) -> None:
