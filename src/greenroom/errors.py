@@ -6,6 +6,7 @@ GreenroomError            one clear line; the command line prints it and exits w
 |   |   +-- UnknownOption  an option of a Python function that does not exist (also a TypeError)
 |   +-- BudgetError       the memory asked for is too small; says how much would do
 |   +-- UnsupportedCall   what a model cannot do while its experts are streamed; says what can
+|   +-- TooLong           the prompt, or the prompt and the answer asked for, has no room
 +-- ModelError            the model cannot be served
 |   +-- NotAModel         the folder or hub id holds no model, or cannot be had
 |   +-- NotMoE            a dense model: there are no experts to stream
@@ -62,6 +63,10 @@ class UnsupportedCall(UsageError):
 
 class BudgetError(UsageError):
     """The memory asked for cannot hold what must be in it."""
+
+
+class TooLong(UsageError):
+    """The prompt, or the prompt and the answer asked for, has no room in the context."""
 
 
 class ModelError(GreenroomError):

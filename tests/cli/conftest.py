@@ -77,10 +77,10 @@ def cli(capfd: pytest.CaptureFixture[str], no_threads_left: None, still: None) -
     return call
 
 
-def start(*argv: object, **options: Any) -> subprocess.Popen[str]:
-    """The command line as a process of its own. Ctrl-C reaches it also where these tests run in the
-    background of a shell, whose children ignore it."""
-    command = [sys.executable, "-c", START, *map(str, argv)]
+def start(*argv: object, before: str = "", **options: Any) -> subprocess.Popen[str]:
+    """The command line as a process of its own, which runs `before` first. Ctrl-C reaches it
+    also where these tests run in the background of a shell, whose children ignore it."""
+    command = [sys.executable, "-c", before + START, *map(str, argv)]
     options = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL), **options}
     pipe = subprocess.PIPE
     options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options}

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,49 @@ def test_kill_and_start_again_on_the_same_port(tmp_path: Path) -> None:
             if again.poll() is None:
                 again.kill()
                 again.communicate()
+
+
+FAULT = """
+import pathlib
+from greenroom.server.engine import ContinuousEngine as Engine
+own = Engine._round
+def fails(self):
+    if self._running and pathlib.Path({flag!r}).exists():
+        raise RuntimeError("/secret/file has a bug")
+    return own(self)
+Engine._round = fails
+"""
+
+
+@pytest.mark.timeout(240)
+def test_an_engine_that_breaks_ends_the_process_once_all_are_told(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    with (
+        served("--max-batch", 1, before=FAULT.format(flag=str(flag))) as (process, url, _),
+        ThreadPoolExecutor() as threads,
+    ):
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 200}
+        ask = partial(httpx2.post, f"{url}/v1/completions", timeout=60)
+        client = httpx2.Client(timeout=60)
+        with client.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as first:
+            lines = first.iter_lines()
+            next(lines)
+            waiting = [threads.submit(ask, json=body) for _ in range(3)]
+            flag.touch()
+            rest = "".join(lines)
+        assert '"error"' in rest
+        assert "[DONE]" not in rest
+        assert {each.result().status_code for each in waiting} == {503}
+        health = httpx2.get(f"{url}/health")
+        assert health.status_code == 503
+        assert health.json() == {
+            "status": "failed", "why": "an error that nobody expected (RuntimeError)",
+        }  # fmt: skip
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "the model has failed, the server ends" in said
+        assert "/secret/file has a bug" in said  # the log has all
 
 
 def _ready(url: str, process: subprocess.Popen[str]) -> None:

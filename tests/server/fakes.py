@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from greenroom.errors import GreenroomError
-from greenroom.server.requests import Busy, Finished, Listener, Request, Token, TooLong
+from greenroom.errors import GreenroomError, TooLong
+from greenroom.server.requests import Busy, Finished, Listener, Request, Token
 
 Script = Callable[[Request], Iterable[int]]
 
@@ -23,6 +23,7 @@ class FakeTicket:
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     told: int = 0
+    stopping: bool = False
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -51,6 +52,7 @@ class FakeEngine:
         self.context, self.summary = context, "fake: nothing is placed anywhere"
         self.script = script if callable(script) else (lambda request: script)
         self.delay_s, self.first_s, self.places, self.reused = delay_s, first_s, places, reused
+        self.failure: BaseException | None = None
         self.failing: GreenroomError | None = None
         self.fail_after = 0
         self.now: tuple[str, float, str] = ("ready", 1.0, "")
@@ -92,7 +94,7 @@ class FakeEngine:
                 reason = "timeout"
                 break
         if ticket.cancelled.is_set():
-            reason = "cancelled"
+            reason = "stopping" if ticket.stopping else "cancelled"
         error = self.failing if reason == "error" else None
         ticket.done.set()
         ticket.listener(
@@ -131,4 +133,5 @@ class FakeEngine:
         until = time.monotonic() + grace_s
         for ticket in self.tickets:
             ticket.done.wait(max(0.0, until - time.monotonic()))
+            ticket.stopping = True
             ticket.cancel()

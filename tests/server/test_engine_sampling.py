@@ -15,7 +15,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from greenroom.errors import ModelError, UsageError
-from greenroom.server.requests import Request, Sampling
+from greenroom.server.requests import NotFinite, Request, Sampling
 from greenroom.server.sampling import Sampler, Settings, _cut
 
 OWN = SimpleNamespace(do_sample=False)
@@ -130,7 +130,8 @@ def test_a_seed_is_a_sequence() -> None:
         ({"seed": 1 << 63}, "seed must be from"),
         ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
         ({"frequency_penalty": -2.5}, "frequency_penalty must be from -2 to 2"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty must be from 0.01"),
         ({"logit_bias": ((1, 101.0),)}, "logit_bias must be from -100 to 100"),
         ({"logit_bias": ((5, 1.0),)}, r"logit_bias: the model has no token 5 \(0 to 4\)"),
         ({"top": 6}, "top_logprobs must be from 0 to 5, got 6"),
@@ -144,5 +145,74 @@ def test_what_cannot_be_right(wrong: dict[str, Any], said: str) -> None:
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     for odd in (float("nan"), float("inf")):
         for temperature in (0.0, 1.0):
-            with pytest.raises(ModelError, match="no finite numbers"):
+            with pytest.raises(ModelError, match=r"the model gave (NaN|.inf)"):
                 sampler(temperature=temperature)(torch.tensor([0.0, odd, 1.0, 1.0, 1.0]))
+
+
+EXTREME = [5e-324, 1e-45, 3e-38, 1e-10, 1e-5, 1e-2, 0.5, 1.0]
+ANY: dict[str, Any] = {
+    "temperature": st.sampled_from([0.0, *EXTREME, 2.0, 100.0]) | st.floats(0, 100),
+    "top_p": st.sampled_from(EXTREME) | st.floats(0, 1, exclude_min=True),
+    "top_k": st.sampled_from([0, 1, 2, 1 << 31]),
+    "min_p": st.sampled_from([0.0, *EXTREME]) | st.floats(0, 1),
+    "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 100),
+    "logit_bias": st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100))).map(tuple),
+}
+LOGIT = st.sampled_from([-math.inf, 0.0, -0.0, 1e-45, 3e38, -3e38, 1e4]) | st.floats(-50, 50)
+
+
+@given(
+    chosen=st.fixed_dictionaries({}, optional=ANY),
+    logits=st.lists(st.lists(LOGIT, min_size=5, max_size=5), min_size=1, max_size=3),
+    allowed=st.lists(st.booleans(), min_size=5, max_size=5) | st.none(),
+    top=st.none() | st.integers(0, 5),
+)
+def test_whatever_is_accepted_gives_a_token_or_one_error(
+    chosen: dict[str, Any], logits: Any, allowed: Any, top: int | None
+) -> None:
+    made = sampler((1, 2), top=top, **chosen)
+    made._grammar = Allowing(allowed) if allowed is not None else None
+    for row in map(torch.tensor, logits):
+        may_come = row > -torch.inf
+        if allowed is not None:
+            may_come &= torch.tensor(allowed)
+        try:
+            token = made(row)
+        except (NotFinite, UsageError):
+            overflows = chosen.get("repetition_penalty", 1.0) != 1.0 and row.abs().max() > 1e36
+            assert not may_come.any() or overflows
+            return
+        assert may_come[token.id]
+        if top is not None:
+            assert not math.isnan(token.logprob)
+            assert not any(math.isnan(logprob) for _, logprob in token.top)
+
+
+class Allowing:
+    """A grammar that lets the same tokens come at every step."""
+
+    over = False
+
+    def __init__(self, allowed: list[bool]) -> None:
+        self._allowed = allowed
+
+    def allowed(self, count: int) -> torch.Tensor:
+        if not any(self._allowed):
+            raise UsageError("grammar: no token can follow")
+        return torch.tensor(self._allowed)
+
+    def take(self, token: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 3e-38, 1e-45, 9e-6])
+def test_the_smallest_temperatures_take_the_likeliest(temperature: float) -> None:
+    assert {sampler(temperature=temperature, seed=seed)(LOGITS).id for seed in range(20)} == {1}
+
+
+def test_small_temperatures_are_bounded() -> None:
+    made = sampler(temperature=1e-4, seed=0)
+    assert made._settings.temperature == 0.01

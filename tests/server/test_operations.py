@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from greenroom.server.served import Records, RequestLog, Served, tokens_per_s, t
 from tests.server.conftest import NAME, Running, Serve, saying, wait_for
 
 CHAT: Any = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+PATHS: dict[str, Any] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": NAME, "prompt": "Hello", "max_tokens": 1000},
+    "/v1/responses": {"model": NAME, "input": "Hello"},
+    "/v1/messages": {**CHAT, "max_tokens": 1000},
+}
 STATS: dict[str, Any] = {
     "state": {"name": "ready", "progress": 1.0, "why": "/secret"},
     "queue": {"waiting": 2, "running": 3, "max_queue": 64, "max_batch": 8},
@@ -230,22 +237,41 @@ class TestTheEnd:
         assert found[0].json()["choices"][0]["finish_reason"] == "stop"
         assert running.engine.stopped_after == 10.0
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_others_are_told_that_the_server_stops(self, serve: Serve, stream: bool) -> None:
-        running = serve(saying("word " * 400, delay_s=0.02), grace=0.3)
+    @staticmethod
+    def _stopped(running: Any, path: str, body: Any, begun: Callable[[Any], Any]) -> Any:
+        """The response to a request during which the server stops, once it has `begun`."""
         found: list[Any] = []
-        body = {**CHAT, "stream": stream}
-        thread = threading.Thread(
-            target=lambda: found.append(running.post("/v1/chat/completions", body))
-        )
+        thread = threading.Thread(target=lambda: found.append(running.post(path, body)))
         thread.start()
-        wait_for(lambda: running.engine.tickets and running.engine.tickets[0].told)
+        wait_for(lambda: running.engine.tickets and begun(running.engine.tickets[-1]))
         began = time.monotonic()
         running.stop()
         thread.join()
         assert time.monotonic() - began < 8
-        assert "the server is stopping" in found[0].text
-        assert found[0].status_code == (200 if stream else 503)
+        return found[0]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses",
+                                      "/v1/messages"])  # fmt: skip
+    def test_others_end_with_what_is_there(self, serve: Serve, path: str, stream: bool) -> None:
+        running = serve(saying("word " * 400, delay_s=0.02), grace=0.3)
+        body = {**PATHS[path], "stream": stream}
+        found = self._stopped(running, path, body, lambda ticket: ticket.told > 5)
+        assert found.status_code == 200
+        assert "word" in found.text
+        cut = {"/v1/responses": '"reason":"max_output_tokens"', "/v1/messages": '"max_tokens"'}
+        assert cut.get(path, '"finish_reason":"length"') in found.text
+        assert "stopping" not in found.text
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_those_without_a_token_are_told_that_the_server_stops(
+        self, serve: Serve, stream: bool
+    ) -> None:
+        running = serve(saying("word", first_s=60), grace=0.3)
+        body = {**CHAT, "stream": stream}
+        found = self._stopped(running, "/v1/chat/completions", body, lambda ticket: True)
+        assert "the server is stopping" in found.text
+        assert found.status_code == (200 if stream else 503)
 
     def test_no_more_are_taken(self, serve: Serve) -> None:
         import httpx2

@@ -217,6 +217,7 @@ def test_all_choices_or_none_have_a_place(serve: Serve) -> None:
 
 def test_loading_stopping_failed(serve: Serve) -> None:
     running = serve(saying("Hi"))
+    running.engine.failure = StoreError("/secret/path is damaged")
     for state, progress in (("loading", 0.25), ("failed", 1.0), ("stopping", 1.0)):
         running.engine.now = (state, progress, "/secret/path is damaged")
         health = running.get("/health")
@@ -226,6 +227,8 @@ def test_loading_stopping_failed(serve: Serve) -> None:
         assert response.status_code == 503
         assert "retry-after" in response.headers
         assert "secret" not in response.text + health.text
+        if state == "failed":
+            assert health.json()["why"] == "reading a part of the model failed (StoreError)"
     assert "25%" in _loading(running)
     running.engine.now = ("ready", 1.0, "")
     assert running.get("/health").json() == {"status": "ready"}

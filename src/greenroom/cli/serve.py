@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import gc
 import logging
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from greenroom.hf.names import check_name
 if TYPE_CHECKING:
     from greenroom.server.service import Service
 
+FAILED_S = 3.0  # for which a server whose model has failed still answers
 HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
 
 
@@ -104,26 +107,39 @@ def name_of(model: str) -> str:
 
 
 class Watch:
-    """Says when the model is there, and ends the server where it cannot be loaded."""
+    """Says when the model is there; ends the server where it cannot be loaded, or fails later.
+
+    A model that fails later ends the process with exit code 1 after FAILED_S, in which clients
+    are told and /health says why: whoever supervises the process starts it again.
+    """
 
     def __init__(self, service: Service, url: str) -> None:
         self._service, self._url = service, url
         self._state = "loading"
+        self._end: float | None = None
+        self._warm: Future[Any] | None = None  # templates, read away from the event loop
 
     def __call__(self) -> None:
         state, _, why = self._service.engine.state()
+        if self._end is not None and time.monotonic() >= self._end:
+            raise SystemExit(1)
+        if (warm := self._warm) is not None and warm.done() and state == "ready":
+            self._warm = None
+            warm.result()  # or why the model's tokenizer cannot be used
+            self._service.log.say(self._service.engine.summary)
+            self._service.log.say(try_it(self._service, self._url))
         if state == self._state:
             return
         before, self._state = self._state, state
         if state == "ready":
             gc.freeze()  # what is there now stays: only what answers leave is worth a look
             gc.enable()
-            self._service.log.say(self._service.engine.summary)
-            self._service.log.say(try_it(self._service, self._url))
+            self._warm = self._service.warm()
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)
         elif state == "failed":
-            self._service.log.say(f"greenroom: the model has failed: {why}")
+            self._service.log.say(f"greenroom: the model has failed, the server ends: {why}")
+            self._end = time.monotonic() + FAILED_S
 
 
 def try_it(service: Service, url: str) -> str:

@@ -15,6 +15,7 @@ from greenroom.config.option import (
 from greenroom.config.serve import (
     SamplingConfig,
     ServeConfig,
+    bounded_temperature,
 )
 from greenroom.config.study import (
     ContestConfig,
@@ -65,6 +66,7 @@ __all__ = [
     "TopicsConfig",
     "TrainConfig",
     "ZipfConfig",
+    "bounded_temperature",
     "budgets_file",
     "devices_of",
     "options_checked",

@@ -8,6 +8,14 @@ from greenroom.config.amounts import Amount
 from greenroom.config.option import at_least, check_choices, option
 from greenroom.errors import UsageError
 
+GREEDY_BELOW = 1e-5  # temperatures at which the likeliest token is all that is left
+LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from the largest float
+
+
+def bounded_temperature(temperature: float) -> float:
+    """The temperature to sample with, as vLLM bounds it: 0, or at least 0.01."""
+    return 0.0 if temperature < GREEDY_BELOW else max(temperature, LEAST_TEMPERATURE)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
@@ -24,8 +32,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature is not None and self.temperature < 0:
-            raise UsageError(f"--temperature must not be negative, got {self.temperature}")
+        if self.temperature is not None and not 0 <= self.temperature <= 100:
+            raise UsageError(f"--temperature must be from 0 to 100, got {self.temperature}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:

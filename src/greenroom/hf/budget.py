@@ -44,6 +44,10 @@ class Needs:
     workspace: int
     staging: int
 
+    def plus(self, nbytes: int) -> Needs:
+        """With more for the process itself."""
+        return replace(self, process=self.process + nbytes)
+
     @property
     def total(self) -> int:
         return self.process + self.dense + self.kv_cache + self.workspace + self.staging

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving import utils as serving
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -24,6 +23,8 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from greenroom.errors import UsageError
+from greenroom.hf.prompt_limit import PromptLimit, token_ids
+from greenroom.hf.templates import MOST_CHARS, Templates
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with a byte fallback write a byte
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
@@ -51,9 +52,17 @@ class Said:
 class Dialogue:
     """A tokenizer, its templates, and the kind of model (`model_type` of its config) it is for."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_type: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model_type: str | None = None,
+        context: int | None = None,
+    ) -> None:
+        """Prompts of more than `context` tokens are refused, most of them before any work."""
         self.tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
+        self._limit = PromptLimit(tokenizer, context) if context is not None else None
+        self.templates = Templates(self._limit.most_chars if self._limit else MOST_CHARS)
         self._response_template = self._find_response_template(model_type)
 
     @property
@@ -93,25 +102,23 @@ class Dialogue:
         """
         if not self.has_template:
             raise UsageError("this model has no chat template: it only completes text")
-        try:
-            made = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools or None,
-                add_generation_prompt=not (resume or ends),
-                continue_final_message=resume,
-                return_dict=True,
-                **told,
-            )
-        except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"the chat template does not take these messages: {reason}") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError("the chat template does not take these messages") from error
-        return list(made["input_ids"])
+        if self._limit is not None:
+            self._limit.check_messages(messages, tools)
+        text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **told)
+        return self._ids(text, special=False)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it is."""
-        return list(self.tokenizer(text)["input_ids"])
+        return self._ids(text)
+
+    def _ids(self, text: str, special: bool = True) -> list[int]:
+        if self._limit is not None:
+            self._limit.check_text(text)
+        return token_ids(self.tokenizer, text, special)
+
+    def close(self) -> None:
+        """End the process that renders templates."""
+        self.templates.close()
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, with special tokens or without."""

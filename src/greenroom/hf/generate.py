@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from greenroom.config import SamplingConfig
+from greenroom.config import SamplingConfig, bounded_temperature
 from greenroom.errors import UsageError
+from greenroom.hf.prompt_limit import token_ids
+from greenroom.hf.templates import Templates
 from greenroom.runtime.cuda.engine import device_errors
 
 OnText = Callable[[str], None]
@@ -60,17 +62,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False
     if not isinstance(prompt, str) and not tokenizer.chat_template:
         raise UsageError("the model has no chat template: give prompts that are text")
     if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        with Templates() as templates:
+            ids = token_ids(tokenizer, templates.chat(tokenizer, messages), special=False)
     else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0:
+        ids = token_ids(tokenizer, str(prompt))
+    if not ids:
         raise UsageError("the prompt is empty")
-    return ids.long()
+    return torch.tensor([ids])
 
 
 def answer(
@@ -121,11 +120,13 @@ def answer(
 def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
     """What the user set; what is unset is left to the model's generation config."""
     options: dict[str, Any] = {}
-    if sampling.temperature == 0:
+    if sampling.temperature is not None and bounded_temperature(sampling.temperature) == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
         names = ("temperature", "top_p", "top_k")
         given = {n: getattr(sampling, n) for n in names if getattr(sampling, n) is not None}
+        if "temperature" in given:
+            given["temperature"] = bounded_temperature(given["temperature"])
         if given:
             options |= {"do_sample": True, **given}
     if model.generation_config.pad_token_id is None:

@@ -150,17 +150,19 @@ def load_with(
     *,
     remember: bool = True,
     progress: Progress = lambda share, what: None,
+    beside: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`load` from a checked config; whether it shall `remember` what runs learn of the model.
 
     `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
+    `beside` bytes of a CPU's `--memory` are left to the caller.
     """
     with uncollected():
-        return _load(source, config, remember, progress)
+        return _load(source, config, remember, progress, beside)
 
 
 def _load(
-    source: str, config: LoadConfig, remember: bool, progress: Progress
+    source: str, config: LoadConfig, remember: bool, progress: Progress, beside: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if said := warn_once():
         log.warning("%s", said)
@@ -239,7 +241,7 @@ def _load(
     else:
         budget = gpu.nbytes if gpu else budget_bytes(config.memory)
         before = _known(parts).process
-        need = gpu.before(draft, parts) if gpu else needs(draft, parts, before)
+        need = gpu.before(draft, parts) if gpu else needs(draft, parts, before).plus(beside)
         of = gpu.OF if gpu else ""
         tasks = parts.pins.tasks.values() if parts.pins is not None else ()
         pinned = max((task.experts.size for task in tasks), default=0)
@@ -288,7 +290,7 @@ def _load(
                 need = gpu.after(need, parts.capacity // over * catalog.slot_bytes)
             else:
                 _note(parts, beside_slots - need.dense)
-                need = replace(need, process=beside_slots, dense=0)
+                need = replace(need, process=beside_slots, dense=0).plus(beside)
             release = trim_heap if engine is None else engine.release
             least = max(least, least_capacity(pieces_of(parts), parts.scope))
             growth = Growth(

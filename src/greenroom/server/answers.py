@@ -62,18 +62,7 @@ async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job
         answers.submit()  # which may compile a grammar
         return answers
 
-    preparing = asyncio.ensure_future(service.prepare(prepare))
-    try:
-        return await asyncio.shield(preparing)
-    except asyncio.CancelledError:
-        preparing.add_done_callback(_forget)
-        raise
-
-
-def _forget(preparing: asyncio.Future[Answers]) -> None:
-    """Nobody waits for these answers any more."""
-    if not preparing.cancelled() and preparing.exception() is None:
-        preparing.result().cancel()
+    return await service.prepare(prepare, served, Answers.cancel)
 
 
 class Answers:
@@ -98,7 +87,7 @@ class Answers:
             raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
         ends = tuple(service.engine.end_ids)
         self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
-        self._left = self._taken = 0
+        self._left = self._taken = self._tokens = 0
 
     def submit(self) -> None:
         """Hand all to the engine, or none."""
@@ -124,7 +113,7 @@ class Answers:
             sampling=sampling,
             top_logprobs=job.top_logprobs,
             grammar=job.grammar,
-            timeout_s=config.timeout,
+            timeout_s=self._service.left_s(self._served),
             name=self._served.id,
         )
 
@@ -141,6 +130,7 @@ class Answers:
             index, event = await self._next()
             reader = self._readers[index]
             if isinstance(event, Token):
+                self._tokens += 1
                 for delta in reader.feed(event):
                     yield index, delta
                 if reader.stopped:
@@ -173,9 +163,9 @@ class Answers:
             self._service.log.failed(self._served.id, error)
             raise as_api_error(error)
         if finished.reason == "timeout":
-            seconds = self._service.config.timeout
-            raise ApiError(504, f"the answer took longer than {seconds:g} seconds")
-        if finished.reason == "cancelled":
+            raise self._service.too_slow()
+        lost = finished.reason == "stopping" and not self._tokens
+        if lost or finished.reason == "cancelled":
             raise ApiError(503, "the server is stopping", retry_after_s=30)
 
     def cancel(self) -> None:

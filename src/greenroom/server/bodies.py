@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Container
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,21 +14,30 @@ from starlette.requests import ClientDisconnect, Request
 from greenroom.config import show_bytes
 from greenroom.server.errors import GONE, ApiError
 from greenroom.server.params import TAG
+from greenroom.server.requests import Busy
+from greenroom.server.served import Served
 
 BODY_S = 30.0  # in which a body must be there
+FREE_BYTES = 64 << 10  # of each body, for which there is always room
+MOST_NESTS = 1 << 14  # objects and lists in a body: a message takes more than a kilobyte
+MOST_MEMBERS = 1 << 18  # members of all of these
+STRING = re.compile(rb'"[^"]*"')
 TOO_MANY = 100  # mistakes, of which none is worth a name
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Body], limit: int) -> Body:
-    """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else."""
+async def read(request: Request, model: type[Body], limit: int, room: Room | None = None) -> Body:
+    """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else.
+
+    It has its place in `room` until the request ends.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Web pages of others can send other types without asking first.
         wanted = "the body must be JSON: send Content-Type: application/json"
         raise ApiError(415, wanted, close=True)
     try:
-        data = await asyncio.wait_for(_collect(request, limit), BODY_S)
+        data = await asyncio.wait_for(_collect(request, limit, room), BODY_S)
     except (asyncio.TimeoutError, TimeoutError):
         raise ApiError(
             408, f"the body did not come within {BODY_S:g} seconds", close=True
@@ -34,7 +45,7 @@ async def read(request: Request, model: type[Body], limit: int) -> Body:
     return await asyncio.to_thread(parse, model, data)
 
 
-async def _collect(request: Request, limit: int) -> bytes:
+async def _collect(request: Request, limit: int, room: Room | None) -> bytes:
     too_large = ApiError(
         413, f"the body is larger than {show_bytes(limit)} (--max-body)", close=True
     )
@@ -44,6 +55,8 @@ async def _collect(request: Request, limit: int) -> bytes:
     data = bytearray()
     try:
         async for chunk in request.stream():
+            if room is not None:
+                room.take(request.state.served, len(chunk))
             data += chunk
             if len(data) > limit:
                 raise too_large
@@ -52,8 +65,49 @@ async def _collect(request: Request, limit: int) -> bytes:
     return bytes(data)
 
 
+class Room:
+    """The bytes that the bodies of all requests may have together; used by the event loop alone.
+
+    What becomes of a body while it is read, checked and prepared takes several times as much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = nbytes
+
+    def take(self, served: Served, nbytes: int) -> None:
+        """For a part of a request's body, until the request ends. Busy where there is none."""
+        before = served.body_bytes
+        served.body_bytes += nbytes
+        nbytes = max(0, served.body_bytes - FREE_BYTES) - max(0, before - FREE_BYTES)
+        if nbytes > self._free:
+            raise Busy("the requests under way have too large bodies", retry_after_s=1.0)
+        self._free -= nbytes
+        served.at_end.append(partial(self._give_back, nbytes))
+
+    def _give_back(self, nbytes: int) -> None:
+        self._free += nbytes
+
+
+def check_parts(data: bytes) -> None:
+    """ApiError where a JSON text has so many parts that it would fill the memory as objects."""
+    if _has_room(data):
+        return
+    bare = STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
+    if not _has_room(bare):
+        raise ApiError(
+            400, f"the body has more than {MOST_NESTS:,} objects and lists, or {MOST_MEMBERS:,}"
+            " members of these"
+        )  # fmt: skip
+
+
+def _has_room(data: bytes) -> bool:
+    nests = data.count(b"{") + data.count(b"[")
+    return nests <= MOST_NESTS and data.count(b",") <= MOST_MEMBERS
+
+
 def parse(model: type[Body], data: bytes) -> Body:
     """JSON as a `model`. ApiError names the first parameter that is wrong."""
+    check_parts(data)
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from greenroom.hf.calls import Written, written
 from greenroom.hf.dialogue import Dialogue
 from greenroom.server.errors import ApiError
-from greenroom.server.formats import STRICT, json_grammar
+from greenroom.server.formats import STRICT, check_schema, json_grammar
 from greenroom.server.params import Choice
 
 Tools = list[dict[str, Any]]
@@ -50,6 +50,8 @@ def _grammar(
     dialogue: Dialogue, form: Written, tools: Tools, strict: Collection[str] | None
 ) -> str:
     """One call, or, of `strict` tools, text with calls in it."""
+    schemas = [tool["function"]["parameters"] for tool in tools]
+    check_schema(schemas, "tools")  # all of them together become one grammar
     special = _special(dialogue)
     calls = [f"call_{i}" for i in range(len(tools))]
     if strict is None:

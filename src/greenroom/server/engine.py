@@ -16,26 +16,35 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from greenroom.config import ServeConfig, show_bytes
-from greenroom.errors import ClosedError, GreenroomError, UnsupportedModel, UsageError
+from greenroom.errors import (
+    ClosedError,
+    GreenroomError,
+    TooLong,
+    UnsupportedModel,
+    UsageError,
+)
 from greenroom.hf.together import Batch
 from greenroom.runtime.kernels.stored import matrix_of
 from greenroom.server.admission import Admission
 from greenroom.server.batches import compose, split
+from greenroom.server.failures import contained
 from greenroom.server.grammar import Grammars
 from greenroom.server.journal import Journal
 from greenroom.server.kv_memory import kv_limit
-from greenroom.server.passes import FAULTS, Passes, as_error
-from greenroom.server.requests import Busy, Listener, Request, TooLong
+from greenroom.server.passes import Passes
+from greenroom.server.requests import Busy, Listener, Request
 from greenroom.server.sampling import Sampler
 from greenroom.server.sequence import Sequence
 from greenroom.server.snapshot import Totals, of_model, snapshot
 
+LEAVE_S = 30.0  # in which an engine that failed must have let go of its model
 LOADING_S = 5.0  # after which somebody who came while the model was loading may try again
 
 Progress = Callable[[float, str], None]
@@ -64,6 +73,7 @@ class ContinuousEngine:
         self.model: Any = None
         self.greenroom: Any = None  # the model's, also when it was detached
         self.served = False  # was it ready once?
+        self.failure: BaseException | None = None  # why its state is "failed"
         self.final: dict[str, Any] | None = None  # what was counted, once the model is given back
         self.tokenizer: Any = None
         self.model_type: str | None = None
@@ -184,7 +194,7 @@ class ContinuousEngine:
             if self._state[0] in ("ready", "loading"):
                 self._state = ("stopping", self._state[1], "")
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(LEAVE_S if self._state[0] == "failed" else None)
 
     # ---- the engine's thread
 
@@ -212,6 +222,7 @@ class ContinuousEngine:
         self._vocabulary = int(matrix_of(self.model.get_output_embeddings()).shape[0])
         self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
+        self._grammars.prepare()
         self.batch = Batch(self.model, exact=config.batch_invariant)
         if self.batch.apart:
             log.warning("requests are computed one after another: %s", self.batch.apart)
@@ -262,10 +273,8 @@ class ContinuousEngine:
         """Give a sequence that is let in what it begins with."""
         if sequence.finished:
             return
-        try:
+        with self._own_work(sequence):
             self.admission.prepare(sequence, self._running)
-        except FAULTS as error:
-            self._finish(sequence, "error", as_error(error))
 
     def _await(self) -> bool:
         """Until there is something to do, with the lock held. False: never again."""
@@ -295,11 +304,13 @@ class ContinuousEngine:
         """Those that end now, and why."""
         now = time.monotonic()
         over = self._stop_by is not None and self._stop_by <= now
-        return [
-            (each, "timeout" if each.deadline <= now and not each.cancelled else "cancelled")
+        reasons = (
+            (each, "cancelled" if each.cancelled
+             else "timeout" if each.deadline <= now
+             else "stopping" if over else "")
             for each in sequences
-            if each.cancelled or over or each.deadline <= now
-        ]
+        )  # fmt: skip
+        return [(each, reason) for each, reason in reasons if reason]
 
     def _drop_those_gone(self) -> None:
         with self._changed:
@@ -309,22 +320,29 @@ class ContinuousEngine:
 
     def _answer(self, sequence: Sequence, found: torch.Tensor | GreenroomError) -> None:
         """A pass has given a sequence its next logits, or has failed for it."""
-        if isinstance(found, GreenroomError):
-            self._finish(sequence, "error", found)
-            return
-        try:
-            token = sequence.sampler(found)
-        except GreenroomError as error:
-            self._finish(sequence, "error", error)
-            return
-        try:
-            reason = sequence.take(token)
-        except Exception:
-            log.exception("who listens to request %r failed: it is given up", sequence.request.name)
-            sequence.cancelled = True
-            return
+        reason = ""
+        with self._own_work(sequence):
+            if isinstance(found, GreenroomError):
+                raise found
+            reason = sequence.take(sequence.sampler(found))
         if reason:
             self._finish(sequence, reason)
+
+    @contextmanager
+    def _own_work(self, sequence: Sequence) -> Iterator[None]:
+        """What one request's own work raises ends that request; ClosedError ends the engine."""
+
+        def give_up(error: GreenroomError) -> None:
+            if isinstance(error, ClosedError) and not sequence.finished:
+                raise error
+            if sequence.finished:
+                name = sequence.request.name
+                log.error("the end of request %r failed: %s", name, error, exc_info=error)
+            else:
+                self._finish(sequence, "error", error)
+
+        with contained(give_up):
+            yield
 
     def _finish(self, sequence: Sequence, reason: str, error: GreenroomError | None = None) -> None:
         """A sequence ends: its place is free, and what it read is kept for others."""
@@ -337,13 +355,12 @@ class ContinuousEngine:
             if sequence in self._running:
                 self._running.remove(sequence)
         result = sequence.result(reason, error)
-        if sequence.admitted is not None:
-            self.admission.leave(sequence, keep=reason != "error")
+        with self._own_work(sequence):
+            if sequence.admitted is not None:
+                self.admission.leave(sequence, keep=reason != "error")
         self.totals.note(result)
-        try:
+        with self._own_work(sequence):
             sequence.listener(result)
-        except Exception:
-            log.exception("who listened to request %r failed", sequence.request.name)
 
     def _fail(self, error: BaseException) -> None:
         """Nothing can be computed any more: everybody is told so."""
@@ -352,17 +369,17 @@ class ContinuousEngine:
         elif self.served:  # before, who waits for the model says why there is none
             log.error("%s", error)
         with self._changed:
+            self.failure = error
             self._state = ("failed", self._state[1], str(error) or repr(error))
-        own = error if isinstance(error, GreenroomError) else ClosedError(
-            f"the engine failed: {error!r}"
-        )  # fmt: skip
+        own = ClosedError(f"the engine failed: {error!r}")
+        own.__cause__ = error
         for each in (*self._waiting, *self._running):
             self._finish(each, "error", own)
 
     def _leave(self) -> None:
         """Save what was learned, give the memory back."""
         for each in (*self._waiting, *self._running):
-            self._finish(each, "cancelled")
+            self._finish(each, "stopping")
         if self.greenroom is None:
             return
         try:

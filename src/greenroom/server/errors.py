@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from greenroom.errors import ClosedError, DeviceError, GreenroomError, StoreError, UsageError
-from greenroom.server.requests import Busy, TooLong
+from greenroom.errors import (
+    ClosedError,
+    DeviceError,
+    GreenroomError,
+    ModelError,
+    StoreError,
+    TooLong,
+    UsageError,
+)
+from greenroom.server.failures import RequestFailed
+from greenroom.server.requests import Busy, NotFinite
 
 GONE = 499  # what servers log where the client hung up
 ANTHROPIC_PATH = "/v1/messages"
@@ -93,4 +102,21 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(500, "reading a part of the model failed; try again")
     if isinstance(error, DeviceError):
         return ApiError(500, "the device refused memory or a copy; try again")
+    if isinstance(error, RequestFailed | NotFinite):
+        return ApiError(500, f"{message}; the log has more under this request's id")
     return ApiError(500, "the server failed; its log has more")
+
+
+def cause_of(failure: BaseException | None) -> str:
+    """Why the engine failed, in a few words without names of files."""
+    if failure is None:
+        return "its thread has ended"
+    kinds = {
+        StoreError: "reading a part of the model failed",
+        MemoryError: "there was no memory",
+        DeviceError: "the device refused memory or a copy",
+        ModelError: "the model cannot be served",
+        UsageError: "an option cannot be right",
+    }
+    said = next((text for kind, text in kinds.items() if isinstance(failure, kind)), None)
+    return f"{said or 'an error that nobody expected'} ({type(failure).__name__})"

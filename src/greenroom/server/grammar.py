@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,31 @@ from torch import Tensor
 
 from greenroom.errors import UsageError
 
+CACHED = 4  # grammars whose compiled form is kept for the next request, or the next choice
+# Work and memory of one grammar: the library's own bounds are for clients that are trusted.
+BOUNDS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,  # about 10 ms
+    "step_lexer_fuel": 100_000,  # about 7 ms a token
+    "step_max_items": 50_000,  # about 3 ms a token
+    "max_lexer_states": 20_000,  # about 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,  # clients are not shown the parser's state
+}
+
+
+def limits() -> Any:
+    """What one grammar may take, as llguidance has it."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**BOUNDS)
+
+
+def reason(error: str) -> str:
+    """An error of llguidance as one line, without the state of its parser."""
+    for state in ("<state>", "<non-verbose/>"):
+        error = error.partition(state)[0]
+    return " ".join(error.split())[:300] or "it cannot be kept"
+
 
 class Grammars:
     """Grammars over one model's tokens. What they need of its vocabulary is made at first use."""
@@ -18,7 +45,13 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, end_ids
         self._made: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes seconds of all threads where it is large."""
+        with contextlib.suppress(UsageError, ImportError):  # the first request is told why
+            self._tokens()
 
     def __call__(self, grammar: str) -> Grammar:
         """UsageError where the grammar is none, or llguidance is not installed or cannot read the
@@ -27,10 +60,28 @@ class Grammars:
             from llguidance import LLMatcher
         except ImportError:
             raise UsageError("grammars need llguidance: pip install 'greenroom[serve]'") from None
-        matcher = LLMatcher(self._tokens(), grammar, log_level=0)
-        if matcher.is_error():
-            raise UsageError(f"grammar: {' '.join(matcher.get_error().split())[:300]}")
-        return Grammar(matcher, self._vocabulary)
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits())
+            if matcher.is_error():
+                raise UsageError(f"grammar: {reason(matcher.get_error())}")
+            self._check_begins(matcher)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return Grammar(matcher.deep_copy(), self._vocabulary)
+
+    def _check_begins(self, matcher: Any) -> None:
+        """UsageError where no answer can begin; a schema that refers to itself shows it first."""
+        try:
+            Grammar(matcher.deep_copy(), self._vocabulary).allowed(self._vocabulary)
+        except UsageError:
+            raise UsageError(
+                "grammar: no answer can begin: it contradicts itself, or refers to itself alone"
+            ) from None
 
     def _tokens(self) -> Any:
         with self._lock:
@@ -60,7 +111,7 @@ class Grammar:
         mask = np.zeros(count, bool)
         mask[: bits.size] = bits
         if self._matcher.is_error() or not mask.any():
-            raise UsageError(f"grammar: no token can follow: {self._matcher.get_error()[:200]}")
+            raise UsageError(f"grammar: no token can follow: {reason(self._matcher.get_error())}")
         return torch.from_numpy(mask)
 
     def take(self, token: int) -> None:

@@ -51,6 +51,7 @@ class Noted:
                 await answer(failed, scope, receive, sending)
             served.status = 500
         finally:
+            served.end()
             self._log.line(served)
 
 

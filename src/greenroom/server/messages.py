@@ -286,7 +286,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", openapi_extra=described(CountRequest))
     async def count(request: Request) -> dict[str, int]:
         body = await body_of(request, service, CountRequest)
-        return {"input_tokens": len(await service.prepare(body.ids))}
+        return {"input_tokens": len(await service.prepare(body.ids, served_of(request)))}
 
     return routes
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from greenroom.server.errors import ApiError
+from greenroom.server.errors import ApiError, cause_of
 from greenroom.server.params import Strict
 from greenroom.server.routes import body_of, described
 from greenroom.server.service import Service
@@ -34,6 +34,8 @@ def router(service: Service) -> APIRouter:
         found: dict[str, Any] = {"status": state}
         if state == "loading":
             found["progress"] = round(progress, 3)
+        if state == "failed":
+            found["why"] = cause_of(service.engine.failure)
         return JSONResponse(found, 200 if state == "ready" else 503)
 
     @routes.get("/metrics")

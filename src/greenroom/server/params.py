@@ -208,7 +208,7 @@ class Sampled(Strict):
     logit_bias: LogitBias | None = None
     top_k: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def sampling(self) -> Sampling:
         return Sampling(

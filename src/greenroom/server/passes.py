@@ -1,8 +1,9 @@
 """A pass of the engine: run, put right where it failed, and counted for whom it was for.
 
-What fails is a read, or the device: neither is the fault of the requests in the pass. It is tried
-again; if that fails too, each request by itself, so that only those whose own experts cannot be had
-end with an error. What the failed pass left of keys and values is taken back first.
+A pass that fails is tried again; if that fails too, each of its requests by itself, so that only
+those end with an error whose own experts cannot be had, or whose own tokens make a kernel fail.
+What the failed pass left of keys and values is taken back first. Where a request alone makes it
+fail in a way that nobody expected, a pass of one token tells whether the engine itself is broken.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from greenroom.errors import BudgetError, DeviceError, GreenroomError, Interrupted, StoreError
+from greenroom.errors import ClosedError, GreenroomError, Interrupted
 from greenroom.hf import kv
 from greenroom.hf.together import Batch
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.server.batches import Share, to_grid
+from greenroom.server.failures import PASSES_THROUGH, RequestFailed, as_error
 from greenroom.server.journal import Journal, Pass
 from greenroom.server.sequence import Sequence
 
 RETRY_S = 0.05  # a read that failed is tried again after this long
-FAULTS = (StoreError, DeviceError, BudgetError, MemoryError)
 
 Outcome = list[tuple[Sequence, Tensor | GreenroomError]]
 
@@ -50,23 +51,41 @@ class Passes:
         """Compute these tokens. What follows each sequence: logits [V], where all of its tokens
         are computed, or why it cannot go on; nothing for those in between, or cancelled."""
         shares = [share for share in shares if not share[0].cancelled]
-        try:
-            return self._run(shares)
-        except FAULTS:
+        found = self._attempt(shares)
+        if isinstance(found, GreenroomError):
             self.faults += 1
             time.sleep(RETRY_S)
-        try:
-            return self._run([self._again(share) for share in shares])
-        except FAULTS as error:
-            if len(shares) == 1:
-                return [(shares[0][0], as_error(error))]
+            found = self._attempt([self._again(share) for share in shares])
+        if not isinstance(found, GreenroomError):
+            return found
         done: Outcome = []
         for share in shares:
-            try:
-                done += self._run([self._again(share)])
-            except FAULTS as error:
-                done.append((share[0], as_error(error)))
+            if len(shares) > 1:
+                found = self._attempt([self._again(share)])
+            if isinstance(found, RequestFailed):
+                self._check_engine()
+            done += [(share[0], found)] if isinstance(found, GreenroomError) else found
         return done
+
+    def _attempt(self, shares: list[Share]) -> Outcome | GreenroomError:
+        """One pass, or why it failed. ClosedError where no pass can succeed any more."""
+        try:
+            return self._run(shares)
+        except (ClosedError, *PASSES_THROUGH):
+            raise
+        except BaseException as error:
+            return as_error(error)
+
+    def _check_engine(self) -> None:
+        """Compute one token that belongs to nobody. RequestFailed where not even that can be had:
+        then the engine is broken, and not the request."""
+        self._driver.resume()
+        try:
+            with device_errors():
+                self._batch([[0]], [self._batch.cache()])
+        except Exception as error:
+            if isinstance(found := as_error(error), RequestFailed | ClosedError):
+                raise found from error
 
     def _run(self, shares: list[Share]) -> Outcome:
         if not self._begin([sequence for sequence, _ in shares]):
@@ -130,10 +149,3 @@ class Passes:
         if count <= sequence.pending and sequence.computed:
             return share
         return sequence, to_grid(sequence, self._chunk)
-
-
-def as_error(error: BaseException) -> GreenroomError:
-    """One of FAULTS as an error of ours."""
-    if isinstance(error, GreenroomError):
-        return error
-    return DeviceError("there is no memory for the pass")

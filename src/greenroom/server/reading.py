@@ -75,6 +75,8 @@ class Reader:
                 tokens, self._waiting = tuple(token for token, _ in self._waiting), []
                 deltas.append(Delta(tokens=tokens))
         reason = "stop" if self.stopped else finished.reason
+        if reason == "stopping":  # clients know of no other end that the server chose
+            reason = "length"
         if self._calls and reason == "stop":
             reason = "tool_calls"
         return deltas, End(reason, self._stop, finished, self._reasoning_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from greenroom.errors import GreenroomError, UsageError
+from greenroom.errors import GreenroomError, ModelError
 
 
 class Busy(GreenroomError):
@@ -24,8 +24,8 @@ class Busy(GreenroomError):
         self.retry_after_s = retry_after_s
 
 
-class TooLong(UsageError):
-    """The prompt, or the prompt and the answer asked for, has no room."""
+class NotFinite(ModelError):
+    """The model gave logits among which no token can be chosen: NaN, or nothing but infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`reason`: stop (an end token, the last Token sent), length, cancelled, timeout, or error."""
+    """`reason`: stop (an end token, the last Token sent), length, cancelled, timeout, stopping (the
+    server ends before the answer), or error."""
 
     reason: str
     prompt_tokens: int
@@ -96,6 +97,7 @@ class Engine(Protocol):
     tokenizer: Any  # the model's, once the state is "ready"; None before
     model_type: str | None  # of its config; so far None
     end_ids: tuple[int, ...]  # tokens that end an answer where a request says nothing; so far ()
+    failure: BaseException | None  # why the state is "failed"
     summary: str  # one line that says what was placed where; so far empty
 
     def submit(self, request: Request, listener: Listener) -> Ticket:

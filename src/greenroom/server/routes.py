@@ -24,7 +24,7 @@ def described(model: type[BaseModel]) -> dict[str, Any]:
 
 async def body_of(request: Request, service: Service, model: type[Body]) -> Body:
     """The checked body of a request for the model that there is."""
-    body = await bodies.read(request, model, service.max_body)
+    body = await bodies.read(request, model, service.max_body, service.bodies)
     if (name := getattr(body, "model", None)) is not None:
         service.check_model(name)
     return body

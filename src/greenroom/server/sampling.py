@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenroom.errors import ModelError, UsageError
+from greenroom.config import bounded_temperature
+from greenroom.errors import UsageError
 from greenroom.server.grammar import Grammar
-from greenroom.server.requests import Request, Sampling, Token
+from greenroom.server.requests import NotFinite, Request, Sampling, Token
 
 LIKELIEST = 1024  # tokens that top-p is looked for among, before all are sorted
 MOST_LOGPROBS = 100
+LEAST_PENALTY = 0.01  # of repetition; a smaller one makes every repeated token certain
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A request's settings with the model's own filled in; temperature 0 takes the likeliest."""
+    """A request's settings with the model's own filled in. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -42,8 +44,8 @@ class Settings:
         temperature = given.temperature
         if temperature is None:
             temperature = (getattr(own, "temperature", None) or 1.0) if samples else 0.0
-        return cls(
-            temperature=float(temperature),
+        made = cls(
+            temperature=bounded_temperature(float(temperature)),
             top_p=_first(given.top_p, getattr(own, "top_p", None) if samples else None, 1.0),
             top_k=int(_first(given.top_k, getattr(own, "top_k", None) if samples else None, 0)),
             min_p=_first(given.min_p, getattr(own, "min_p", None) if samples else None, 0.0),
@@ -51,6 +53,8 @@ class Settings:
             if given.repetition_penalty != 1.0
             else float(getattr(own, "repetition_penalty", None) or 1.0),
         )
+        _within("repetition_penalty", made.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY)
+        return made
 
 
 def _first(*values: float | None) -> float:
@@ -66,7 +70,6 @@ def check(given: Sampling) -> None:
     _within("seed", given.seed, -(1 << 63), (1 << 63) - 1)
     _within("presence_penalty", given.presence_penalty, -2, 2)
     _within("frequency_penalty", given.frequency_penalty, -2, 2)
-    _within("repetition_penalty", given.repetition_penalty, 0, 100, above=True)
     for _, bias in given.logit_bias:
         _within("logit_bias", bias, -100, 100)
 
@@ -112,9 +115,10 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Token:
         """The token that follows logits [V]. Log-probabilities are of the model's own logits."""
         logits = logits.float().cpu()
+        _check_finite(logits)
         changed = self._changed(logits)
-        if not math.isfinite(float(changed.max())):
-            raise ModelError("the model's logits are no finite numbers: nothing can be chosen")
+        if changed is not logits:
+            _check_finite(changed)
         chosen = self._choose(changed)
         if self._repeats is not None:
             self._repeats[chosen] = True
@@ -161,7 +165,8 @@ class Sampler:
         settings = self._settings
         if settings.temperature == 0 or settings.top_k == 1:
             return int(logits.argmax())
-        values, ids = _cut(logits / settings.temperature, settings)
+        # With the largest at 0 no quotient is NaN, nor larger than what softmax takes.
+        values, ids = _cut((logits - logits.max()) / settings.temperature, settings)
         chances = values.softmax(-1)
         return int(ids[int(torch.multinomial(chances, 1, generator=self._random))])
 
@@ -189,6 +194,14 @@ def _cut(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         stays = int((values >= values[0] + math.log(settings.min_p)).sum())
         values, ids = values[:stays], ids[:stays]
     return values, ids
+
+
+def _check_finite(logits: Tensor) -> None:
+    """NotFinite where no token can be chosen. -inf is a token that cannot come."""
+    largest = float(logits.max())  # NaN if any of them is
+    if not math.isfinite(largest):
+        what = "NaN" if math.isnan(largest) else f"{largest:+} as the largest"
+        raise NotFinite(f"the model gave {what} among its logits: no token can be chosen")
 
 
 def _sparse(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor] | None:

@@ -30,12 +30,19 @@ class Served:
     new_tokens: int = 0  # of all answers
     finished: list[Finished] = field(default_factory=list)
     reason: str | None = None
+    body_bytes: int = 0
+    at_end: list[Callable[[], object]] = field(default_factory=list)
     error: str | None = None
 
     def note(self, finished: Finished) -> None:
         """One of its answers has ended."""
         self.finished.append(finished)
         self.new_tokens += finished.new_tokens
+
+    def end(self) -> None:
+        """Nothing of the request is left: give back what it held."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def facts(self) -> dict[str, object]:
         """JSON-ready; times in seconds. Tokens are there where any answer was begun."""

@@ -6,17 +6,21 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from greenroom.config import Amount, ServeConfig
 from greenroom.hf.dialogue import Dialogue
+from greenroom.server.bodies import Room
 from greenroom.server.errors import ApiError
+from greenroom.server.failures import contained
 from greenroom.server.metrics import Metrics
 from greenroom.server.requests import Busy, Engine
-from greenroom.server.served import RequestLog
+from greenroom.server.served import RequestLog, Served
+from greenroom.server.start import BODIES
 
-WORKERS = 2  # threads that render templates and tokenise
+WORKERS = 2  # threads that render templates and tokenise, for small requests
+SMALL_BYTES = 32 << 10  # of a body; larger ones have a thread of their own, and wait for each other
 Made = TypeVar("Made")
 
 
@@ -38,8 +42,10 @@ class Service:
         nbytes = Amount.parse(config.max_body, "--max-body").nbytes
         assert nbytes is not None  # ServeConfig has checked it
         self.max_body = nbytes
+        self.bodies = Room(BODIES * nbytes)
         self.most_answers = config.max_batch + config.max_queue
         self._workers = ThreadPoolExecutor(WORKERS, "greenroom-prompts")
+        self._large = ThreadPoolExecutor(1, "greenroom-large-prompts")
         self._preparing = 0
         self._dialogue: Dialogue | None = None
         self._lock = threading.Lock()
@@ -54,19 +60,52 @@ class Service:
                 code="model_not_found",
             )
 
-    async def prepare(self, make: Callable[[Dialogue], Made]) -> Made:
-        """Run `make` on a thread for prompts. Busy where too many wait for one, 503 while loading.
+    async def prepare(
+        self,
+        make: Callable[[Dialogue], Made],
+        served: Served,
+        forget: Callable[[Made], object] = lambda made: None,
+    ) -> Made:
+        """Run `make` on a thread for prompts. Busy where too many wait for one, 503 while loading,
+        504 where the time of the request is over first.
 
-        Templates and tokenizers take long over long prompts; the event loop does not wait for them.
+        Tokenizers and grammars take long over large requests; neither the event loop nor small
+        requests wait for them. What nobody waits for any more is not begun; `forget` is called with
+        what was made too late.
         """
         if self._preparing >= self.most_answers:
             raise Busy("too many requests wait to be read", retry_after_s=1.0)
         self._preparing += 1
+        large = served.body_bytes > SMALL_BYTES
+        future = (self._large if large else self._workers).submit(self._contained, make)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._workers, lambda: make(self.dialogue()))
+            return await asyncio.wait_for(asyncio.wrap_future(future), self.left_s(served))
+        except BaseException as error:
+            if not future.cancel():
+                future.add_done_callback(
+                    lambda late: None if late.exception() else forget(late.result())
+                )
+            if isinstance(error, asyncio.TimeoutError | TimeoutError):
+                raise self.too_slow() from None
+            raise
         finally:
             self._preparing -= 1
+
+    def left_s(self, served: Served) -> float:
+        """Seconds that the answer to a request may still take."""
+        return max(0.001, served.began + self.config.timeout - time.monotonic())
+
+    def too_slow(self) -> ApiError:
+        return ApiError(504, f"the answer took longer than {self.config.timeout:g} seconds")
+
+    def _contained(self, make: Callable[[Dialogue], Made]) -> Made:
+        with contained():
+            return make(self.dialogue())
+        raise AssertionError  # for mypy: `contained` raises
+
+    def warm(self) -> Future[Dialogue]:
+        """Begin to read the model's templates, which may take seconds."""
+        return self._workers.submit(self._contained, lambda dialogue: dialogue)
 
     def dialogue(self) -> Dialogue:
         """The model's, once it is loaded; ApiError 503 before."""
@@ -78,8 +117,13 @@ class Service:
             raise ApiError(503, f"the server {why}", retry_after_s=30)
         with self._lock:
             if self._dialogue is None:
-                self._dialogue = Dialogue(self.engine.tokenizer, self.engine.model_type)
+                self._dialogue = Dialogue(
+                    self.engine.tokenizer, self.engine.model_type, self.engine.context
+                )
             return self._dialogue
 
     def close(self) -> None:
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        for each in (self._workers, self._large):
+            each.shutdown(wait=True, cancel_futures=True)
+        if self._dialogue is not None:
+            self._dialogue.close()

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from greenroom.config import LoadConfig, ServeConfig
+from greenroom.config import Amount, LoadConfig, ServeConfig
 from greenroom.server.engine import ContinuousEngine, Loaded, Progress
 from greenroom.server.journal import Journal
+
+WORKER_BYTES = 24 << 20  # of the process that renders templates
+TEXT_CHARS = 32  # characters for each token of a prompt, that are rendered and tokenised
+TEXT_BYTES = 24  # for each of them, in all copies
+BODIES = 2  # of the largest size, for which there is room at a time
+BODY_BYTES = 6  # for each byte of the largest bodies, as objects
+
+
+def beside_bytes(context: int, serve: ServeConfig) -> int:
+    """Memory that requests take before they reach the model; `--memory` is for all of it."""
+    body = Amount.parse(serve.max_body, "--max-body").nbytes or 0
+    text = min(body, context * TEXT_CHARS)
+    return WORKER_BYTES + text * TEXT_BYTES + BODIES * body * BODY_BYTES
 
 
 def start(
@@ -25,7 +38,9 @@ def start(
         from greenroom.hf.load import load_with
         from greenroom.hf.report import startup_line
 
-        model, tokenizer = load_with(source, load, progress=progress)
+        model, tokenizer = load_with(
+            source, load, progress=progress, beside=beside_bytes(load.context, serve)
+        )
         return Loaded(model, tokenizer, startup_line(source, model, load, verbose))
 
     return ContinuousEngine(loaded, serve, load.context, journal)

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from greenroom.errors import GreenroomError
 from greenroom.server.answers import Answers
 from greenroom.server.errors import GONE, ApiError, as_api_error
+from greenroom.server.failures import contained
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 
@@ -32,7 +34,7 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Whole]) -> Whole:
     """The result of `work`; ApiError 499, which nobody reads, where the client hangs up first."""
-    working = asyncio.ensure_future(work)
+    working = asyncio.ensure_future(_contained(work))
     gone = asyncio.ensure_future(hung_up(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -42,6 +44,12 @@ async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Wh
     finally:
         await _drop(working, gone)
         await answers.leave()
+
+
+async def _contained(work: Coroutine[Any, Any, Whole]) -> Whole:
+    with contained():
+        return await work
+    raise AssertionError  # for mypy: `contained` raises
 
 
 async def hung_up(receive: Receive) -> None:
@@ -65,10 +73,11 @@ async def told(
     say: Callable[[ApiError], bytes],
 ) -> AsyncIterator[bytes]:
     """Events to their end; where they fail, the last one says so in the API's own form."""
-    try:
+    broken: list[GreenroomError] = []
+    with contained(broken.append):
         async for data in events:
             yield data
-    except Exception as error:
+    for error in broken:
         known = as_api_error(error)
         if not isinstance(error, ApiError):
             service.log.failed(served.id, error)

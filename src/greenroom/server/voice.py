@@ -26,7 +26,7 @@ class Voice:
 
     def __init__(self, engine: Engine, sampling: SamplingConfig, grace_s: float = 5.0) -> None:
         self._engine, self._sampling, self._grace_s = engine, sampling, grace_s
-        self._dialogue = Dialogue(engine.tokenizer, engine.model_type)
+        self._dialogue = Dialogue(engine.tokenizer, engine.model_type, engine.context)
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         ids = self._ids(messages)
@@ -84,6 +84,7 @@ class Voice:
 
     def close(self) -> None:
         self._engine.stop(self._grace_s)
+        self._dialogue.close()
 
 
 def loaded(engine: Engine, show: Callable[[float], None]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from greenroom.errors import (
+    TooLong,
     UsageError,
 )
 from greenroom.server.journal import Journal, Pass
-from greenroom.server.requests import Busy, Sampling, TooLong
+from greenroom.server.requests import Busy, Sampling
 from tests.server.engine.conftest import MIXED
 from tests.server.rig import PATIENCE, Served, draw, greedy
 

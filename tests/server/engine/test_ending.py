@@ -76,7 +76,7 @@ def test_a_listener_that_fails_loses_its_own_answer_alone(served: Any, model: An
     until = time.monotonic() + PATIENCE
     while s.engine.running and time.monotonic() < until:
         time.sleep(0.01)
-    assert s.engine.stats()["requests"] == {"length": 1, "cancelled": 1}
+    assert s.engine.stats()["requests"] == {"length": 1, "error": 1}
 
 
 def test_running_answers_get_their_time_and_then_it_is_over(served: Any) -> None:
@@ -85,7 +85,7 @@ def test_running_answers_get_their_time_and_then_it_is_over(served: Any) -> None
     assert long.first.wait(PATIENCE)
     s.engine.stop(0.3)
     assert short.end().reason == "length"
-    assert long.end().reason == "cancelled"
+    assert long.end().reason == "stopping"
     assert s.engine.state()[0] == "stopping"
     with pytest.raises(ClosedError, match="the server is stopping"):
         s.ask(draw(3), 2)

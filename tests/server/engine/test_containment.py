@@ -1,0 +1,172 @@
+"""What one request's own work raises ends that request, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.errors import ClosedError, DeviceError
+from greenroom.server.engine import ContinuousEngine
+from greenroom.server.failures import PASSES_THROUGH, RequestFailed, as_error, contained
+from greenroom.server.requests import NotFinite, Sampling
+from tests.server.rig import PATIENCE, Heard, draw, greedy
+
+
+class Panic(BaseException):
+    """Like pyo3_runtime.PanicException, which is no Exception either."""
+
+
+RAISED = [RuntimeError("odd"), RecursionError("deep"), MemoryError(), ZeroDivisionError(), Panic()]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["sampler", "listener", "prepare", "leave"])
+def test_an_exception_of_any_kind_ends_its_own_request(
+    served: Any, model: Any, monkeypatch: Any, error: BaseException, where: str
+) -> None:
+    s = served()
+    unlucky = Heard()
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    if where == "listener":
+        unlucky.on_token = raises
+    elif where == "sampler":
+        submitted = s.engine._sequence
+        monkeypatch.setattr(
+            s.engine, "_sequence",
+            lambda request, listener: _with(submitted(request, listener), request.name, raises),
+        )  # fmt: skip
+    else:
+        own = getattr(s.engine.admission, where)
+        monkeypatch.setattr(
+            s.engine.admission, where,
+            lambda sequence, *rest, **more: raises() if sequence.request.name == "unlucky"
+            else own(sequence, *rest, **more),
+        )  # fmt: skip
+    lost = s.ask(draw(6, 1), 3, heard=unlucky, name="unlucky")
+    other = s.ask(draw(6), 9)
+    finished = lost.end()
+    if where == "leave":
+        assert finished.reason == "length"
+    else:
+        assert finished.reason == "error"
+        assert isinstance(finished.error, RequestFailed | DeviceError)
+        assert finished.error.__cause__ is error
+    assert other.end().reason == "length"
+    assert other.ids == greedy(model, draw(6), 9)
+    assert s.engine.state()[0] == "ready"
+
+
+def _with(sequence: Any, name: str, sampler: Any) -> Any:
+    if name == "unlucky":
+        sequence.sampler = sampler
+    return sequence
+
+
+class Tripping:
+    """Passes that fail where a token is in them."""
+
+    def __init__(self, engine: ContinuousEngine, token: int, error: BaseException) -> None:
+        self._own, self._token, self._error = engine.passes._batch, token, error
+        self.calls: list[int] = []
+
+    def __call__(self, ids: Any, caches: Any) -> Any:
+        self.calls.append(len(ids))
+        found = self._own(ids, caches)  # keys and values are written before it fails
+        if any(self._token in each for each in ids):
+            raise self._error
+        return found
+
+    def cache(self) -> Any:
+        return self._own.cache()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel"), Panic(), AssertionError()],
+                         ids=lambda error: type(error).__name__)  # fmt: skip
+def test_a_pass_that_raises_is_computed_again_for_each(
+    served: Any, model: Any, error: BaseException
+) -> None:
+    s = served(max_batch=3, batch_delay=200)
+    bad = draw(6, 2)
+    others = [[t for t in draw(7, seed) if t != bad[0]] for seed in (0, 1)]
+    s.engine.passes._batch = tripping = Tripping(s.engine, bad[0], error)
+    heard = [s.ask(ids, 6) for ids in (*others, bad)]
+    finished = heard[2].end()
+    assert finished.reason == "error"
+    assert finished.error is not None
+    assert finished.error.__cause__ is error
+    for ids, each in zip(others, heard, strict=False):
+        assert each.end().reason == "length"
+        assert each.ids == greedy(model, ids, 6)
+    assert 3 in tripping.calls  # they were together
+    assert s.engine.state()[0] == "ready"
+    assert s.engine.stats()["kv"]["reserved_bytes"] == 0
+
+
+def test_an_engine_that_computes_nothing_any_more_has_failed(served: Any) -> None:
+    s = served()
+
+    s.engine.passes._batch = _Broken()
+    heard = s.ask(draw(6), 4)
+    assert heard.end().reason == "error"
+    s.engine._thread.join(PATIENCE)
+    name, _, why = s.engine.state()
+    assert name == "failed"
+    assert "illegal memory access" in repr(s.engine.failure.__cause__)
+    assert "RuntimeError" in why
+    with pytest.raises(ClosedError):
+        s.ask(draw(4), 5)
+
+
+class _Broken:
+    def __call__(self, *args: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    def cache(self) -> Any:
+        return None
+
+
+def test_a_cache_of_experts_that_broke_is_the_end_of_the_engine(served: Any) -> None:
+    s = served()
+    s.ask(draw(6), 2).end()
+    driver = s.engine.greenroom.driver
+    with driver._changed:
+        driver._break(ValueError("a bug"))
+    assert isinstance(s.ask(draw(6, 1), 4).end().error, ClosedError)
+    s.engine._thread.join(PATIENCE)
+    assert s.engine.state()[0] == "failed"
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_numbers_end_their_own_request(
+    served: Any, model: Any, monkeypatch: Any, odd: float
+) -> None:
+    s = served()
+    answer = s.engine._answer
+
+    def spoiled(sequence: Any, found: Any) -> None:
+        if sequence.request.name == "unlucky":
+            found = torch.full_like(found, odd)
+        answer(sequence, found)
+
+    monkeypatch.setattr(s.engine, "_answer", spoiled)
+    sampled = Sampling(temperature=1.0, seed=1)
+    other, lost = s.ask(draw(6), 9), s.ask(draw(6, 1), 3, sampling=sampled, name="unlucky")
+    error = lost.end().error
+    assert isinstance(error, NotFinite)
+    assert str(error).startswith("the model gave " + ("NaN" if odd != odd else f"{odd:+}"))
+    assert other.end().reason == "length"
+    assert other.ids == greedy(model, draw(6), 9)
+
+
+def test_what_ends_the_process_is_not_held_back() -> None:
+    for kind in PASSES_THROUGH:
+        with pytest.raises(kind), contained(lambda error: None):
+            raise kind
+    with pytest.raises(RequestFailed, match="KeyError"), contained():
+        raise KeyError("x")
+    assert isinstance(as_error(MemoryError()), DeviceError)
