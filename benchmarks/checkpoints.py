@@ -1,6 +1,7 @@
 """Make the benchmark checkpoints: random-weight Qwen3-MoE models of 3.44 GB in bf16.
 
     python benchmarks/checkpoints.py bench-data [--gguf]
+    python benchmarks/checkpoints.py dry-run --tiny       # 30 MB in all: to try the scripts with
 
 Hidden size 1024, 16 layers of 64 experts, top-8, expert size 512: one expert is 3.15 MB, and one
 token uses 403 MB of experts and 152 MB of dense weights. Four folders differ only in the router:
@@ -28,43 +29,70 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-HIDDEN, LAYERS, EXPERTS, TOP_K, EXPERT_SIZE, VOCAB = 1024, 16, 64, 8, 512, 32_000
-HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 64
 VARIANTS = {"uniform": 0.0, "zipf0.7": 0.7, "zipf1.0": 1.0, "zipf1.5": 1.5}
 CONSTANT = 6.0  # channel 0 of every embedding in the skewed variants
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_SIZE,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": EXPERT_SIZE,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": VOCAB,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3-MoE model."""
+
+    hidden: int = 1024
+    layers: int = 16
+    experts: int = 64
+    top_k: int = 8
+    expert_size: int = 512
+    vocabulary: int = 32_000
+    heads: int = 16
+    kv_heads: int = 4
+    head_size: int = 64
+
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's config.json."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": 2 * self.hidden,
+            "moe_intermediate_size": self.expert_size,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "vocab_size": self.vocabulary,
+            "hidden_act": "silu",
+            "max_position_embeddings": MOST_TOKENS,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "dtype": "bfloat16",
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+
+
+MOST_TOKENS = 4096
+FULL = Shape()
+# The demo model's layers, experts and top-k: what was recorded of it can be replayed here.
+TINY = Shape(
+    hidden=128, layers=8, experts=32, top_k=4, expert_size=128, vocabulary=2048, heads=4,
+    kv_heads=2, head_size=32,
+)  # fmt: skip
 SENTENCES = (
     "The experts wait in the green room until the router calls them.",
     "A cache keeps what was asked for lately, because it will be asked for again.",
@@ -80,56 +108,55 @@ def folder_of(root: Path, variant: str) -> Path:
     return root / f"moe1.7b-{variant}"
 
 
-def layer_weights(layer: int) -> Weights:
-    """Attention, norms and the 64 experts of one layer, one tensor each, as on the hub."""
+def layer_weights(shape: Shape, layer: int) -> Weights:
+    """Attention, norms and the experts of one layer, one tensor each, as on the hub."""
     draw = torch.Generator().manual_seed(1000 + layer)
     prefix = f"model.layers.{layer}."
 
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=draw) * 0.02).to(torch.bfloat16)
+    def random(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=draw) * 0.02).to(torch.bfloat16)
 
+    hidden, inner = shape.hidden, shape.expert_size
+    wide, narrow = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     weights = {
-        "self_attn.q_proj": random(HEADS * HEAD_SIZE, HIDDEN),
-        "self_attn.k_proj": random(KV_HEADS * HEAD_SIZE, HIDDEN),
-        "self_attn.v_proj": random(KV_HEADS * HEAD_SIZE, HIDDEN),
-        "self_attn.o_proj": random(HIDDEN, HEADS * HEAD_SIZE),
-        "self_attn.q_norm": torch.ones(HEAD_SIZE, dtype=torch.bfloat16),
-        "self_attn.k_norm": torch.ones(HEAD_SIZE, dtype=torch.bfloat16),
-        "input_layernorm": torch.ones(HIDDEN, dtype=torch.bfloat16),
-        "post_attention_layernorm": torch.ones(HIDDEN, dtype=torch.bfloat16),
+        "self_attn.q_proj": random(wide, hidden),
+        "self_attn.k_proj": random(narrow, hidden),
+        "self_attn.v_proj": random(narrow, hidden),
+        "self_attn.o_proj": random(hidden, wide),
+        "self_attn.q_norm": torch.ones(shape.head_size, dtype=torch.bfloat16),
+        "self_attn.k_norm": torch.ones(shape.head_size, dtype=torch.bfloat16),
+        "input_layernorm": torch.ones(hidden, dtype=torch.bfloat16),
+        "post_attention_layernorm": torch.ones(hidden, dtype=torch.bfloat16),
     }
-    for expert in range(EXPERTS):
-        weights[f"mlp.experts.{expert}.gate_proj"] = random(EXPERT_SIZE, HIDDEN)
-        weights[f"mlp.experts.{expert}.up_proj"] = random(EXPERT_SIZE, HIDDEN)
-        weights[f"mlp.experts.{expert}.down_proj"] = random(HIDDEN, EXPERT_SIZE)
+    for expert in range(shape.experts):
+        weights[f"mlp.experts.{expert}.gate_proj"] = random(inner, hidden)
+        weights[f"mlp.experts.{expert}.up_proj"] = random(inner, hidden)
+        weights[f"mlp.experts.{expert}.down_proj"] = random(hidden, inner)
     return {f"{prefix}{name}.weight": tensor for name, tensor in weights.items()}
 
 
-def rest_weights(skew: float) -> Weights:
+def rest_weights(shape: Shape, skew: float) -> Weights:
     """Embedding, head, last norm and the routers: what differs between the variants."""
+    hidden, experts = shape.hidden, shape.experts
     draw = torch.Generator().manual_seed(999)
-    embedding = torch.randn(VOCAB, HIDDEN, generator=draw)
-    head = torch.randn(VOCAB, HIDDEN, generator=draw) * 0.02
+    embedding = torch.randn(shape.vocabulary, hidden, generator=draw)
+    head = torch.randn(shape.vocabulary, hidden, generator=draw) * 0.02
     if skew:
         embedding[:, 0] = CONSTANT
-    normed = CONSTANT / math.sqrt((HIDDEN - 1 + CONSTANT**2) / HIDDEN)  # after RMSNorm
+    normed = CONSTANT / math.sqrt((hidden - 1 + CONSTANT**2) / hidden)  # after RMSNorm
     weights = {
         "model.embed_tokens.weight": embedding,
-        "model.norm.weight": torch.ones(HIDDEN),
+        "model.norm.weight": torch.ones(hidden),
         "lm_head.weight": head,
     }
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         draw = torch.Generator().manual_seed(100 + layer)
-        router = torch.randn(EXPERTS, HIDDEN, generator=draw) / math.sqrt(HIDDEN)  # logits N(0, 1)
+        router = torch.randn(experts, hidden, generator=draw) / math.sqrt(hidden)  # logits N(0, 1)
         if skew:
-            rank = torch.randperm(EXPERTS, generator=draw) + 1
+            rank = torch.randperm(experts, generator=draw) + 1
             router[:, 0] = -skew * torch.log(rank.float()) / normed
         weights[f"model.layers.{layer}.mlp.gate.weight"] = router
     return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-
-
-def nbytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def write(path: Path, weights: Weights) -> None:
@@ -173,24 +200,35 @@ def make_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": MOST_TOKENS,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def make(root: Path, variants: list[str]) -> list[Path]:
+def refuse_another_shape(root: Path, folders: list[Path], config: dict[str, Any]) -> None:
+    """End where a folder has a checkpoint of other sizes: what is whole there would be kept."""
+    for folder in folders:
+        path = folder / "config.json"
+        if path.exists() and json.loads(path.read_text()) != config:
+            sys.exit(f"{folder}: a checkpoint of other sizes: choose another folder than {root}")
+
+
+def make(root: Path, variants: list[str], shape: Shape = FULL) -> list[Path]:
     """Make the variants below `root`; the first one's layer files are linked into the others."""
+    refuse_another_shape(root, [folder_of(root, variant) for variant in VARIANTS], shape.config())
     folders = [folder_of(root, variant) for variant in variants]
     index: dict[str, str] = {}
-    for layer in range(LAYERS):
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
+    for layer in range(shape.layers):
         name = f"layer-{layer:02d}.safetensors"
         known = next((f for v in VARIANTS if whole(f := folder_of(root, v) / name, index)), None)
-        progress(f"layer {layer + 1} of {LAYERS}{' (kept)' if known else ''}")
+        progress(f"layer {layer + 1} of {shape.layers}{' (kept)' if known else ''}")
         for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
             path = folder / name
             if known is None:
-                write(path, weights := layer_weights(layer))
+                write(path, weights := layer_weights(shape, layer))
                 index.update(dict.fromkeys(weights, name))
                 known = path
             elif not (path.exists() and path.samefile(known)):
@@ -200,10 +238,9 @@ def make(root: Path, variants: list[str]) -> list[Path]:
         progress(folder.name)
         rest = folder / "rest.safetensors"
         if not whole(rest, index):
-            write(rest, weights := rest_weights(VARIANTS[variant]))
+            write(rest, weights := rest_weights(shape, VARIANTS[variant]))
             index.update(dict.fromkeys(weights, rest.name))
         make_tokenizer(folder)
-        (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
         total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         (folder / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": index})
@@ -224,20 +261,23 @@ def main() -> None:
         help="also write these variants (zipf1.0 if none is named) as <folder>.gguf",
     )  # fmt: skip
     parser.add_argument(
-        "--gguf-layers", type=int, default=LAYERS, metavar="N",
+        "--gguf-layers", type=int, metavar="N",
         help="layers of those files, the checkpoint's over and over: 64 make 13.3 GB, to be"
-        " quantised for comparisons in less memory (default: %(default)s)",
+        " quantised for comparisons in less memory (default: the checkpoint's)",
     )  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="30 MB in all, to try the scripts with")
     args = parser.parse_args()
     start = time.perf_counter()
-    folders = make(args.root, args.variants)
+    shape = TINY if args.tiny else FULL
+    folders = make(args.root, args.variants, shape)
     for variant in [] if args.gguf is None else args.gguf or ["zipf1.0"]:
         from gguf_file import write_gguf
 
         progress(f"GGUF of {variant}")
-        size = f"{args.gguf_layers * 0.105:.1f}b"  # of parameters
+        layers = args.gguf_layers or shape.layers
+        size = f"{FULL.layers * layers / shape.layers * 0.105:.1f}b"  # of parameters, when full
         path = args.root / f"moe{size}-{variant}.gguf"
-        write_gguf(folder_of(args.root, variant), path, args.gguf_layers)
+        write_gguf(folder_of(args.root, variant), path, layers)
     print(f"\r{len(folders)} checkpoints in {args.root}, {time.perf_counter() - start:.0f} s")
 
 

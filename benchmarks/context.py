@@ -128,7 +128,7 @@ def main() -> None:
         for row in [*rows, after]
     ])  # fmt: skip
     print(
-        f"\nbudget {show_bytes(room.growth.budget)}, peak {show_bytes(peak_rss_bytes())};"
+        f"budget {show_bytes(room.growth.budget)}, peak {show_bytes(peak_rss_bytes())};"
         f" the last row is after the others. {commit()}; {machine()}"
     )
     draw(rows, experts, args)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 from collections import defaultdict
@@ -130,9 +129,9 @@ def report(
                 continue
             disk = median_of(runs, lambda r: r["disk_bytes"] / 1e9)
             peak = median_of(runs, lambda r: (r["peak_bytes"] or 0) / 1e9)
-            load = median_of(runs, lambda r: r.get("load_s", math.nan))
-            speeds.append((variant, engine, *(f"{x:.3g}" for x in (decode, prefill, load,
-                                                                     disk, peak))))  # fmt: skip
+            load = median_of([r for r in runs if "load_s" in r], lambda r: r["load_s"])
+            figures = (decode, prefill, load, disk, peak)
+            speeds.append((variant, engine, *("-" if x is None else f"{x:.3g}" for x in figures)))
         ours = [r for r in results.get((variant, "greenroom"), []) if "error" not in r]
         if not ours:
             continue

@@ -33,13 +33,14 @@ SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))
 
 
 class Clock:
-    """Best of several runs, in seconds."""
+    """Best of several runs, in seconds; a dry run takes few."""
 
-    def __init__(self, wall: bool) -> None:
-        self.now = time.perf_counter if wall else time.thread_time
+    def __init__(self, wall: bool, quick: bool) -> None:
+        self.now, self.quick = time.perf_counter if wall else time.thread_time, quick
 
     def best(self, work: Callable[[], object], seconds: float = 0.8, least: int = 3) -> float:
-        best, count, end = float("inf"), 0, time.perf_counter() + seconds
+        best, count = float("inf"), 0
+        end = time.perf_counter() + (0 if self.quick else seconds)
         while count < least or time.perf_counter() < end:
             start = self.now()
             work()
@@ -58,9 +59,9 @@ def expert_rows(clock: Clock) -> None:
     """Experts: both kernels, one token and prompts, plain and transposed."""
     print(f"{'experts':22}{'tokens':>7}{'torch ms':>10}{'numba ms':>10}{'gain':>7}", end="")
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}{'GFLOP/s':>9}")
-    for hidden, inner, transposed in SHAPES:
+    for hidden, inner, transposed in SHAPES[:1] if clock.quick else SHAPES:
         experts = random_layer(hidden, inner, EXPERTS, transposed)
-        for tokens in (1, 16, 128):
+        for tokens in (1,) if clock.quick else (1, 16, 128):
             cases = []
             for _ in range(4):
                 scores = torch.rand(tokens, EXPERTS)
@@ -133,17 +134,17 @@ def twin(layer: LayerExperts) -> LayerExperts:
     return LayerExperts(layer.module, layer.layout, layer.slots, layer.recipe)
 
 
-def encoded_rows(wall: bool, only: list[str], sizes: list[int]) -> None:
+def encoded_rows(clock: Clock, only: list[str], sizes: list[int]) -> None:
     """Experts a second in each encoding, beside bf16's and beside what reading the bytes takes.
 
     Everything takes turns: the floor, then each encoding by each kernel, then all again.
     """
-    now = time.perf_counter if wall else time.thread_time
+    now = clock.now
     print(
         f"{'encoded experts':24}{'tokens':>7}{'kernel':>11}{'us/expert':>11}{'x bf16':>8}", end=""
     )
     print(f"{'GB/s':>7}{'floor':>7}{'ratio':>7}")
-    for hidden, inner in ENCODED_SHAPES:
+    for hidden, inner in ENCODED_SHAPES[:1] if clock.quick else ENCODED_SHAPES:
         names = ["bf16", *(name for name in STORED if name in only or not only)]
         layers = {name: encoded_layer(name, hidden, inner) for name in names}
         cases = [("bf16", "numba"), *((n, k) for n in names[1:] for k in ENCODED_KERNELS)]
@@ -155,7 +156,9 @@ def encoded_rows(wall: bool, only: list[str], sizes: list[int]) -> None:
             )
             times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
             floors: list[float] = []
-            for turn in range(-1, 24 if tokens == 1 else 3):  # the first compiles
+            for turn in range(
+                -1, 24 if tokens == 1 and not clock.quick else 3
+            ):  # the first compiles
                 start = now()
                 _READ.sum()
                 floors.append(_READ.nbytes / (now() - start))
@@ -224,6 +227,7 @@ def options() -> SimpleNamespace:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--wall", action="store_true", help="wall time; always with two threads")
+    parser.add_argument("--quick", action="store_true", help="one shape, few runs: a dry run")
     return SimpleNamespace(**vars(parser.parse_args()))
 
 
@@ -232,9 +236,9 @@ def main() -> None:
     chosen = options()
     torch.manual_seed(0)
     torch.set_num_threads(chosen.threads)
-    clock = Clock(chosen.wall or chosen.threads > 1)
+    clock = Clock(chosen.wall or chosen.threads > 1, chosen.quick)
     if chosen.encodings is not None:
-        encoded_rows(chosen.wall or chosen.threads > 1, chosen.encodings, chosen.tokens)
+        encoded_rows(clock, chosen.encodings, chosen.tokens)
     else:
         expert_rows(clock)
         dense_rows(clock)

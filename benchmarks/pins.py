@@ -11,6 +11,7 @@ one set, of all requests together, for good.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def main() -> None:
         trace = load(path)
         made, timed = (trace.select(np.arange(i, trace.requests, 2)) for i in (0, 1))
         shared = sorted({*made.labels} & {*timed.labels})
+        if not shared:
+            sys.exit(f"{path}: no label has requests in both halves of the recording")
         chosen = [r for r, label in enumerate(timed.labels) if label in shared]
         timed = timed.select(np.array(chosen))
         requests = stream(timed, "runtime")

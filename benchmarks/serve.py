@@ -99,9 +99,11 @@ class Bench:
         self._engines.clear()
 
     def prompt(self, tokens: int) -> list[int]:
+        assert self.engine is not None
         self._seed += 1
         random = torch.Generator().manual_seed(self._seed)
-        return torch.randint(5, 31_999, (tokens,), generator=random).tolist()
+        most = self.engine.model.config.vocab_size - 1
+        return torch.randint(5, most, (tokens,), generator=random).tolist()
 
     def ask(self, users: int, prompt: int, new: int, apart_s: float = 0.0) -> list[Answer]:
         """Answers to fresh prompts of `users` at once, or `apart_s` after one another."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -81,7 +82,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     args = parser.parse_args()
 
-    import libcachesim
+    try:
+        import libcachesim
+    except ModuleNotFoundError:
+        sys.exit("libcachesim is missing: pip install 'greenroom[bench]'")
 
     trace = load(args.trace)
     requests, offsets = stream(trace, "natural", args.tokens), trace.offsets

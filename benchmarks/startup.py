@@ -1,11 +1,11 @@
 """How long one waits: `greenroom --help`, and the first token of the demo model.
 
-    python benchmarks/startup.py
+    python benchmarks/startup.py [--parts help cold warm] [--own-cache]
 
 `--help`: wall time, median of --repeats, files in the page cache. First token: from starting the
 process to the first text of `greenroom run demo` on its standard output. Cold: Numba's cache is
-an empty folder, so every kernel is compiled. Warm: the same folder again. Python's own byte code
-and the page cache are warm in both.
+an empty folder, so every kernel is compiled. Warm: the same folder again, or with --own-cache the
+one that this installation uses. Python's own byte code and the page cache are warm in both.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from common import commit, greenroom_program, machine, table
+
+PARTS = ("help", "cold", "warm")
 
 
 def help_s() -> float:
@@ -27,11 +30,13 @@ def help_s() -> float:
     return time.perf_counter() - start
 
 
-def first_token_s(numba_cache: str) -> tuple[float, float]:
+def first_token_s(numba_cache: str | None) -> tuple[float, float]:
     """Seconds to the first text, and to the end of eight tokens."""
     flags = ["--max-new-tokens", "8", "--temperature", "0"]
     command = [*greenroom_program(), "run", "demo", "Once upon a time", *flags]
-    env = {**os.environ, "NUMBA_CACHE_DIR": numba_cache}
+    env = dict(os.environ)
+    if numba_cache is not None:
+        env["NUMBA_CACHE_DIR"] = numba_cache
     start = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
@@ -50,32 +55,39 @@ def medians(once: Callable[[], tuple[float, ...]], repeats: int) -> list[float]:
                                                         strict=True)]  # fmt: skip
 
 
+def cold() -> tuple[float, float]:
+    """Seconds to the first text and to the end, with every kernel to compile."""
+    with tempfile.TemporaryDirectory() as empty:
+        return first_token_s(empty)
+
+
+def warm(repeats: int, own_cache: bool) -> list[float]:
+    """Medians of the same with compiled kernels: a run before them fills the folder."""
+    with nullcontext() if own_cache else tempfile.TemporaryDirectory() as folder:
+        first_token_s(folder)
+        return medians(lambda: first_token_s(folder), repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="time start-up and the demo's first token")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--own-cache", action="store_true", help="warm: with the kernels that this"
+                        " installation has compiled")  # fmt: skip
     args = parser.parse_args()
     print(f"commit {commit()}; {machine()}\n")
-
-    def cold() -> tuple[float, float]:
-        with tempfile.TemporaryDirectory() as empty:
-            return first_token_s(empty)
-
-    help_s()  # reads the files once
-    (help_time,) = medians(lambda: (help_s(),), args.repeats)
-    cold_first, cold_all = medians(cold, max(args.repeats // 2, 1))
-    with tempfile.TemporaryDirectory() as cache:
-        first_token_s(cache)
-        warm_first, warm_all = medians(lambda: first_token_s(cache), args.repeats)
-    print(
-        table(
-            ("start-up", "first text, s", "end, s"),
-            [
-                ("`greenroom --help`", "-", f"{help_time:.2f}"),
-                ("`greenroom run demo`, cold kernels", f"{cold_first:.2f}", f"{cold_all:.2f}"),
-                ("`greenroom run demo`, warm kernels", f"{warm_first:.2f}", f"{warm_all:.2f}"),
-            ],
-        )
-    )
+    rows = []
+    if "help" in args.parts:
+        help_s()  # reads the files once
+        rows.append(("`greenroom --help`", "-", *medians(lambda: (help_s(),), args.repeats)))
+    if "cold" in args.parts:
+        times = medians(cold, max(args.repeats // 2, 1))
+        rows.append(("`greenroom run demo`, cold kernels", *times))
+    if "warm" in args.parts:
+        times = warm(args.repeats, args.own_cache)
+        rows.append(("`greenroom run demo`, warm kernels", *times))
+    shown = [[x if isinstance(x, str) else f"{x:.2f}" for x in row] for row in rows]
+    print(table(("start-up", "first text, s", "end, s"), shown))
 
 
 if __name__ == "__main__":

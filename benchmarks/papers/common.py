@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 # Before Numba is imported: these scripts need one core.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
-import matplotlib
 import numpy as np
+
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    sys.exit("matplotlib is missing: pip install 'greenroom[bench]'")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -74,7 +79,7 @@ def options(doc: str | None, traces: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench-data/papers"), metavar="DIR",
-        help="where NAME.svg, NAME.png and NAME.md go (default: %(default)s)",
+        help="where tables (NAME.md) and figures (NAME.svg, NAME.png) go (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--quick", action="store_true", help="a smaller run, in seconds")
@@ -133,12 +138,12 @@ def save(fig: Figure, args: argparse.Namespace, name: str) -> None:
 def table(
     args: argparse.Namespace, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Write and print a markdown table; floats with three digits."""
+    """Write a markdown table and print it, with an empty line after it; floats with three digits."""
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] * len(header)) + "|"]
     lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    print("\n".join(lines) + "\n", flush=True)
 
 
 def _cell(value: Any) -> str:

@@ -1,9 +1,10 @@
 """The share of the gap between LRU and OPT that each policy closes on requests it was not tuned on.
 
-    python benchmarks/papers/gap.py TRACE... [--policies "auto;llru"] [--pin none] [--json OUT]
+    python benchmarks/papers/gap.py --traces DIR [--models NAME ...] [--policies "auto;llru"]
 
-Requests 0, 2, 4, ... of a trace are for tuning (`--half tuning`), 1, 3, 5, ... are reported. Shared
-scope, natural order, 20, 40 and 60 % of all experts; requests as stored and in two shuffled orders.
+Requests 0, 2, 4, ... of a trace are for tuning (`--half tuning`), 1, 3, 5, ... are reported, the
+first --limit tokens of them. Shared scope, natural order, 20, 40 and 60 % of all experts; requests
+as stored and in two orders shuffled by --seed.
 
     gap closed = (LRU's misses - the policy's) / (LRU's misses - OPT's)
 
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from common import limit, options, table
 
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
@@ -29,7 +31,6 @@ from greenroom.sim.replay import replay
 from greenroom.trace import Trace, load, stream
 
 SHARES = (20, 40, 60)
-ORDERS = (None, 1, 2)  # as stored, and the seeds of the shuffles
 Cell = tuple[str, int, str]  # trace, % of all experts, pin
 
 
@@ -45,11 +46,12 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
     """Add each policy's share of the gap, once for each order of the requests."""
     whole = load(path)
     experts = int(whole.offsets[-1])
-    for seed in ORDERS[: args.orders]:
+    shuffles = [args.seed + n for n in range(1, args.orders)]
+    for seed in [None] if args.quick else [None, *shuffles]:
         trace = half_of(whole, args.half, seed)
-        requests = stream(trace.head(args.limit or trace.tokens), "natural")
+        requests = stream(trace.head(limit(args)), "natural")
         for share in SHARES:
-            misses = partial(_misses, requests, whole.offsets, experts * share // 100)
+            misses = partial(_misses, requests, whole.offsets, args.seed, experts * share // 100)
             floor = misses("opt", "none")
             for pin in args.pin:
                 lru = misses("lru", pin)
@@ -60,15 +62,14 @@ def measure(path: Path, args: argparse.Namespace, gaps: dict[str, dict[Cell, lis
                     print(f"{where}: {name} {gap:.1%}", file=sys.stderr, flush=True)
 
 
-def _misses(requests: Stream, offsets: Ints, capacity: int, name: str, pin: str) -> int:
-    return replay(requests, offsets, capacity, policy(name), pin=pin).misses
+def _misses(requests: Stream, offsets: Ints, seed: int, capacity: int, name: str, pin: str) -> int:
+    return replay(requests, offsets, capacity, policy(name), pin=pin, seed=seed).misses
 
 
-def table(gaps: dict[str, dict[Cell, list[float]]], pin: str, traces: list[str]) -> str:
-    """Markdown: a row a policy, best first; per cent."""
-    lines = [f"| pin {pin} | " + " | ".join(f"{t} {'/'.join(map(str, SHARES))}" for t in traces)]
-    lines[0] += " | mean |"
-    lines.append("|---|" + "--:|" * (len(traces) + 1))
+def rows_of(
+    gaps: dict[str, dict[Cell, list[float]]], pin: str, traces: list[str]
+) -> list[list[str]]:
+    """A row a policy, best first; per cent."""
     rows = []
     for name, cells in gaps.items():
         means = {cell: float(np.mean(values)) for cell, values in cells.items()}
@@ -76,26 +77,18 @@ def table(gaps: dict[str, dict[Cell, list[float]]], pin: str, traces: list[str])
             " / ".join(f"{100 * means[t, share, pin]:.1f}" for share in SHARES) for t in traces
         ]
         mean = float(np.mean([means[t, share, pin] for t in traces for share in SHARES]))
-        rows.append((mean, f"| {name} | " + " | ".join(shown) + f" | {100 * mean:.1f} |"))
-    return "\n".join(lines + [row for _, row in sorted(rows, reverse=True)])
+        rows.append((mean, [name, *shown, f"{100 * mean:.1f}"]))
+    return [row for _, row in sorted(rows, reverse=True)]
 
 
-def main() -> None:
-    online = [p for p in POLICIES if not POLICIES[p].needs_trace and p != "lru"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--policies", type=lambda t: t.split(";"), default=online, metavar="P;P")
-    parser.add_argument("--pin", nargs="+", choices=("none", "step"), default=["none", "step"])
-    parser.add_argument("--half", choices=("report", "tuning"), default="report")
-    parser.add_argument("--orders", type=int, choices=(1, 2, 3), default=3)
-    parser.add_argument("--limit", type=int, help="tokens of each half")
-    parser.add_argument("--json", type=Path, help="where to write every figure")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     gaps: dict[str, dict[Cell, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for path in args.traces:
-        measure(path, args, gaps)
+    for model in args.models:
+        measure(args.traces / f"{model}.npz", args, gaps)
     for pin in args.pin:
-        print(table(gaps, pin, [path.stem for path in args.traces]), end="\n\n")
+        header = [f"{model} {'/'.join(map(str, SHARES))}" for model in args.models]
+        rows = rows_of(gaps, pin, args.models)
+        table(args, f"gap-{pin}", [f"pin {pin}", *header, "mean"], rows)
     if args.json:
         figures = [
             {"policy": name, "trace": t, "percent": share, "pin": pin, "gap_closed": values}
@@ -106,4 +99,14 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    online = [p for p in POLICIES if not POLICIES[p].needs_trace and p != "lru"]
+    parser = options(__doc__)
+    parser.set_defaults(limit=1_000_000, models=["olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b"])
+    parser.add_argument("--policies", type=lambda t: t.split(";"), default=online, metavar="P;P")
+    parser.add_argument("--pin", nargs="+", choices=("none", "step"), default=["none", "step"])
+    parser.add_argument("--half", choices=("report", "tuning"), default="report")
+    parser.add_argument(
+        "--orders", type=int, choices=(1, 2, 3), default=3, help="of requests (1 with --quick)"
+    )
+    parser.add_argument("--json", type=Path, help="where to write every figure")
+    main(parser.parse_args())

@@ -35,6 +35,7 @@ from common import commit, machine, note, show_ratio, table  # isort: skip
 from greenroom.core.events import Action
 from greenroom.core.queue import Entry, Urgency
 from greenroom.core.scheduler import Scheduler
+from greenroom.core.step import Step
 from greenroom.hf import attach
 from greenroom.runtime.ram import RamStore
 from greenroom.runtime.store import CHUNK_BYTES
@@ -67,7 +68,6 @@ class Ablated(Scheduler):
         super().__init__(*args, **options)
         self._early, self._reorder = early, reorder
         self._later: dict[int, int] = {}  # missing piece whose turn has not come -> its slot
-        self._of, self._done = -1, 0  # the step, and how many of its experts are computed
 
     def _add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         if urgency is Urgency.PREFETCH or self._early:
@@ -77,28 +77,25 @@ class Ablated(Scheduler):
 
     def _advance(self, actions: list[Action]) -> None:
         step = self.step
-        if step is None or self._reorder:
+        if step is None or step.ending or self._reorder:
             return super()._advance(actions)
-        if step.now != self._of:
-            self._of, self._done = step.now, 0
-        if step.wave:
+        if step.waves:
             return None
-        self._done = len(step.experts) - step.uncomputed
-        self._ask(step, actions)
+        turn = len(step.experts) - step.uncomputed  # the request whose turn it is
+        self._demand_next(step, turn, actions)
         ready = sorted(step.ready)
-        count = next((i for i, r in enumerate(ready) if r != self._done + i), len(ready))
+        count = next((i for i, r in enumerate(ready) if r != turn + i), len(ready))
         step.ready, held_back = ready[:count], ready[count:]
         super()._advance(actions)
         step.ready += held_back
         return None
 
-    def _ask(self, step: Any, actions: list[Action]) -> None:
-        """Demand the expert whose turn it is."""
-        if self._done < len(step.experts) and self._done not in step.ready:
-            piece = int(step.experts[self._done])
-            if piece in step.missing and piece in self._later:
-                super()._add(piece, self._later.pop(piece))
-                self._pump(actions)
+    def _demand_next(self, step: Step, turn: int, actions: list[Action]) -> None:
+        """Demand the expert whose turn it is, where it is missing and nothing was asked for."""
+        piece = int(step.experts[turn]) if turn < len(step.experts) else -1
+        if piece in step.missing and piece in self._later:
+            super()._add(piece, self._later.pop(piece))
+            self._pump(actions)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class Rig:
                 driver.end_pass()
 
     def fill(self) -> None:
-        """Have every expert in a cache that has a slot for each."""
+        """Have every expert in a cache that has a slot for each, or all but what it lacks."""
         driver, offsets = self.model.greenroom.driver, self.catalog.offsets
         with self._unpaced():
             for layer in range(len(offsets) - 1):
@@ -141,34 +141,14 @@ class Rig:
             self.ram.line.bandwidth = bandwidth
 
     def resident(self, passes: int = 24, batch: int = 1) -> tuple[float, float, float]:
-        """Seconds of a pass with everything resident, one token of each request of a batch: (all
-        of it, its experts, an expert). Medians over passes; leaves a cache that has every expert.
-        """
-        whole = self.attach(self.catalog.experts)
+        """Seconds of a pass without misses, one token of each request of a batch: (all of it, its
+        experts, an expert). Medians over passes."""
+        nearly = self.attach(self.catalog.experts - 1)  # see `experts_s`
         self.fill()
-        spent = [0.0, 0]
-        wave = whole.kernel.wave
-
-        def timed(step: Any, experts: Any, slots: Any) -> None:
-            start = time.perf_counter()
-            wave(step, experts, slots)
-            spent[0] += time.perf_counter() - start
-            spent[1] += len(experts)
-
-        seconds, of_experts = [], []
         together = batched(cut(self.trace, passes + 2), batch).select([0])
         with forced(self.model, together) as routing:
             routing.play(range(2))
-            whole.kernel.wave = timed
-            try:
-                for number in range(2, passes + 2):
-                    spent[:] = 0.0, 0
-                    seconds += routing.play(range(number, number + 1))
-                    of_experts.append(spent[0])
-            finally:
-                del whole.kernel.wave
-        experts = statistics.median(of_experts)
-        return statistics.median(seconds), experts, experts / spent[1]
+            return experts_s(nearly, routing, range(2, passes + 2))
 
     def latency(self, bandwidth: float, slots: int = 8, experts: int = 24) -> float:
         """Seconds that a missing expert takes beyond its bytes' time on the line, and beyond what
@@ -191,6 +171,24 @@ class Rig:
         return Costs(
             (link,), Work.constant(expert_s), Work.constant((token_s - experts_s) / layers)
         )
+
+
+def experts_s(
+    made: attach.Greenroom, routing: Routing, passes: range
+) -> tuple[float, float, float]:
+    """Medians over passes of a token: seconds of all of it, of its experts, and of an expert.
+
+    A cache with a slot for every expert computes whole layers as one, in which experts have no time
+    of their own: the cache must have at least one slot less.
+    """
+    assert made.capacity < made.parts.catalog.experts
+    seconds, of_experts, of_one = [], [], []
+    for number in passes:
+        computed, before = made.driver.meter.computed_s, made.stats().expert_requests
+        seconds += routing.play(range(number, number + 1))
+        of_experts.append(made.driver.meter.computed_s - computed)
+        of_one.append(of_experts[-1] / (made.stats().expert_requests - before))
+    return statistics.median(seconds), statistics.median(of_experts), statistics.median(of_one)
 
 
 class Placed(Foresight):

@@ -36,11 +36,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rig import ANY, INFINITE, LESSONS, Placed, cut, forced, prepared
+from rig import ANY, INFINITE, LESSONS, Placed, cut, experts_s, forced, prepared
 from speed import BLOCK, Session, misses, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
@@ -132,29 +133,13 @@ class Hall:
     @cached_property
     def resident(self) -> tuple[float, float]:
         """Seconds of a token with everything resident, and those of its experts."""
-        made, _ = self.attach(self.catalog.experts, {}, INFINITE)
-        for layer, (a, b) in enumerate(zip(*(self.catalog.offsets[i:] for i in (0, 1)))):  # noqa: B905
+        made, _ = self.attach(self.catalog.experts - 1, {}, INFINITE)
+        for layer, (a, b) in enumerate(pairwise(self.catalog.offsets)):
             made.driver.step(layer, np.arange(b - a), lambda *_: None)
         short = cut(self.trace, 20).select([0])
         with forced(self.model, short) as routing:
             routing.play(range(4))
-            made.driver.meter.computed_s = 0.0
-            spent, before = [0.0], made.driver.meter.copy()
-            kernel = made._modules[0]._greenroom.kernel
-            wave = kernel.wave
-
-            def timed(*given: Any) -> None:
-                begin = time.perf_counter()
-                wave(*given)
-                spent[0] += time.perf_counter() - begin
-
-            kernel.wave = timed
-            try:
-                seconds = routing.play(range(4, 20))
-            finally:
-                del kernel.wave
-        assert before is not None
-        return statistics.median(seconds), spent[0] / 16
+            return experts_s(made, routing, range(4, 20))[:2]
 
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
         """Every way at this size, on this line."""

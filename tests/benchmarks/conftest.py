@@ -1,0 +1,41 @@
+"""What the smoke tests share: tiny recordings and checkpoints, made once a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenroom.hf.pack.making import pack
+from tests.benchmarks import data, harness
+
+TEXT = "A wood in the north. The wind is cold, and the first snow falls upon the stage. " * 8
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What command lines name in braces, but for `{out}` and `{pack}`."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (traces := folder / "traces").mkdir()
+    data.write_recordings(traces)
+    data.write_llama_bench(folder / "llama-bench")
+    (folder / "text.txt").write_text(TEXT + "\n")
+    root = folder / "root"
+    args = [str(root), "--tiny", "--variants", "zipf1.0", "zipf1.5", "--gguf", "zipf1.0"]
+    assert harness.run("checkpoints.py", args) == 0
+    return {
+        "traces": traces,
+        "recording": traces / f"{data.MODELS[0]}.npz",
+        "root": root,
+        "model": root / "moe1.7b-zipf1.0",
+        "llama": folder / "llama-bench",
+        "text": folder / "text.txt",
+    }
+
+
+@pytest.fixture(scope="session")
+def packed(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with experts in segments."""
+    folder = tmp_path_factory.mktemp("packs") / "pack"
+    pack(str(inputs["model"]), folder, "same", segments=2)
+    return folder

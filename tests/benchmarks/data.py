@@ -1,0 +1,64 @@
+"""Tiny inputs for the smoke tests: recordings in the published format, and a stand-in for a peer.
+
+Recordings have the demo model's shape (8 layers of 32 experts, top-4), so that every script can
+replay them: the simulated ones and those that force a model's routing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from greenroom.config import TopicsConfig
+from greenroom.trace.synth import topics
+
+# The names that the papers' scripts look for.
+MODELS = ("olmoe-1b-7b", "gpt-oss-20b", "deepseek-v2-lite", "mixtral-8x7b")
+LAYERS, EXPERTS, TOP_K = 8, 32, 4
+TOKENS = 66  # of a request: some scripts take requests of 64 and more only
+REQUESTS = 88  # of two kinds; the last 40 are a predictor's lessons in replays
+LLAMA_BENCH = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+repeats = int(given["-r"])
+rows = [(int(given["-p"]), 0), (0, int(given["-n"]))]
+print(json.dumps([{{"n_prompt": p, "samples_ns": [10**8] * repeats}} for p, _ in rows]))
+"""
+
+
+def write_recording(path: Path, seed: int, *, prefill: bool = False, ids: bool = True) -> None:
+    """A synthetic recording as an npz, with labels, gate weights and token ids."""
+    config = TopicsConfig(
+        layers=LAYERS, experts=EXPERTS, top_k=TOP_K, tokens=REQUESTS * TOKENS, requests=REQUESTS,
+        topics=2, seed=seed,
+    )  # fmt: skip
+    trace = topics(config)
+    random = np.random.default_rng(seed)
+    gates = np.sort(random.dirichlet(np.ones(TOP_K), (trace.tokens, LAYERS)))[..., ::-1]
+    arrays = {
+        "experts": trace.experts,
+        "offsets": trace.request_starts,
+        "labels": np.array(["ab"[r // 2 % 2] for r in range(REQUESTS)]),
+        "phase": "prefill" if prefill else "decode",
+        "meta": json.dumps({"experts_per_layer": EXPERTS, "model": path.stem}),
+        "weights": gates.astype(np.float16),
+    }
+    if ids:
+        arrays["token_ids"] = random.integers(0, 300, trace.tokens, np.int32)
+    np.savez(path, **arrays)
+
+
+def write_recordings(folder: Path) -> None:
+    """One for each name; as published, one is of prompts, and only the first has token ids."""
+    for seed, name in enumerate(MODELS):
+        prefill = name.startswith("deepseek")
+        write_recording(folder / f"{name}.npz", seed, prefill=prefill, ids=seed == 0)
+
+
+def write_llama_bench(path: Path) -> None:
+    """A program that answers llama-bench's command line with made-up times."""
+    path.write_text(LLAMA_BENCH.format(python=sys.executable))
+    path.chmod(0o755)

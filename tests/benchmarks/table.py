@@ -1,0 +1,154 @@
+"""The smoke table: for every script of `benchmarks/` a command line that ends within seconds.
+
+In arguments `{traces}` is a folder of recordings, `{recording}` one of them, `{root}` a folder of
+tiny checkpoints, `{model}` one of those, `{pack}` the same in segments, `{llama}` a stand-in for
+llama-bench, `{text}` a text file and `{out}` an empty folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What other scripts import: these have no command line.
+LIBRARIES = {
+    "breakdown.py", "common.py", "papers/common.py", "replay/forced.py", "replay/rig.py"
+}  # fmt: skip
+MATPLOTLIB, LIBCACHESIM = "matplotlib", "libcachesim"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command line, and the names that its output must show above rows of finite figures.
+
+    `needs` is a package that the script cannot do without, `writes` are files below `{out}`.
+    `kind` says how figures are shown: in tables, as objects of JSON, or as files alone.
+    """
+
+    script: str
+    args: str
+    columns: tuple[str, ...] = ()
+    needs: str = ""
+    writes: tuple[str, ...] = ()
+    kind: Literal["table", "json", "files"] = "table"
+    limited: bool = False  # runs in a memory cgroup
+    then: str = ""  # the script is run once more with these arguments after the others
+
+    @property
+    def name(self) -> str:
+        words = [word for word in self.args.split() if not word.startswith(("{", "-"))]
+        return f"{self.script}-{words[0]}" if self.script in MANY and words else self.script
+
+
+MANY = ("worker.py", "serve.py", "precision.py", "kernels.py", "plan.py")
+SESSION = "--tokens 10 --settle 2 --fill 1 --repeats 1"
+PAPER = "--quick --seed 1 --out {out}"
+RECORDED = f"{PAPER} --traces {{traces}}"
+REPLAY = f"demo {{recording}} {SESSION}"
+
+
+def _paper(name: str, columns: tuple[str, ...], args: str = "", *, drawn: bool = True) -> Row:
+    """A script of `papers/`, which writes a table and mostly a figure of its name."""
+    stem = name.replace("_", "-")
+    writes = (f"{stem}.md", f"{stem}.svg", f"{stem}.png") if drawn else (f"{stem}.md",)
+    given = f"{PAPER if name in ('llru_zipf', 'llru_bounds') else RECORDED} {args}"
+    return Row(f"papers/{name}.py", given, columns, MATPLOTLIB, writes)
+
+
+ROWS = (
+    # Checkpoints, and programs that others run.
+    Row("checkpoints.py", "{out} --tiny --variants uniform --gguf uniform", kind="files",
+        writes=("moe1.7b-uniform/config.json", "moe1.7b-uniform.gguf")),
+    Row("replay/checkpoint.py", "{out} --tiny --layers 1", kind="files",
+        writes=("olmoe-1/model.safetensors.index.json",)),
+    Row("gguf_file.py", "{root}/moe1.7b-zipf1.0.gguf {out}/larger.gguf --layers 9", kind="files",
+        writes=("larger.gguf",)),
+    Row("memlimit.py", "64MiB {recording} -- cat {text}", ("wall_s", "cpu_s", "disk_bytes"),
+        kind="json", limited=True),
+    Row("worker.py", "greenroom {model} --cache 50% --prompt 8 --tokens 4 --breakdown 1",
+        ("prefill_s", "token_s", "load_s", "decode", "breakdown"), kind="json"),
+    Row("worker.py", "accelerate {model} --memory 1000000 --prompt 8 --tokens 1",
+        ("prefill_s", "token_s", "load_s"), kind="json"),
+    # Runs of a model.
+    Row("floor.py", "{model} --table", ("floor", "measured")),
+    Row("decode.py", "{root} --quick --variants zipf1.0 --engines greenroom llama.cpp --threads 1"
+        " --llama-bench {llama} --share 60",
+        ("variant", "tokens/s", "hit ratio", "% of floor", "x llama.cpp"), limited=True),
+    Row("resident.py", "{root} --quick --engines greenroom transformers llama.cpp --threads 1"
+        " --llama-bench {llama} --prompt 8",
+        ("engine", "decode tokens/s", "prefill tokens/s", "greenroom x, decode")),
+    Row("formats.py", "{root} --model moe1.7b-zipf1.0 --types BF16 --llama-bench {llama}"
+        " --threads 1 --repeats 1 --tokens 4 --prompt 8 --only resident",
+        ("everything resident", "Greenroom", "llama.cpp", "ratio")),
+    Row("pack.py", "{model} --out {out} --kinds int8", ("experts", "packing, s", "floor, s")),
+    Row("startup.py", "--repeats 1 --parts help warm --own-cache",
+        ("start-up", "first text, s", "end, s")),
+    Row("context.py", "demo --contexts 64 128 --tokens 4 --out {out}",
+        ("context", "slots", "hit ratio", "TPOT ms"), MATPLOTLIB, ("context.md", "context.svg")),
+    Row("overhead.py", "{model} --tokens 4 --repeats 1 --variants off markov",
+        ("prefetch", "prediction µs", "bookkeeping µs")),
+    Row("warm_start.py", "demo --tokens 16", ("model", "start", "load s", "TTFT s", "steady %")),
+    Row("goodpred.py", "demo --tokens 8 --predictors markov --distances 1",
+        ("prefetch", "accuracy", "GOODPRED", "stall ms")),
+    Row("probes.py", "--layers 8 --experts 32 --top-k 4 --hidden 160", ("warm", "cold")),
+    Row("kernels.py", "--encodings int4 --tokens 1 --quick", ("encoded experts", "us/expert")),
+    Row("kernels.py", "--quick", ("experts", "torch ms", "numba ms", "floor")),
+    Row("gpu.py", "--fake --shapes olmoe", ("resident", "TPOT ms", "hits", "tier GB/s")),
+    Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 6 --parts run users turn exact",
+        kind="files"),
+    Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 6 --parts http delay",
+        ("--batch-delay", "last TTFT s", "mean TTFT s")),
+    Row("soak_serve.py", "demo --minutes 0.1 --users 2", kind="files"),
+    Row("plan.py", "demo --out {out}/plan.jsonl --trace {out}/plan.safetensors --rounds 1"
+        " --limits 500e6 --choice 0.25 --requests 1",
+        ("settings", "measured ms", "planned ms"), then="--table",
+        writes=("plan.jsonl", "plan.safetensors")),
+    Row("precision.py", "demo --packs same+int4 --folder {out} --rounds 1 --tokens 10"
+        " --text {text} --quality-tokens 24 --read-limit 1GB",
+        ("pack", "misses", "TPOT ms", "inexact")),
+    # Simulations of a recording.
+    Row("precision.py", "--traces {recording} --tokens 50 --capacity 25%",
+        ("capacity", "transfer", "exact", "skip 0.1")),
+    Row("budgets.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "optimal")),
+    Row("pins.py", "{recording} --capacity 25% --policy lru", ("policy", "slots", "none", "mixed")),
+    Row("split.py", "{recording} --capacity 25% --ratios 1 --tokens 132",
+        ("slots", "transfer/compute", "moepic", "mean theta")),
+    Row("systems.py", "{recording} --tokens 132 --systems moepic,hybrimoe,llru,greenroom",
+        ("system", "slots", "miss ratio", "TPOT ms", "of llru")),
+    Row("simulate.py", "{recording} --capacity 40% --policies lru next-use --repeat 1",
+        ("policy", "M requests/s", "libcachesim", "memory/stream"), LIBCACHESIM),
+    # Replays: a model routes as the recording says.
+    Row("replay/speed.py", f"{REPLAY} --shares 0.25 --ratios 1 --variants reactive markov oracle:2",
+        ("resident, transfer / compute", "TPOT ms", "floor ms", "hidden")),
+    Row("replay/compare.py", f"{REPLAY} --shares 0.25 --bandwidths 1 --variants reactive markov",
+        ("resident", "miss ratio", "simulated", "distance")),
+    Row("replay/prefill.py", "demo {recording} --prompt 10 --repeats 1 --shares 0.25 --ratios 1",
+        ("variant", "TTFT ms", "computing ms", "x reactive")),
+    Row("replay/link.py", "demo {recording} --bandwidths 1 --passes 2 --repeats 1",
+        ("link", "carried, GB/s", "x slower with the link")),
+    Row("replay/recovery.py", "demo {recording} --requests 4 --tokens 10 --variants reactive eamc",
+        ("variant", "requests to recover", "excess of the first")),
+    Row("replay/ablation.py", f"{REPLAY} --prompt 10 --policy lru",
+        ("regime", "variant", "ms a pass", "x base")),
+    Row("replay/ablation.py", f"{REPLAY} --prompt 10 --simulated 2",
+        ("regime", "variant", "ms a pass", "x base")),
+    Row("replay/segments.py", f"{{pack}} {{recording}} {SESSION} --shares 0.25 --ratios 1"
+        " --out {out}/segments.jsonl", ("resident", "ratio", "whole", "split", "theta")),
+    # Experiments of the papers.
+    _paper("llru_zipf", ("panel", "paper", "here")),
+    _paper("llru_bounds", ("theorem", "bound")),
+    _paper("llru_sweep", ("recording", "order")),
+    _paper("llru_spread", ("recording", "LRU / OPT", "LLRU / OPT")),
+    _paper("eamc_capacity", ("recording", "matching", "LRU", "1 EAM")),
+    _paper("eamc_cover", ("recording", "EAMs", "needed for 75 %")),
+    _paper("eamc_shift", ("recording", "policy", "excess of the first")),
+    _paper("moepic_lcp", ("recording", "LRU", "LFU", "LCP at its best")),
+    _paper("promoe_skew", ("recording", "uses by the top 10 %", "50 %")),
+    _paper("prediction", ("recording", "predictor", "d = 1", "µs a layer"),
+           "--models olmoe-1b-7b deepseek-v2-lite --limit 500 --predictors token markov",
+           drawn=False),
+    Row("papers/moepic.py", RECORDED, ("TTFT ms", "TPOT ms", "prefetches begun"), MATPLOTLIB,
+        ("moepic-olmoe-1b-7b-64-ablation.md", "moepic-olmoe-1b-7b-64-zeta.md")),
+    Row("papers/gap.py", f"{RECORDED} --models olmoe-1b-7b --policies auto;random",
+        ("pin step", "olmoe-1b-7b 20/40/60", "mean"), MATPLOTLIB, ("gap-none.md", "gap-step.md")),
+)  # fmt: skip

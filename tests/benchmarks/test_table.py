@@ -1,0 +1,54 @@
+"""The smoke table has every script, and what reads its output notices what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.harness import FOLDER, check_finite, check_json, check_table
+from tests.benchmarks.table import LIBRARIES, ROWS
+
+
+def scripts() -> dict[str, str]:
+    return {path.relative_to(FOLDER).as_posix(): path.read_text() for path in FOLDER.rglob("*.py")}
+
+
+def test_every_script_has_a_row() -> None:
+    assert {row.script for row in ROWS} == set(scripts()) - LIBRARIES
+
+
+def test_libraries_have_no_command_line() -> None:
+    found = scripts()
+    assert not [name for name in LIBRARIES if "__main__" in found[name]]
+
+
+def test_every_script_is_in_the_readme() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert not [name for name in scripts() if name.rpartition("/")[2] not in text]
+
+
+@pytest.mark.parametrize("text", ["| a | b |\n|---|---|\n| x | 1 |", "a  b\n-  -\nx  1\n\nmore"])
+def test_a_table_is_found(text: str) -> None:
+    check_table(text, ("a", "b"))
+
+
+@pytest.mark.parametrize("text", ["| a | c |\n| x | 1 |", "| a | b |\n|---|---|\n", "a  b\nx  -"])
+def test_a_table_without_its_columns_or_figures_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError):
+        check_table(text, ("a", "b"))
+
+
+@pytest.mark.parametrize("text", ["| nan |", "1.0 (nan to nan)", "x inf", "-inf", '{"a": NaN}'])
+def test_what_is_not_finite_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError):
+        check_finite(text)
+
+
+@pytest.mark.parametrize("text", ["information about a nanosecond", "| 1e3 | a-inf-b |"])
+def test_words_are_no_figures(text: str) -> None:
+    check_finite(text)
+
+
+def test_objects_need_their_keys() -> None:
+    check_json('text\n{"a": 1, "b": 2}', ("a",))
+    with pytest.raises(AssertionError):
+        check_json('{"a": 1}', ("b",))
