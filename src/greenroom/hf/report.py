@@ -12,6 +12,7 @@ from greenroom.hf.lesser import LESSER
 from greenroom.hf.pack.format import PackCatalog
 from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.kernels.stored import dense_bytes
+from greenroom.runtime.stats import Stats
 
 LONGEST = 160  # characters of the short line
 
@@ -30,7 +31,6 @@ def _short(name: str, model: PreTrainedModel) -> str:
     """The line in LONGEST characters: what is left out is what comes last."""
     greenroom = model.greenroom
     stats, parts = greenroom.stats(), greenroom.parts
-    dense = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     slots = show_bytes(stats.capacity * stats.slot_bytes)
     shown = name.rstrip("/").rpartition("/")[2][:40]
     kv = f" in {parts.kv.name}, WHICH CHANGES THE OUTPUT," if parts.kv.quantised else ""
@@ -41,14 +41,22 @@ def _short(name: str, model: PreTrainedModel) -> str:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(parts.kv_cache_bytes)} of KV cache{kv} for {parts.context} tokens"
     for text in (
-        f"{show_bytes(dense)} of dense parts",
-        f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else "",
+        f"{show_bytes(dense_bytes(model))} of dense parts",
+        _memory(stats),
         f"settings {parts.chosen}" if parts.chosen else "",
         "--verbose says more",
     ):
         if text and len(line) + len(text) + 3 <= LONGEST:
             line += f" · {text}"
     return line
+
+
+def _memory(stats: Stats) -> str:
+    """What the process will take, and its budget; "" where neither is known."""
+    budget = f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
+    if stats.memory_bytes is None:
+        return budget
+    return f"memory {show_bytes(stats.memory_bytes)}" + f" of {budget}" * bool(budget)
 
 
 def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
