@@ -25,6 +25,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.attention import Room
 from greenroom.runtime.memory import reservation
 
@@ -158,6 +159,7 @@ class Growing(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._count or super().get_seq_length()
 
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from greenroom.hf.together import Together
 from greenroom.hf.watch import Watch
 from greenroom.hf.weight_guard import WeightGuard
 from greenroom.runtime.driver import Driver
+from greenroom.runtime.graphs import outside_graphs
 
 
 class Listener:
@@ -111,6 +112,7 @@ class Listener:
             for module in self._modules:
                 del module.forward
 
+    @outside_graphs
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass begins; one without keys and values before it is the first of a prompt. Of an
         encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
@@ -174,6 +176,7 @@ class Listener:
     def _adopt(self, cache: Any) -> None:
         adopt(cache, max(self._parts.context, ROOM) + 1, in_blocks=self._on_gpu)
 
+    @outside_graphs
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if self._unnoted:
             return
@@ -187,6 +190,7 @@ class Listener:
             for layer, router in self._shared.early.items():
                 self._hooks.append(router.register_forward_hook(partial(self._decided, layer)))
 
+    @outside_graphs
     def _decided(self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         """A router has chosen, and something else runs before its experts: they come meanwhile
         (early preemption; ProMoE, 5.2)."""

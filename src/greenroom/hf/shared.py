@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from greenroom.runtime.graphs import outside_graphs
+
 WORTH = 16  # vectors of the input's width: a module with fewer weights is not worth the trouble
 
 _LITERALS = (type(None), bool, int, float, str)
@@ -212,13 +214,16 @@ class _Layer:
             add(module.register_forward_hook(self._left))
         add(first.register_forward_hook(lambda *_: self._learn()))
 
+    @outside_graphs
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pass.seen.append(_Seen(module, False, args, kwargs))
 
+    @outside_graphs
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         self._pass.seen.append(_Seen(module, True, outputs, {}))
 
+    @outside_graphs
     def _learn(self) -> None:
         """The pass through the layer is over: find what can be done earlier, and stop watching."""
         seen, self._pass.seen = self._pass.seen, []
@@ -264,6 +269,7 @@ class _Layer:
         here, module = self._pass, call.module
         original = self._forward = module.forward
 
+        @outside_graphs
         def forward(*args: Any, **kwargs: Any) -> Any:
             stash, here.stash = here.stash, None
             if here.tensors:
@@ -283,6 +289,7 @@ class _Layer:
         none, and then nothing is done ahead."""
         here, place, grad = self._pass, source.place, torch.is_grad_enabled
 
+        @outside_graphs
         def keep(values: Any) -> None:
             here.grad = grad()
             try:

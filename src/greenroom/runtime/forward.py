@@ -19,6 +19,7 @@ from greenroom.runtime.cuda.both import Both
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
 from greenroom.runtime.driver import Driver
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.direct import Direct
 from greenroom.runtime.kernels.fused import Step
 from greenroom.runtime.kernels.routing import Routing
@@ -54,6 +55,7 @@ class Binding:
         return Seen(self.layer, experts, inputs=given)
 
 
+@outside_graphs
 def experts_forward(
     module: nn.Module,
     hidden_states: torch.Tensor,

@@ -20,6 +20,7 @@ from torch import nn
 from greenroom.core.predictor import PassBegins, Seen
 from greenroom.errors import TraceError
 from greenroom.runtime.forecasts import Forecasts
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes import GateInputs
 from greenroom.trace.segments import PREDICTED, Header, Segment
 
@@ -97,11 +98,13 @@ class Recorder:
         finally:
             self._open = False
 
+    @outside_graphs
     def _embed(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._open and args and not args[0].is_meta:
             self._given = args[0].flatten().cpu().numpy().astype(np.int32)
 
     def _listener(self, layer: int) -> Any:
+        @outside_graphs
         def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._open:
                 given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,8 @@ from greenroom.runtime.kernels.matrix import Matrix, unread
 from greenroom.runtime.kernels.openmp import body
 from greenroom.runtime.kernels.stored import Stored
 from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
-from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
+from tests.runtime.kernels.test_attention import FITTING, make
+from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs, layer_of
 from tests.runtime.kernels.walls import WalledSlots, moved, nan_memory, walled
 
 ROWS = COLUMNS + 1  # a whole tile and a row besides
@@ -245,49 +247,49 @@ def of_attention(one: OneToken, tokens: int) -> Iterator[Case]:
     )
 
 
-def attentions() -> Iterator[OneToken]:
-    from tests.runtime.kernels.test_attention import FITTING, make
+def of_style(style: Style, whole: bool) -> Iterator[Case]:
+    """Everything that is computed with one encoding."""
+    unit = {"int8": 64}.get(style.name, max(32, BLOCKS[style.name][0]))
+    blocks = range(1, MANY + 1) if whole else FEW
+    tokens = TOKENS if whole else (1, 5)
+    for count in blocks:
+        for dtype in (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,):
+            for rounded in (False, True):
+                for at_end in (True, False) if whole else (True,):
+                    yield from rows_of(style, dtype, rounded, count * unit, at_end)
+    for count in blocks if unit < 256 else range(1, 9 if whole else 3):
+        # The other width is one that leaves its turn unfinished too, or all but its first vector.
+        for other in (3, 31) if whole and count in FEW and unit < 256 else (3,):
+            yield from of_experts(style, count * unit, other * unit, tokens)
+            yield from of_experts(style, other * unit, count * unit, tokens)
+        if whole:
+            yield from of_stored(style, count * unit)
 
-    for dtype in (torch.bfloat16, torch.float16):
-        yield OneToken(make(*FITTING["mixtral"], dtype), None, lambda cache, layer: None, {})
+
+def of_plain(dtype: torch.dtype, whole: bool) -> Iterator[Case]:
+    """Everything that is computed with plain weights of a type."""
+    elements = range(1, 2 * MANY + 1) if whole else (1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90)
+    for count in elements:
+        for family in ("qwen3_moe", "aria") if whole else ("qwen3_moe",):
+            yield from of_plain_experts(family, dtype, count, 19)
+            yield from of_plain_experts(family, dtype, 19, count)
+        if dtype is not torch.float32:
+            for outputs in (1, 4, 7, 65) if whole else (7,):
+                yield from of_linear(dtype, count, outputs)
+            yield from of_norm(dtype, count)
+    if whole and dtype is not torch.float32:
+        module = make(*FITTING["mixtral"], dtype)
+        one = OneToken(module, None, lambda cache, layer: None, {})
+        for tokens in elements:
+            yield from of_attention(one, tokens)
 
 
 def cases(whole: bool) -> Iterator[Case]:
     """All of them, or those of a few widths."""
-    blocks = range(1, MANY + 1) if whole else FEW
-    elements = range(1, 2 * MANY + 1) if whole else (1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90)
-    dtypes = (torch.bfloat16, torch.float16) if whole else (torch.bfloat16,)
     for style in (*(replace(s, share=(1, s.share[1])) for s in STYLES), WIDE):
-        unit = max(32, BLOCKS[style.name][0])
-        for count in blocks:
-            for dtype in dtypes:
-                for rounded in (False, True):
-                    for at_end in (True, False) if whole else (True,):
-                        yield from rows_of(style, dtype, rounded, count * unit, at_end)
-        # The other width is one that leaves its turn and its vector of scales unfinished, too.
-        few = [count for count in blocks if unit == 32 or count < (9 if whole else 4)]
-        for count in few:
-            for other in (3, 31) if whole and unit == 32 else (3,):
-                yield from of_experts(
-                    style, count * unit, other * unit, TOKENS if whole else (1, 5)
-                )
-                yield from of_experts(
-                    style, other * unit, count * unit, TOKENS if whole else (1, 5)
-                )
-            if whole:
-                yield from of_stored(style, count * unit)
-    for count in elements:
-        for dtype in (*dtypes, torch.float32) if whole else dtypes:
-            for family in ("qwen3_moe", "aria") if whole else ("qwen3_moe",):
-                yield from of_plain_experts(family, dtype, count, 19)
-                yield from of_plain_experts(family, dtype, 19, count)
-        for dtype in dtypes:
-            for outputs in (1, 4, 7, 65) if whole else (7,):
-                yield from of_linear(dtype, count, outputs)
-            yield from of_norm(dtype, count)
-    for one in attentions() if whole else ():
-        for tokens in elements:
-            yield from of_attention(one, tokens)
+        yield from of_style(style, whole)
+    for dtype in DTYPES if whole else (torch.bfloat16,):
+        yield from of_plain(dtype, whole)
 
 
 def main() -> int:
@@ -299,13 +301,16 @@ def main() -> int:
     torch.manual_seed(0)
     torch.empty = nan_memory
     number = wrong = 0
+    kinds = Counter[str]()
     with torch.no_grad():
         for name, outcome in cases(args.all):
             if args.only in name:
                 number += 1
+                kinds[" ".join(name.split()[:2])] += 1
                 if problem := outcome.problem:
                     wrong += 1
                     print(f"{name}: {problem}", flush=True)
+    print(*(f"{count:6} {kind}" for kind, count in kinds.items()), sep="\n")
     print(f"{number} cases, {wrong} wrong")
     return wrong > 0
 

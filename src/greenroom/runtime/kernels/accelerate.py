@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels import layers
 from greenroom.runtime.kernels.attention import (
     OneToken,
@@ -218,6 +219,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     enter, wide, limit = body(layers.gemv, dtype, False), N * K > _SERIAL, FEW * K
     empty, grad, original = torch.empty, torch.is_grad_enabled, type(module).forward
 
+    @outside_graphs
     def forward(input: Tensor) -> Tensor:
         size = input.numel()
         if (
@@ -260,6 +262,7 @@ def stored_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forward:
     (N, K), dtype, grad = stored.shape, stored.dtype, torch.is_grad_enabled
     stride, wide = 4 * FEW * K + room(K), N * K > _SERIAL
 
+    @outside_graphs
     def forward(input: Tensor) -> Tensor:
         if parameters["weight"] is not None:  # it was given one
             return original(module, input)
@@ -306,6 +309,7 @@ def embedding_forward(module: nn.Module, stored: Stored, rounded: bool) -> Forwa
     parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
     del rounded
 
+    @outside_graphs
     def forward(input: Tensor) -> Tensor:
         if parameters["weight"] is not None:
             return original(module, input)
@@ -362,6 +366,7 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     epsilon = struct.unpack("<i", struct.pack("<f", eps))[0]
     empty_like, grad = torch.empty_like, torch.is_grad_enabled
 
+    @outside_graphs
     def forward(x: Tensor) -> Tensor:
         size = x.numel()
         if (

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels import heads, sequence
 from greenroom.runtime.kernels.emit import LANES
 from greenroom.runtime.kernels.guard import Guard
@@ -338,6 +339,7 @@ def attention_forward(one: OneToken) -> Forward:
     """An attention's forward, compiled for one token."""
     module, original = one.module, one.original
 
+    @outside_graphs
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Models name what they give; what comes without names is left to the class."""
         names = ("position_embeddings", "attention_mask", "past_key_values")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels import heads, layers, sequence
 from greenroom.runtime.kernels.attention import OneToken, Positions, Room, Style, bits
 from greenroom.runtime.kernels.chain import Chain
@@ -284,6 +285,7 @@ def layer_forward(one: OneLayer, module: nn.Module) -> Callable[..., Any]:
     """A decoder layer's forward, compiled for one token."""
     original = type(module).forward
 
+    @outside_graphs
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(module, hidden_states, *args, **kwargs)

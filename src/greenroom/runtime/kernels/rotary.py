@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from greenroom.runtime.graphs import outside_graphs
+
 ROWS = 128  # positions of a table
 TABLES = 16  # that are kept
 FIXED = {"default", "linear", "llama3", "yarn"}  # kinds that know positions, not lengths
@@ -57,6 +59,7 @@ class Rotary:
         module = self._module
         return module._buffers["inv_freq"], getattr(module, "attention_scaling", None)
 
+    @outside_graphs
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's: (cosines, sines) [1, tokens, width] in x's type."""
         if (

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels import choice, layers, sequence, ties
 from greenroom.runtime.kernels.guard import Guard
 from greenroom.runtime.kernels.openmp import body
@@ -141,6 +142,7 @@ class Router:
         sequence.run(asked.stages)
         return asked.answer()
 
+    @outside_graphs
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's: (products or softmax of all experts, weights, ids), compiled for one."""
         if (

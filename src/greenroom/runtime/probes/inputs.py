@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.predictor import Inputs
+from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes.routers import Router
 
 
@@ -25,6 +26,7 @@ class GateInputs:
     def _listener(self, layer: int) -> Callable[..., None]:
         seen = self._seen
 
+        @outside_graphs
         def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen[layer] = args[0] if args else kwargs["hidden_states"]
 
