@@ -99,7 +99,7 @@ def test_the_python_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None
     names: dict[str, Any] = {}
     exec(compile(code, "docs/python.md", "exec"), names)
     text, ratio = capsys.readouterr().out.rsplit("\n", 2)[:2]
-    assert text.startswith("Once upon a time")
+    assert "Once upon a time" in text
     assert 0 < float(ratio) < 1
     names["model"].greenroom.detach()
 
