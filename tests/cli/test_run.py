@@ -144,6 +144,26 @@ def test_raw_switches_the_chat_template_off(cli: Run, copy: Path) -> None:
     assert written["token_ids"] == chat["token_ids"]
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ 'a' * 10**10 }}", "{{ messages[9].x }}"])
+def test_a_template_that_fails_is_one_line(cli: Run, copy: Path, template: str) -> None:
+    (copy / "chat_template.jinja").write_text(template)
+    ran = cli("run", copy, PROMPT, "--cache", "25%", *FEW)
+    assert ran.code == 2
+    start, said = ran.err.splitlines()
+    assert "experts in slots" in start
+    assert said.startswith("greenroom: the chat template does not take these messages: ")
+
+
+@pytest.mark.parametrize("temperature", ["3e-38", "1e-45", "1e-300"])
+def test_the_smallest_temperatures_take_the_likeliest_token(
+    cli: Run, folder: Path, temperature: str
+) -> None:
+    options = ("--cache", "25%", *FEW, "--json", "--temperature")
+    found = cli("run", folder, PROMPT, *options, temperature).json["token_ids"]
+    assert found == cli("run", folder, PROMPT, *options, "0").json["token_ids"]
+    assert "--temperature" in cli("run", folder, PROMPT, "--temperature", "nan").mistake
+
+
 def test_a_seed_repeats_a_sample(cli: Run, folder: Path) -> None:
     options = ("--cache", "25%", *FEW, "--temperature", 1.5, "--top-k", 50, "--json", "--seed")
     one, again, other = (cli("run", folder, PROMPT, *options, s).json["text"] for s in (1, 1, 2))

@@ -32,9 +32,11 @@ KEY = "sk-greenroom-test"
 
 
 @contextmanager
-def served(*argv: object, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def served(
+    *argv: object, model: Path = DEMO, cache: tuple[object, ...] = CACHE, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """A server as a process: (process, URL, lines of the start), once it is ready."""
-    process = start("serve", DEMO, "--port", 0, *CACHE, *argv, **options)
+    process = start("serve", model, "--port", 0, *cache, *argv, **options)
     assert process.stderr is not None
     lines = []
     try:
@@ -177,6 +179,23 @@ def test_an_engine_that_breaks_ends_the_process_once_all_are_told(tmp_path: Path
         said = process.stderr.read()
         assert "the model has failed, the server ends" in said
         assert "/secret/file has a bug" in said  # the log has all
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.timeout(240)
+def test_a_template_that_loops_hangs_neither_the_server_nor_its_end(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text(LOOP)
+    with served(model=copy) as (process, url, _):
+        chat = {"model": "model", "messages": ASKED}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+        assert answer.status_code == 400
+        assert "chat template" in answer.json()["error"]["message"]
+        text = {"model": "model", "prompt": "Once", "max_tokens": 2}
+        assert httpx2.post(f"{url}/v1/completions", json=text, timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def _ready(url: str, process: subprocess.Popen[str]) -> None:

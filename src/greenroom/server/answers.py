@@ -97,7 +97,7 @@ class Answers:
                     self._service.engine.submit(self._request(index), partial(self._tell, index))
                 )
                 self._left += 1
-        except GreenroomError:
+        except BaseException:
             self.cancel()
             raise
 
