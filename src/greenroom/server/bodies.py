@@ -25,6 +25,10 @@ async def read(request: Request, model: type[Body], limit: int) -> Body:
         # Web pages of others can send other types without asking first.
         wanted = "the body must be JSON: send Content-Type: application/json"
         raise ApiError(415, wanted, close=True)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        wanted = f"a body that is encoded as {encoding[:40]!r} is not supported: send it as it is"
+        raise ApiError(415, wanted, close=True)
     try:
         data = await asyncio.wait_for(_collect(request, limit), BODY_S)
     except (asyncio.TimeoutError, TimeoutError):
