@@ -54,7 +54,32 @@ def test_any_text_is_an_amount_or_a_clear_mistake(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8 giga", "GiB", "-1GiB", "1e9", "5%%", "1,5GiB", "nan", True]
+    "text",
+    [
+        "",
+        "8 giga",
+        "GiB",
+        "-1GiB",
+        "1e9",
+        "5%%",
+        "1,5GiB",
+        "nan",
+        True,
+        "٣%",
+        "３GiB",
+        "1_0%",
+        "²",
+        "1e-3%",
+        "inf",
+        "inf%",
+        "NaN%",
+        "0x10",
+        "+5%",
+        "1.%",
+        ".5%",
+        "8GİB",
+        "9" * 400 + "GiB",
+    ],
 )
 def test_what_is_no_amount(text: str) -> None:
     with pytest.raises(UsageError, match="write bytes as 8GiB or 500MB, a share as 60%"):

@@ -224,6 +224,19 @@ def test_a_resize_that_comes_after_closing_is_refused(rig):
     in_time(resize)
 
 
+def test_the_size_that_it_has_already_is_no_resize(rig, monkeypatch):
+    r = ahead(rig, lambda layer: [], capacity=8)
+    r.begin()
+    r.step(0, 0)
+    told, tell = [], r.driver._tell
+    monkeypatch.setattr(
+        r.driver, "_tell", lambda event: (told.append(type(event).__name__), tell(event))
+    )
+    for capacity in (8, 8, 5, 5, 8, 8):
+        r.driver.resize(capacity)
+    assert told.count("Resized") == 2
+
+
 def test_a_pass_that_begins_after_closing_moves_nothing(rig):
     r = ahead(rig, lambda layer: [3, 4] if layer == 0 else [])
     r.begin()

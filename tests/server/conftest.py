@@ -15,7 +15,8 @@ import httpx2
 import pytest
 
 from greenroom.config import ServeConfig
-from greenroom.server.listen import Patient, Server, address, listening, server
+from greenroom.server.connection import Connection
+from greenroom.server.listen import Server, address, listening, server
 from greenroom.server.served import RequestLog
 from greenroom.server.service import Service
 from tests.server.fakes import FakeEngine
@@ -127,6 +128,7 @@ def launch(
     key: str | None = None,
     head_s: float | None = None,
     slow_s: float | None = None,
+    linger_s: float | None = None,
     **options: Any,
 ) -> Running:
     """A running server; `options` are ServeConfig's."""
@@ -136,9 +138,9 @@ def launch(
     service = Service(engine, config, NAME, key, log)
     sock = listening(config.host, config.port)
     made = server(service)
-    if head_s or slow_s:
-        limits = {"head_s": head_s or Patient.head_s, "slow_s": slow_s or Patient.slow_s}
-        made.config.http = type("Impatient", (Patient,), limits)
+    limits = {"head_s": head_s, "slow_s": slow_s, "linger_s": linger_s}
+    if limits := {name: value for name, value in limits.items() if value is not None}:
+        made.config.http = type("Impatient", (Connection,), limits)
     made.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     thread = threading.Thread(target=made.run, args=([sock],), daemon=True)
     thread.start()

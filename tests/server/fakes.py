@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.errors import GreenroomError, TooLong
-from greenroom.server.requests import Busy, Finished, Listener, Request, Token
+from greenroom.server.requests import Busy, Finished, Listener, PromptTokens, Request, Token
 
 Script = Callable[[Request], Iterable[int]]
 
@@ -77,6 +77,9 @@ class FakeEngine:
         request, began, first = ticket.request, time.monotonic(), None
         reason = "stop"
         ticket.cancelled.wait(self.first_s)
+        if request.prompt_logprobs is not None:
+            scored = [self._scored(request, token) for token in request.ids[1:]]
+            ticket.listener(PromptTokens((Token(request.ids[0]), *scored)))
         for token in self.script(request):
             if ticket.cancelled.is_set():
                 break
@@ -110,6 +113,11 @@ class FakeEngine:
                 error,
             )
         )
+
+    def _scored(self, request: Request, token: int) -> Token:
+        """Its log-probability names the token; two others are likelier."""
+        top = tuple((token + i, -1.0 - i) for i in range(1, (request.prompt_logprobs or 0) + 1))
+        return Token(token, -float(token), top)
 
     def _token(self, request: Request, token: int) -> Token:
         if request.top_logprobs is None:

@@ -22,7 +22,15 @@ from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store import DiskStore
 from greenroom.server.engine import ContinuousEngine, Loaded
 from greenroom.server.journal import Journal
-from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
+from greenroom.server.requests import (
+    Event,
+    Finished,
+    PromptTokens,
+    Request,
+    Sampling,
+    Ticket,
+    Token,
+)
 
 PATIENCE = 100.0  # seconds
 GREEDY = Sampling(temperature=0.0)
@@ -33,18 +41,23 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []
+        self.prompt: tuple[Token, ...] | None = None
         self.finished: Finished | None = None
         self.ticket: Ticket | None = None
         self.first = threading.Event()
         self._end = threading.Event()
         self.on_token: Callable[[Token], None] = lambda token: None
 
-    def __call__(self, told: Token | Finished) -> None:
+    def __call__(self, told: Event) -> None:
         assert self.finished is None, "told of something after the end"
         if isinstance(told, Finished):
             self.finished = told
             self.first.set()
             self._end.set()
+        elif isinstance(told, PromptTokens):
+            assert self.prompt is None
+            assert not self.tokens
+            self.prompt = told.tokens
         else:
             self.tokens.append(told)
             self.first.set()

@@ -72,7 +72,7 @@ class TestCompletions:
         api = by_openai(serve(saying("one two"))).completions
         found = api.create(model=NAME, prompt="Hello", logprobs=2).choices[0]
         assert found.logprobs is not None
-        assert "".join(found.logprobs.tokens or ()) == "one two"
+        assert "".join(found.logprobs.tokens or ()) == "one two<|end|>"  # it was chosen too
         assert found.logprobs.text_offset is not None
         assert found.logprobs.text_offset[0] == 0
         assert found.logprobs.token_logprobs == [-0.5] * len(found.logprobs.tokens or ())

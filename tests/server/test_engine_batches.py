@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from greenroom.server.batches import BLOCK, compose, split
 
 
-def sequence(pending: int, computed: int = 0) -> Any:
-    return SimpleNamespace(pending=pending, computed=computed)
+def sequence(pending: int, computed: int = 0, scored: int | None = None) -> Any:
+    """`scored` tokens a pass of a prompt whose log-probabilities are wanted."""
+    scores = None if scored is None else SimpleNamespace(pass_tokens=scored)
+    return SimpleNamespace(pending=pending, computed=computed, scores=scores)
 
 
 def counts(passes: Any) -> list[list[int]]:
@@ -26,6 +28,13 @@ def test_answers_first_then_a_chunk_of_prompts() -> None:
     assert counts(compose([sequence(900), sequence(30)], 64, exact=False)) == [[BLOCK]]
     assert counts(compose([sequence(500), sequence(30)], 64, exact=False)) == [[500, 12]]
     assert compose([], 64, exact=False) == []
+
+
+def test_prompts_that_are_scored_share_the_logits_of_a_pass() -> None:
+    running = [sequence(100, scored=40), sequence(30), sequence(100, scored=60), sequence(1, 9)]
+    assert counts(compose(running, 512, exact=False)) == [[1, 40, 30, 20]]
+    assert counts(compose(running[:1] * 3, 512, exact=False)) == [[40]]
+    assert counts(compose(running, 50, exact=False)) == [[1, 40, 10]]
 
 
 def test_alone_together_a_prompt_is_cut_where_it_would_be_cut_alone() -> None:

@@ -158,7 +158,26 @@ class TestNames:
         """DNS rebinding: a web page's own name, which leads to loopback."""
         assert running.get("/v1/models", headers={"host": host}).status_code == 403
 
-    @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000"])
+    @pytest.mark.parametrize(
+        "host", ["localhost@evil.example", "localhost:80:80", "localhost:٣", "", "localhost.evil"]
+    )
+    def test_what_only_looks_like_ours(self, running: Running, host: str) -> None:
+        headers = {"host": host.encode()}
+        assert running.get("/v1/models", headers=headers).status_code == 403
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "localhost",
+            "localhost:8000",
+            "127.0.0.1:1",
+            "[::1]:8000",
+            "LOCALHOST",
+            "LocalHost.:80",
+            "127.0.0.1.",
+            "[0:0:0:0:0:0:0:1]",
+        ],
+    )
     def test_a_name_that_is_ours(self, running: Running, host: str) -> None:
         assert running.get("/v1/models", headers={"host": host}).status_code == 200
 

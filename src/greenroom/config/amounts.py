@@ -15,6 +15,8 @@ UNITS = {
     "G": 1 << 30, "GIB": 1 << 30, "GB": 10**9,
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
+# Digits are ASCII's, and at most so many: a float holds their product with a unit.
+AMOUNT = re.compile(r"\s*([0-9]{1,100}(?:\.[0-9]{1,100})?)\s*([A-Za-z]*|%)\s*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Amount:
             if value <= 0:
                 raise BudgetError(f"{what} must be more than 0 bytes, got {value}")
             return cls(nbytes=value)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
+        match = AMOUNT.fullmatch(str(value))
         if match is None or (match[2] != "%" and match[2].upper() not in UNITS):
             raise UsageError(f"{what} is {value!r}: write bytes as 8GiB or 500MB, a share as 60%")
         number = float(match[1])

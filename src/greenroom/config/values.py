@@ -55,7 +55,7 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
         return scope
     if Path(scope).suffix == ".json" or Path(scope).is_file():
         return _numbers_in(scope, "slots")
-    if not re.fullmatch(r"[\d.,\s]+", scope):
+    if not re.fullmatch(r"[0-9.,\s]+", scope):
         raise UnknownName("scope", scope, [*SCOPES, "N,N,...", "FILE"])
     return _numbers(scope.split(","), "--scope")
 

@@ -195,35 +195,47 @@ class Batch:
             return True
         return not self.apart and (not self.exact or max(lengths) == 1)
 
-    def __call__(self, ids: Sequence[Sequence[int]], caches: list[Any]) -> list[Tensor]:
+    def __call__(
+        self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
+    ) -> list[Tensor]:
         """A pass: the new tokens of each sequence, which follow those in its cache.
 
-        Logits [V] after the last token of each; `caches` have the new tokens then.
+        Logits [V] after the last token of each, or [new tokens, V] of those that are `scored`;
+        `caches` have the new tokens then.
         """
         if len(ids) == 1:
-            return self._alone(ids[0], caches)
+            return self._alone(ids[0], caches, scored is not None and scored[0])
         lengths = [len(each) for each in ids]
-        return self._together(ids, Together(caches, lengths, exact=self.exact, joined=self.joined))
+        keep = [n if scored is not None and scored[i] else 1 for i, n in enumerate(lengths)]
+        cache = Together(caches, lengths, exact=self.exact, joined=self.joined)
+        logits = self._together(ids, cache, keep)
+        if scored is None or not any(scored):
+            return list(logits)
+        parts = zip(logits.split(keep), scored, strict=True)
+        return [part if each else part[-1] for part, each in parts]
 
-    def _alone(self, ids: Sequence[int], caches: list[Any]) -> list[Tensor]:
+    def _alone(self, ids: Sequence[int], caches: list[Any], scored: bool) -> list[Tensor]:
         model = self._model
         out = model(
             input_ids=torch.tensor([ids], device=model.device),
             past_key_values=caches[0],
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=len(ids) if scored else 1,
         )
         caches[0] = out.past_key_values
-        return [out.logits[0, -1]]
+        return [out.logits[0] if scored else out.logits[0, -1]]
 
-    def _together(self, ids: Sequence[Sequence[int]], cache: Together) -> list[Tensor]:
+    def _together(
+        self, ids: Sequence[Sequence[int]], cache: Together, keep: Sequence[int]
+    ) -> Tensor:
+        """Logits [sum(keep), V]: after the last so many tokens of each sequence."""
         model = self._model
         positions: list[int] = []
-        ends: list[int] = []
-        for each, own in zip(ids, cache.caches, strict=True):
+        rows: list[int] = []
+        for each, own, count in zip(ids, cache.caches, keep, strict=True):
             had = length_of(own)
             positions += range(had, had + len(each))
-            ends.append(len(positions) - 1)
+            rows += range(len(positions) - count, len(positions))
         experts = model.greenroom.alone() if self.exact else nullcontext()
         with self._attending(), self._head_by_tokens(), experts:
             out = model(
@@ -232,11 +244,11 @@ class Batch:
                 position_ids=torch.tensor([positions], device=model.device),
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=torch.tensor(ends, device=model.device),
+                logits_to_keep=torch.tensor(rows, device=model.device),
                 together=cache,
             )  # fmt: skip
         logits: Tensor = out.logits[0]
-        return list(logits if len(logits) == len(ends) else logits[ends])
+        return logits if len(logits) == len(rows) else logits[rows]
 
     @contextmanager
     def _attending(self) -> Iterator[None]:

@@ -320,6 +320,8 @@ class Driver:
         """Change the number of slots between steps; returns when it is done."""
         with self._one_step:
             self._enter()
+            if capacity == self.scheduler.capacity:
+                return
             if capacity > self.slots.capacity:
                 self.slots.trim(capacity)
             self._tell(Resized(capacity))

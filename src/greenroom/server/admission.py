@@ -74,7 +74,7 @@ class Admission:
     def _about_to_be_read(self, sequence: Sequence, running: Many[Sequence]) -> bool:
         """Does a prompt that is being read begin like this one? Then it is worth the wait."""
         reading = [each for each in running if each.computed < each.prompt]
-        if not reading or self._config.no_prefix_reuse or not self._batch.plain:
+        if not reading or not self._reuses(sequence) or not self._batch.plain:
             return False
         ids = as_ids(sequence.request.ids)
         there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
@@ -104,7 +104,7 @@ class Admission:
         already, and room for its own."""
         sequence.cache = self._batch.cache()
         ids = as_ids(sequence.ids)
-        sources = [] if self._config.no_prefix_reuse else list(self._sources(running))
+        sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
         tokens = self._usable(best, ids)
         taken = best.kept is not None and tokens == best.ids.size
@@ -124,6 +124,10 @@ class Admission:
         sequence.exact = min(tokens, best.exact)
         if self._journal is not None:
             self._journal.events.append(Reuse(sequence.number, best.number, tokens))
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        """Keys and values that were computed before have no logits, which scores are made of."""
+        return sequence.scores is None and not self._config.no_prefix_reuse
 
     def _sources(self, running: Many[Sequence]) -> Iterator[Source]:
         for each in running:

@@ -18,7 +18,15 @@ from greenroom.errors import GreenroomError
 from greenroom.hf.dialogue import Dialogue, Plain
 from greenroom.server.errors import ApiError, as_api_error
 from greenroom.server.reading import Delta, End, Reader
-from greenroom.server.requests import Finished, Request, Sampling, Ticket, Token
+from greenroom.server.requests import (
+    Event,
+    Finished,
+    PromptTokens,
+    Request,
+    Sampling,
+    Ticket,
+    Token,
+)
 from greenroom.server.served import Served
 from greenroom.server.service import Service
 
@@ -36,6 +44,7 @@ class Job:
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: str | None = None
     tools: list[dict[str, Any]] | None = None
     plain: bool = False
@@ -47,7 +56,9 @@ class Job:
             speaker: Any = Plain(dialogue)
         else:
             speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)
-        return Reader(speaker, self.stops, end_ids, self.one_call)
+        # With log-probabilities a completion shows every token that was chosen, also the last.
+        ends = () if self.plain and self.top_logprobs is not None else end_ids
+        return Reader(speaker, self.stops, ends, self.one_call)
 
 
 async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job]) -> Answers:
@@ -79,7 +90,9 @@ class Answers:
         self.job, self.dialogue = job, dialogue
         self.prompt_tokens = served.prompt_tokens = sum(map(len, job.prompts))
         self._service, self._served, self._loop = service, served, loop
-        self._events: asyncio.Queue[tuple[int, Token | Finished]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
+        self._scored = [job.prompt_logprobs is None] * len(job.prompts)
         self._tickets: list[Ticket] = []
         self._count = len(job.prompts) * job.n
         if self._count > service.most_answers:
@@ -112,12 +125,13 @@ class Answers:
             max_new_tokens=min(limit for limit in limits if limit is not None),
             sampling=sampling,
             top_logprobs=job.top_logprobs,
+            prompt_logprobs=job.prompt_logprobs if index % job.n == 0 else None,
             grammar=job.grammar,
             timeout_s=self._service.left_s(self._served),
             name=self._served.id,
         )
 
-    def _tell(self, index: int, event: Token | Finished) -> None:
+    def _tell(self, index: int, event: Event) -> None:
         """From the engine's thread."""
         if isinstance(event, Finished):
             self._service.metrics.finished(event)
@@ -128,6 +142,10 @@ class Answers:
         """(index of the answer, what it says next); raises ApiError where one of them fails."""
         while self._left:
             index, event = await self._next()
+            if isinstance(event, PromptTokens):
+                for choice in range(index, index + self.job.n):
+                    yield choice, Delta(prompt=event.tokens)
+                continue
             reader = self._readers[index]
             if isinstance(event, Token):
                 self._tokens += 1
@@ -145,12 +163,24 @@ class Answers:
             self._served.reason = end.reason
             yield index, end
 
-    async def _next(self) -> tuple[int, Token | Finished]:
-        """Where many wait, since the client is slow, others get their turn between them."""
+    async def _next(self) -> tuple[int, Event]:
+        """Where many wait, since the client is slow, others get their turn between them.
+
+        The first choice of a prompt scores it for the others, which wait for that.
+        """
         self._taken += 1
         if self._taken % TURN == 0:
             await asyncio.sleep(0)
-        return await self._events.get()
+        for place, (index, _) in enumerate(self._early):
+            if self._scored[index // self.job.n]:
+                return self._early.pop(place)
+        while True:
+            index, event = await self._events.get()
+            prompt, choice = divmod(index, self.job.n)
+            self._scored[prompt] |= isinstance(event, PromptTokens)
+            if self._scored[prompt] or choice == 0:
+                return index, event
+            self._early.append((index, event))
 
     def _note(self, finished: Finished) -> None:
         self._left -= 1
@@ -179,7 +209,7 @@ class Answers:
 
         async def drain() -> None:
             while self._left:
-                _, event = await self._events.get()
+                _, event = self._early.pop() if self._early else await self._events.get()
                 if isinstance(event, Finished):
                     self._note(event)
 

@@ -20,7 +20,7 @@ from greenroom import __version__
 from greenroom.errors import GreenroomError
 from greenroom.server import chat, completions, messages, operations, responses
 from greenroom.server.errors import ApiError, as_api_error
-from greenroom.server.guard import Keyed, Noted
+from greenroom.server.guard import HeadCheck, Keyed, Noted
 from greenroom.server.routes import REF
 from greenroom.server.service import Service
 
@@ -35,7 +35,7 @@ def create_app(service: Service) -> ASGIApp:
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    return Noted(app, service.log)
+    return Noted(HeadCheck(app), service.log)
 
 
 def api(service: Service) -> FastAPI:

@@ -27,12 +27,15 @@ def compose(running: Many[Sequence], chunk: int, exact: bool) -> list[list[Share
     if exact:
         chunks = [[(each, to_grid(each, chunk))] for each in reading[:1]]
         return [*([singles] if singles else []), *chunks]
-    room, shares = chunk if singles else BLOCK, list(singles)
+    room, shares, scored = chunk if singles else BLOCK, list(singles), 0
     for each in reading:
-        if room < 1:
-            break
-        shares.append((each, min(each.pending, room)))
-        room -= shares[-1][1]
+        count = min(each.pending, room)
+        if each.scores is not None:
+            count = min(count, each.scores.pass_tokens - scored)
+            scored += max(0, count)
+        if count > 0:
+            shares.append((each, count))
+            room -= count
     return [shares] if shares else []
 
 

@@ -36,6 +36,10 @@ async def read(request: Request, model: type[Body], limit: int, room: Room | Non
         # Web pages of others can send other types without asking first.
         wanted = "the body must be JSON: send Content-Type: application/json"
         raise ApiError(415, wanted, close=True)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        wanted = f"a body that is encoded as {encoding[:40]!r} is not supported: send it as it is"
+        raise ApiError(415, wanted, close=True)
     try:
         data = await asyncio.wait_for(_collect(request, limit, room), BODY_S)
     except (asyncio.TimeoutError, TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -13,8 +14,8 @@ from greenroom.hf.dialogue import Dialogue
 from greenroom.server.answering import route
 from greenroom.server.answers import Answers, Job
 from greenroom.server.errors import ApiError
-from greenroom.server.params import OpenAI, Sampled, Stop, StreamOptions, Tokens
-from greenroom.server.reading import End
+from greenroom.server.params import OpenAI, Sampled, Stop, StreamOptions
+from greenroom.server.reading import Delta, End
 from greenroom.server.requests import Token
 from greenroom.server.routes import new_id
 from greenroom.server.service import Service
@@ -65,7 +66,7 @@ Prompts = Annotated[
 
 class CompletionRequest(OpenAI, Sampled):
     prompt: Prompts
-    max_tokens: Tokens | None = DEFAULT_TOKENS
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = DEFAULT_TOKENS
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
     stream_options: StreamOptions | None = None
@@ -78,8 +79,8 @@ class CompletionRequest(OpenAI, Sampled):
     def _fits(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not supported: leave it out, or send what n is")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo is not supported together with logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1 without echo")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
@@ -92,6 +93,7 @@ class CompletionRequest(OpenAI, Sampled):
             max_tokens=self.max_tokens,
             stops=self.stop or (),
             top_logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
             plain=True,
         )
 
@@ -123,7 +125,7 @@ class Shown:
         self._ends: list[End] = []
         job = answers.job
         self._count = len(job.prompts) * job.n
-        self._length = [0] * self._count  # characters so far, for text_offset
+        self._offsets = [Offsets() for _ in range(self._count)]
         self._head = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -141,7 +143,7 @@ class Shown:
                 reasons[index] = FINISH[said.reason]
                 continue
             texts[index].append(said.text)
-            tokens[index] += self._placed(index, said.tokens)
+            tokens[index] += self._placed(index, said)
         choices = [
             self._choice(index, "".join(texts[index]), tokens[index], reasons[index])
             for index in range(self._count)
@@ -151,14 +153,15 @@ class Shown:
 
     async def events(self) -> AsyncIterator[bytes]:
         for index in range(self._count):
-            if text := self._echo(index):
+            if self._body.logprobs is None and (text := self._echo(index)):
                 yield self._chunk(index, text, [], None)
         async for index, said in self._answers:
             if isinstance(said, End):
                 self._ends.append(said)
                 yield self._chunk(index, "", [], FINISH[said.reason])
             else:
-                yield self._chunk(index, said.text, self._placed(index, said.tokens), None)
+                text = self._echo(index) if said.prompt else said.text
+                yield self._chunk(index, text, self._placed(index, said), None)
         if self._with_usage:
             used = usage(self._answers.prompt_tokens, self._ends)
             yield event({**self._head, "choices": [], "usage": used})
@@ -175,13 +178,15 @@ class Shown:
         prompt = self._body.prompt[index // self._answers.job.n]
         return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
 
-    def _placed(self, index: int, tokens: tuple[Token, ...]) -> list[tuple[Token, int]]:
+    def _placed(self, index: int, said: Delta) -> list[tuple[Token, int]]:
         """Tokens and where in the text each begins."""
-        found = []
-        for token in tokens:
-            found.append((token, self._length[index]))
-            self._length[index] += len(self._text(token.id))
-        return found
+        dialogue, offsets = self._answers.dialogue, self._offsets[index]
+        if said.prompt:
+            text = self._echo(index)
+            at = [offsets.next(dialogue, token.id, text) for token in said.prompt]
+            offsets.at = len(text)
+            return list(zip(said.prompt, at, strict=True))
+        return [(token, offsets.next(dialogue, token.id)) for token in said.tokens]
 
     def _chunk(
         self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
@@ -199,13 +204,45 @@ class Shown:
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
         return {
             "tokens": [self._text(token.id) for token, _ in tokens],
-            "token_logprobs": [finite(token.logprob) for token, _ in tokens],
-            "top_logprobs": [
-                {self._text(each): finite(logprob) for each, logprob in token.top}
-                for token, _ in tokens
-            ],
+            "token_logprobs": [self._own(token) for token, _ in tokens],
+            "top_logprobs": [self._top(token) for token, _ in tokens],
             "text_offset": [offset for _, offset in tokens],
         }
 
+    def _own(self, token: Token) -> float | None:
+        """The first token of a prompt has none: nothing is before it."""
+        return None if token.logprob is None else finite(token.logprob)
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The likeliest tokens and the token itself, by their texts."""
+        if token.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for each, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self._text(each), finite(logprob))
+        return found
+
     def _text(self, token_id: int) -> str:
-        return self._answers.dialogue.token_bytes(token_id).decode("utf-8", "replace")
+        """A token as text, or, where it is half a character, as OpenAI writes its bytes."""
+        data = self._answers.dialogue.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class Offsets:
+    """Where in a text its tokens begin, in characters."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, dialogue: Dialogue, token_id: int, text: str | None = None) -> int:
+        """Where the next token begins: of the prompt `text`, or of an answer. Special tokens are no
+        part of an answer, nor of a text that a tokenizer added them to."""
+        began, added = self.at, dialogue.tokenizer.added_tokens_decoder.get(token_id)
+        special = added is not None and added.special
+        if not special or (text is not None and text.startswith(added.content, began)):
+            self.at += len(self._decoder.decode(dialogue.token_bytes(token_id)))
+        return began if text is None else min(began, len(text))

@@ -41,6 +41,7 @@ from greenroom.server.kv_memory import kv_limit
 from greenroom.server.passes import Passes
 from greenroom.server.requests import Busy, Listener, Request
 from greenroom.server.sampling import Sampler
+from greenroom.server.scores import PromptScores
 from greenroom.server.sequence import Sequence
 from greenroom.server.snapshot import Totals, of_model, snapshot
 
@@ -129,8 +130,8 @@ class ContinuousEngine:
             raise UsageError(
                 f"the prompt has tokens that the model has not (0 to {vocabulary - 1})"
             )
-        if request.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
+        if request.max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens must be at least 0, got {request.max_new_tokens}")
         if request.timeout_s is not None and not request.timeout_s > 0:
             raise UsageError(f"timeout_s must be above 0, got {request.timeout_s}")
         total = len(request.ids) + request.max_new_tokens
@@ -141,6 +142,9 @@ class ContinuousEngine:
             )
         grammar = None if request.grammar is None else self._grammars(request.grammar)
         ends = self.end_ids if request.end_ids is None else request.end_ids
+        scores = None if request.prompt_logprobs is None else PromptScores(
+            request.ids, request.prompt_logprobs, vocabulary, self.model.dtype.itemsize
+        )  # fmt: skip
         return Sequence(
             number=-1,
             request=request,
@@ -149,6 +153,7 @@ class ContinuousEngine:
             end_ids=frozenset(ends),
             needs=self.greenroom.keys_values.total(total),
             on_cancel=self._cancel,
+            scores=scores,
         )
 
     def _retry_s(self) -> float:
@@ -324,7 +329,9 @@ class ContinuousEngine:
         with self._own_work(sequence):
             if isinstance(found, GreenroomError):
                 raise found
-            reason = sequence.take(sequence.sampler(found))
+            token = sequence.sampler(found) if sequence.request.max_new_tokens else None
+            sequence.tell_scores()
+            reason = "length" if token is None else sequence.take(token)
         if reason:
             self._finish(sequence, reason)
 

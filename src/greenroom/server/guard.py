@@ -1,9 +1,11 @@
-"""What stands before the API: request ids, the log, errors that nobody expected, and the key."""
+"""What stands before the API: request ids, the log, errors that nobody expected, what HTTP forbids,
+and the key."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from urllib.parse import quote
 
@@ -12,9 +14,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from greenroom.server.errors import ApiError
+from greenroom.server.keys import is_loopback
 from greenroom.server.served import RequestLog, Served
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s/@]+)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
+MOST_FIELDS = 100  # headers of a request
 OPEN = ("/health",)  # for those who watch over processes
 
 
@@ -55,6 +59,38 @@ class Noted:
             self._log.line(served)
 
 
+class HeadCheck:
+    """Refuses requests whose head breaks HTTP/1.1 (RFC 9112), or asks for more than this server
+    does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = _head_error(scope) if scope["type"] == "http" else None
+        if error is not None:
+            await answer(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _head_error(scope: Scope) -> ApiError | None:
+    headers, version = Headers(scope=scope), scope["http_version"]
+    if len(headers) > MOST_FIELDS:
+        return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
+    if version not in ("1.0", "1.1"):
+        return ApiError(505, f"HTTP/{version} is not supported: use HTTP/1.1", close=True)
+    hosts = headers.getlist("host")
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        return ApiError(400, f"a request has one Host header, got {len(hosts)}", close=True)
+    coding = headers.get("transfer-encoding")
+    if coding is not None and version == "1.0":
+        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding", close=True)
+    if coding is not None and coding.lower() != "chunked":
+        return ApiError(501, "Transfer-Encoding can only be chunked", close=True)
+    return None
+
+
 class Keyed:
     """Lets in who has the key. Without one, only those who call this machine by its own name.
 
@@ -65,7 +101,7 @@ class Keyed:
     def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
         self._app = app
         self._digest = _digest(key) if key is not None else None
-        self._hosts = LOOPBACK | {host}
+        self._host = host.lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN:
@@ -77,8 +113,8 @@ class Keyed:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if self._digest is None:
-            host = headers.get("host", "")
-            if host and not self._is_ours(host):
+            host = headers.get("host")  # HTTP/1.0 may have none, which no web page speaks
+            if host is not None and not self._is_ours(host):
                 return ApiError(403, "this server is called localhost", close=True)
             return None
         given = headers.get("x-api-key")
@@ -93,8 +129,11 @@ class Keyed:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        name, colon, port = host.rpartition(":")
-        return host in self._hosts or (bool(colon) and port.isdecimal() and name in self._hosts)
+        found = HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found[1].strip("[]").removesuffix(".").lower()
+        return name == self._host or is_loopback(name)
 
 
 def _digest(key: str) -> bytes:

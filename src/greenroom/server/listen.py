@@ -1,8 +1,4 @@
-"""The socket and the loop: uvicorn, with time-outs for clients that stall, ended by a signal.
-
-What uvicorn does not have: a time in which the head of a request must be there, a bound on its
-size, and a time in which a client must take what it is sent.
-"""
+"""The socket and the loop: uvicorn with our `Connection`, ended by a signal."""
 
 from __future__ import annotations
 
@@ -17,16 +13,13 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from greenroom.errors import UsageError
 from greenroom.server.app import create_app
+from greenroom.server.connection import Connection
 from greenroom.server.service import Service
 
-HEAD_S = 15.0  # in which the request line and headers must come, from the first connection on
-HEAD_BYTES = 64 << 10
 IDLE_S = 75  # between the requests of one connection
-SLOW_S = 60.0  # in which a client must take what waits for it
 BEYOND_S = 5.0  # after the grace period, for answers to be told that they end
 
 
@@ -52,57 +45,6 @@ def address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class Patient(HttpToolsProtocol):
-    """HTTP/1.1 whose patience ends."""
-
-    head_s, slow_s = HEAD_S, SLOW_S
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # waiting begins when the kernel's is full
-        self._head_bytes, self._head_there = 0, False
-        self._head_due = self.loop.call_later(self.head_s, self._give_up)
-        self._write_due: asyncio.TimerHandle | None = None
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_there, self._head_bytes = False, 0
-        self._head_due.cancel()
-        self._head_due = self.loop.call_later(self.head_s, self._give_up)
-
-    def on_headers_complete(self) -> None:
-        self._head_there = True
-        self._head_due.cancel()
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_there:
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > HEAD_BYTES:
-            self._give_up()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._write_due = self.loop.call_later(self.slow_s, self._give_up)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_due is not None:
-            self._write_due.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._head_due.cancel()
-        if self._write_due is not None:
-            self._write_due.cancel()
-
-    def _give_up(self) -> None:
-        if not self.transport.is_closing() or self._write_due is not None:
-            self.transport.abort()
 
 
 class Server(uvicorn.Server):
@@ -147,7 +89,7 @@ def server(service: Service, app: ASGIApp | None = None) -> Server:
     config = uvicorn.Config(
         app or create_app(service),
         loop="asyncio",
-        http=Patient,
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from greenroom.server.errors import ApiError, cause_of
 from greenroom.server.params import Strict
+from greenroom.server.resizes import Resizes
 from greenroom.server.routes import body_of, described
 from greenroom.server.service import Service
 
@@ -26,7 +27,7 @@ BODIES = (CacheSize,)
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes, resizes = APIRouter(), Resizes(service.engine.resize)
 
     @routes.get("/health")
     async def health() -> JSONResponse:
@@ -67,8 +68,7 @@ def router(service: Service) -> APIRouter:
             raise ApiError(403, "only for those with a key: start the server with --api-key-file")
         body = await body_of(request, service, CacheSize)
         service.dialogue()  # or 503
-        slots = await asyncio.to_thread(service.engine.resize, body.cache)
-        return {"slots": slots}
+        return {"slots": await resizes(body.cache)}
 
     return routes
 

@@ -20,7 +20,7 @@ from greenroom.hf import kv
 from greenroom.hf.together import Batch
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.server.batches import Share, to_grid
-from greenroom.server.failures import PASSES_THROUGH, RequestFailed, as_error
+from greenroom.server.failures import PASSES_THROUGH, RequestFailed, as_error, contained
 from greenroom.server.journal import Journal, Pass
 from greenroom.server.sequence import Sequence
 
@@ -92,11 +92,12 @@ class Passes:
             return []
         ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
         caches = [each.cache for each, _ in shares]
+        scored = [each.scores is not None for each, _ in shares]
         counts = self._driver.scheduler.counts
         before = counts.requests, counts.hits
         try:
             with device_errors():
-                logits = self._batch(ids, caches)
+                logits = self._batch(ids, caches, scored)
         except BaseException as error:
             self._take_back([each for each, _ in shares])
             if isinstance(error, Interrupted):
@@ -106,10 +107,11 @@ class Passes:
             with self._lock:
                 self._current = []
         self._note(shares, caches, counts.requests - before[0], counts.hits - before[1])
+        found = [_score(*each) for each in zip(shares, logits, strict=True)]
         return [
-            (each, found)
-            for (each, _), found in zip(shares, logits, strict=True)
-            if each.pending == 0
+            (each, after)
+            for (each, _), after in zip(shares, found, strict=True)
+            if each.pending == 0 or isinstance(after, GreenroomError)
         ]
 
     def _begin(self, sequences: list[Sequence]) -> bool:
@@ -149,3 +151,14 @@ class Passes:
         if count <= sequence.pending and sequence.computed:
             return share
         return sequence, to_grid(sequence, self._chunk)
+
+
+def _score(share: Share, logits: Tensor) -> Tensor | GreenroomError:
+    """Logits [V] after the last token of a share. A prompt that is scored takes its scores."""
+    sequence, count = share
+    if sequence.scores is None:
+        return logits
+    failed: list[GreenroomError] = []
+    with contained(failed.append), device_errors():
+        sequence.scores.add(logits, sequence.computed - count)
+    return failed[0] if failed else logits[-1]

@@ -28,6 +28,7 @@ class Delta:
     reasoning: str = ""
     call: ToolCall | None = None
     tokens: tuple[Token, ...] = ()
+    prompt: tuple[Token, ...] = ()  # with log-probabilities, before all else, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)

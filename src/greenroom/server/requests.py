@@ -2,6 +2,7 @@
 
     ticket = engine.submit(request, listener)    # from any thread; Busy, TooLong or ClosedError
     listener(Token(...)), listener(Token(...)), listener(Finished(...))  # from the engine's thread
+    (listener(PromptTokens(...)) comes before them where the request has prompt_logprobs)
     ticket.cancel()                              # its place is free within one token
 
 The engine knows tokens and no text: decoding, stop strings, tools and formats are the other side's.
@@ -48,10 +49,11 @@ class Request:
     """One answer to make; `n` answers to a prompt are n of these."""
 
     ids: tuple[int, ...]  # the prompt's tokens, at least one
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the prompt is computed, and nothing follows it
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: tuple[int, ...] | None = None  # None: the model's own; (): never
     top_logprobs: int | None = None  # None: no logprobs; k: the token's own and the k likeliest
+    prompt_logprobs: int | None = None  # k: of the prompt's tokens too, which are all computed anew
     grammar: str | None = None  # an llguidance grammar that the answer must follow
     timeout_s: float | None = None  # of the whole answer, the wait in the queue included
     name: str = ""  # of the request, in log lines
@@ -62,6 +64,14 @@ class Token:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The prompt's tokens with their log-probabilities; nothing is before the first, so it has
+    none."""
+
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class Finished:
     error: GreenroomError | None = None
 
 
-Listener = Callable[[Token | Finished], None]
+Event = Token | PromptTokens | Finished
+Listener = Callable[[Event], None]
 
 
 class Ticket(Protocol):

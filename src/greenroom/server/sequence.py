@@ -9,8 +9,9 @@ from typing import Any
 
 from greenroom.errors import GreenroomError
 from greenroom.server.prefixes import Ids, as_ids
-from greenroom.server.requests import Finished, Listener, Request, Token
+from greenroom.server.requests import Finished, Listener, PromptTokens, Request, Token
 from greenroom.server.sampling import Sampler
+from greenroom.server.scores import PromptScores
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class Sequence:
     end_ids: frozenset[int]
     needs: int  # bytes of keys and values, at its longest
     on_cancel: Callable[[Sequence], None]
+    scores: PromptScores | None = None  # of a prompt whose log-probabilities are wanted, until told
     ids: list[int] = field(default_factory=list)
     cache: Any = None
     computed: int = 0
@@ -73,6 +75,12 @@ class Sequence:
         """See `requests.Ticket`."""
         self.on_cancel(self)
 
+    def tell_scores(self) -> None:
+        """The prompt is computed: tell the listener its log-probabilities, if it wants them."""
+        if self.scores is not None:
+            tokens, self.scores = tuple(self.scores.tokens), None
+            self.listener(PromptTokens(tokens))
+
     def take(self, token: Token) -> str:
         """A token is there: tell the listener. Why the answer ends with it, or ""."""
         if self.answered is None:
@@ -86,6 +94,8 @@ class Sequence:
     def start_again(self, cache: Any) -> None:
         """What was computed is lost; the tokens are not."""
         self.cache, self.computed, self.exact = cache, 0, 0
+        if self.scores is not None:
+            self.scores.clear()
 
     def result(self, reason: str, error: GreenroomError | None) -> Finished:
         now = time.monotonic()

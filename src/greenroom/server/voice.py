@@ -16,7 +16,7 @@ from greenroom.errors import GreenroomError
 from greenroom.hf.dialogue import Dialogue
 from greenroom.interrupts import handled
 from greenroom.server.reading import Reader
-from greenroom.server.requests import Engine, Finished, Request, Sampling, Token
+from greenroom.server.requests import Engine, Event, Finished, PromptTokens, Request, Sampling
 from greenroom.server.served import tokens_per_s
 from greenroom.server.talk import Messages, OnDelta, Reply
 
@@ -31,7 +31,7 @@ class Voice:
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         ids = self._ids(messages)
         reader = Reader(self._dialogue.spoken(ids), end_ids=self._engine.end_ids)
-        events: queue.SimpleQueue[Token | Finished] = queue.SimpleQueue()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         ticket = self._engine.submit(self._request(ids), events.put)
         reply = Reply()
         try:
@@ -46,7 +46,7 @@ class Voice:
 
     def _hear(
         self,
-        events: queue.SimpleQueue[Token | Finished],
+        events: queue.SimpleQueue[Event],
         reader: Reader,
         reply: Reply,
         on_delta: OnDelta,
@@ -54,6 +54,8 @@ class Voice:
         while True:
             event = events.get()
             done = isinstance(event, Finished)
+            if isinstance(event, PromptTokens):
+                continue  # which Voice does not ask for
             deltas = reader.end(event)[0] if isinstance(event, Finished) else reader.feed(event)
             for delta in deltas:
                 reply.add(delta)
@@ -99,7 +101,7 @@ def loaded(engine: Engine, show: Callable[[float], None]) -> None:
         raise GreenroomError(why or f"the model is {state}")
 
 
-def _last(events: queue.SimpleQueue[Token | Finished]) -> Finished:
+def _last(events: queue.SimpleQueue[Event]) -> Finished:
     while True:
         event = events.get()
         if isinstance(event, Finished):

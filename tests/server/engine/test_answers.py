@@ -124,12 +124,13 @@ def test_a_grammar_is_followed(plain: Served) -> None:
         ({"ids": []}, UsageError, "the prompt is empty"),
         ({"ids": [5, 9999]}, UsageError, r"tokens that the model has not \(0 to 319\)"),
         ({"ids": [-1]}, UsageError, "tokens that the model has not"),
-        ({"ids": [5], "new": 0}, UsageError, "max_new_tokens must be at least 1, got 0"),
+        ({"ids": [5], "new": -1}, UsageError, "max_new_tokens must be at least 0, got -1"),
         ({"ids": [5], "timeout_s": 0.0}, UsageError, "timeout_s must be above 0"),
         ({"ids": [5] * 300}, TooLong, "300 tokens and 8 new ones: there is room for 300"),
         ({"ids": [5], "new": 1 << 40}, TooLong, "there is room for 300"),
         ({"ids": [5], "sampling": Sampling(top_p=2.0)}, UsageError, "top_p must be above 0 to 1"),
         ({"ids": [5], "top_logprobs": 1000}, UsageError, "top_logprobs must be from 0 to 100"),
+        ({"ids": [5], "prompt_logprobs": 101}, UsageError, "prompt_logprobs must be from 0 to 100"),
     ],
 )
 def test_what_cannot_be_answered(plain: Served, request_: Any, error: Any, said: str) -> None:
