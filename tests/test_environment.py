@@ -71,3 +71,22 @@ def test_large_tensors_have_large_pages_unless_the_user_says_otherwise(monkeypat
         monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     large_pages()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == (said or "1")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
+def test_other_systems_are_refused_before_anything_is_imported(platform):
+    code = (
+        f"import sys; sys.platform = '{platform}'\n"
+        "for name in ('torch', 'numpy', 'numba', 'fcntl'): sys.modules[name] = None\n"
+        "import greenroom\n"
+        "from greenroom.cli import main\n"
+        "try: greenroom.load\n"
+        "except greenroom.GreenroomError as error: print(error)\n"
+        "sys.argv = ['greenroom', 'run', 'demo', 'x']\n"
+        "sys.exit(main())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr == f"greenroom: {ran.stdout}"
+    assert ran.stdout.startswith(f"Greenroom runs on Linux only, and this is {platform}: ")
+    assert ran.stdout.count("\n") == 1

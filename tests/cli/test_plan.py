@@ -238,7 +238,7 @@ def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, h
 
 def test_a_run_as_a_system(cli: Run, folder: Path, home: Path):
     asked = ("run", folder, "hello", "--cache", "50%", "--max-new-tokens", 2, "--kernels", "eager")
-    ran = cli(*asked, "--system", "mixtral-offloading", "--policy", "fifo")
+    ran = cli(*asked, "--system", "mixtral-offloading", "--policy", "fifo", "--verbose")
     assert ran.code == 0, ran.err
     assert "--policy fifo" in ran.err
     assert "--scope per-layer" in ran.err

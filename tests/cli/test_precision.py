@@ -114,7 +114,7 @@ def test_a_run_tells_what_was_measured_of_its_quality(
 
 
 def test_exact_experts_that_follow(cli: Run, folder: Path) -> None:
-    ran = cli("run", folder, "hello", "--cache", "50%", *LOW, "--low-follow", *ANSWER)
+    ran = cli("run", folder, "hello", "--cache", "50%", *LOW, "--low-follow", "--verbose", *ANSWER)
     assert ran.code == 0, ran.err
     assert "in int4 (" in ran.err
     assert "exact later)" in ran.err

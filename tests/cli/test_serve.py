@@ -43,6 +43,8 @@ def served(
         while not (lines and lines[-1].startswith("try: ")):
             line = process.stderr.readline()
             assert line, "".join(lines)
+            if line.endswith(" ...\n"):
+                continue
             lines.append(json.loads(line)["message"] if line[0] == "{" else line.rstrip("\n"))
         yield process, lines[0].split()[1], lines
     finally:

@@ -54,7 +54,7 @@ def test_a_split_run_counts_what_simulate_counts(
     for split, scope in (("0.25", "shared"), ("0.5", "per-layer"), ("0.25,0.75", "2,1")):
         recorded = cli(
             "trace", "record", folder, "--prompts", prompts, "-o", out, "--cache", "50%",
-            "--policy", "lru", "--split", split, "--scope", scope, *ANSWER,
+            "--policy", "lru", "--split", split, "--scope", scope, "--verbose", *ANSWER,
         )  # fmt: skip
         assert recorded.code == 0, recorded.err
         assert f"--split {split}" in recorded.err
@@ -155,7 +155,7 @@ def test_a_pinned_run_says_so_and_refuses_too_many(
     options = ("--prompts", prompts, "--cache", "50%", *ANSWER)
     assert cli("trace", "record", source, "-o", first, *options).code == 0
     assert cli("trace", "hot", first, "--task", "code", "--share", "50%", "-o", pins).code == 0
-    ran = cli("run", source, "def g", "--cache", "60%", "--pin", pins, *ANSWER)
+    ran = cli("run", source, "def g", "--cache", "60%", "--pin", pins, "--verbose", *ANSWER)
     assert ran.code == 0, ran.err
     assert f"--pin {pins}" in ran.err
     ran = cli("run", source, "def g", "--cache", "50%", "--pin", pins, *ANSWER)

@@ -235,6 +235,7 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hub, "snapshot_download", fake)
     assert resolve("owner/name") == folder
     model, options = asked[0]
+    options = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
     wanted = ["config.json", "model-1.safetensors", "tokenizer.model", "chat_template.jinja"]
     keep = list(
         huggingface_hub.utils.filter_repo_objects(
@@ -266,7 +267,7 @@ def response_error(kind: type[Exception]) -> Exception:
         (hub_errors.HFValidationError, False, "neither a folder nor a hub id"),
         (hub_errors.LocalEntryNotFoundError, True, "HF_HUB_OFFLINE"),
         (hub_errors.LocalEntryNotFoundError, False, "could not be reached"),
-        (ConnectionError, False, "could not be reached (ConnectionError)"),
+        (ConnectionError, False, "could not be reached"),
     ],
 )
 def test_a_failed_download_is_one_line(
@@ -295,3 +296,47 @@ def test_only_headers_are_read_on_opening(tmp_path: Path, monkeypatch: pytest.Mo
     folder = make_folder(tmp_path)
     monkeypatch.setattr(module.Checkpoint, "read", None)
     assert set(Checkpoint.open(folder).tensors) == set("abcd")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    class Unreachable:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "get_session", Unreachable)
+    (tmp_path / "models--owner--name").mkdir()
+    for ask in (resolve, hub.remote):
+        with pytest.raises(NotAModel) as error:
+            ask("owner/nam")
+        assert "could not be reached; did you mean owner/name?" in one_line(error)
+        assert len(asked) == 1
+        asked.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", "nope: neither a folder nor a hub id such as owner/name; did you mean demo"),
+        ("dem", "dem: neither a folder nor a hub id such as owner/name; did you mean demo?"),
+        ("minne", "did you mean mine?"),
+        ("/nowhere/x", "/nowhere/x: there is no such folder"),
+        ("x.gguf", "x.gguf: there is no such file"),
+    ],
+)
+def test_what_can_be_no_hub_id_is_said_at_once(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "download", None)
+    with pytest.raises(NotAModel) as error:
+        resolve(name)
+    assert words in one_line(error)

@@ -201,7 +201,9 @@ def test_loaded_by_name():
         model, _ = greenroom.load(folder, co_compute=co_compute, **options)
         try:
             found.append(model.generate(ids(1, 5), **OPTIONS))
-            line = startup_line("tiny", model, LoadConfig(co_compute=co_compute, **options))
+            line = startup_line(
+                "tiny", model, LoadConfig(co_compute=co_compute, **options), verbose=True
+            )
             both = co_compute == "auto"
             assert ("experts in host memory, computed there where that is sooner, " in line) is both
             assert ("--co-compute auto" in line) is both

@@ -252,7 +252,7 @@ def test_a_loaded_model_says_what_it_does(of):
     config = LoadConfig(cache="30%", miss_precision="int4", low_below=0.8, skip_below=0.1)
     model, _ = load_with(str(with_copies(*of)), config, remember=False)
     try:
-        line = startup_line("tiny", model, config)
+        line = startup_line("tiny", model, config, verbose=True)
         assert "--miss-precision int4 --low-below 0.8 --skip-below 0.1" in line
         assert "CHANGES THE OUTPUT" in line
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)

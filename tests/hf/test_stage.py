@@ -10,6 +10,7 @@ import pytest
 
 from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
+from greenroom.errors import UsageError
 from greenroom.hf import contest as contests
 from greenroom.hf import rehearse
 from greenroom.hf import settled as settling
@@ -77,8 +78,19 @@ def test_counts_are_of_the_passes_that_are_counted(stage: Stage):
 
 def test_an_answer_shorter_than_what_is_not_counted(stage: Stage):
     stage.attach(BASE)
-    done = stage.play(PROMPTS[:1], 4, settle=8, raw=True)
-    assert (done.gaps, done.requests, done.misses) == ((), 0, 0)
+    with pytest.raises(UsageError, match=r"the first 8 tokens of an answer are not counted.*raise"):
+        stage.play(PROMPTS[:1], 4, settle=8, raw=True)
+
+
+def test_an_answer_that_the_model_would_end_is_played_to_its_last_token(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    stage.attach(BASE)
+    free = stage.play(PROMPTS[:1], 16, raw=True)
+    monkeypatch.setattr(stage.model.generation_config, "eos_token_id", free.tokens[0][1])
+    done = stage.play(PROMPTS[:1], 16, raw=True)
+    assert len(done.tokens[0]) == 16
+    assert done.tpot_s > 0
 
 
 def test_caches_begin_with_what_was_learned(stage: Stage):
@@ -205,11 +217,11 @@ def test_a_run_takes_what_was_measured_and_says_so(remembered: str, no_threads_l
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(remembered, config, remember=True)
     digest = model.greenroom.parts.fingerprint
-    assert "settings" not in startup_line(remembered, model, config)
+    assert "settings" not in startup_line(remembered, model, config, verbose=True)
     model.greenroom.detach()
     keep(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
     model, _ = load_with(remembered, config, remember=True)
-    line = startup_line(remembered, model, config)
+    line = startup_line(remembered, model, config, verbose=True)
     model.greenroom.detach()
     assert "settings measured by tune on 2026-01-02, 20% less time a token than LRU" in line
     assert "--policy lcp" in line
@@ -226,7 +238,7 @@ def test_a_run_takes_a_split_that_was_measured(remembered: str, no_threads_left:
     assert made.split is None
     keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
     model, _ = load_with(folder, config, remember=True)
-    line, parts = startup_line(folder, model, config), model.greenroom.parts
+    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.parts
     model.greenroom.detach()
     assert parts.split is not None
     assert parts.split.tops[0] < parts.split.whole

@@ -92,10 +92,10 @@ def test_budgets_come_with_splits_unless_they_are_given():
 
 
 def test_one_that_cannot_be_found_leaves_the_others(stage: Stage):
-    """A predictor that runs where a trace is replayed only: its row says so, others have theirs."""
-    rows = [entry("split", prefetch="oracle"), entry("scope"), entry()]
+    """A predictor without its file: its row says so, others have theirs."""
+    rows = [entry("split", prefetch="learned"), entry("scope"), entry()]
     warm_up(stage, rows, PROMPT, 16, True)
-    assert "predicts where a trace is replayed only" in rows[0].without
+    assert "--predictor" in rows[0].without
     assert sum(map(float, rows[1].config.scope.split(","))) == 8
     assert rows[2].config == LoadConfig(cache="50%")
     assert [row.without for row in rows[1:]] == ["", ""]

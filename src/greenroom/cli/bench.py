@@ -121,7 +121,7 @@ def play(
     from greenroom.hf.contest import contest
     from greenroom.hf.stage import Stage
 
-    quiet()
+    quiet(progress)
     stage = Stage(args.model, load, progress.of(args.model))
     try:
         if stage.capacity >= stage.experts:

@@ -73,14 +73,14 @@ def _local(
 ) -> tuple[Talker, str]:
     check_early(load)
     check_name(args.model)
+    need_extra("chat")
     with Progress(f"{args.model}: starting") as progress:
-        need_extra("chat")
         compile_ahead(args.model, load)
 
         from greenroom.server.start import start
         from greenroom.server.voice import Voice, loaded
 
-        quiet()
+        quiet(progress)
         once = ServeConfig(max_batch=1, max_queue=1)
         engine = start(args.model, load, once, verbose=args.verbose)
         try:

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     with Progress(f"{args.model}: starting") as progress:
         from greenroom.hf.pack.making import pack
 
-        quiet()
+        quiet(progress)
         progress.say(f"{args.model}: reading the checkpoint")
         try:
             made = pack(

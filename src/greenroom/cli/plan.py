@@ -350,7 +350,7 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
     ]
     if found.target is not None:
         lines.append(said(found.target))
-    size = write_bytes(found.memory * 999 // 1000, found.memory)
+    size = write_bytes(found.memory * 9999 // 10000, found.memory)
     run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
     lines += [
         limits(found),

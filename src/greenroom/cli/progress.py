@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 EVERY_S = 5.0  # between two lines in a file
 CLEAR = "\r\x1b[2K"
@@ -77,10 +78,14 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def quiet() -> None:
-    """No bars of transformers and of the hub: there is a line of our own."""
+def quiet(progress: Progress | None = None) -> None:
+    """No bars of transformers and of the hub: what is downloaded is said by a line of our own."""
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
+    from greenroom.hf.hub import Bytes
+
     logging.disable_progress_bar()
     disable_progress_bars()
+    if progress is not None:
+        Bytes.said_to = partial(progress.say, "downloading")

@@ -90,7 +90,7 @@ def _run(
     from greenroom.hf.loss import loss_line, loss_of
     from greenroom.hf.report import startup_line
 
-    quiet()
+    quiet(progress)
     model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
     gc.freeze()  # what is there now stays: only what an answer leaves is worth a look
     gc.enable()

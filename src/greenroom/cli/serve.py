@@ -8,6 +8,7 @@ import gc
 import logging
 import time
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def main(args: argparse.Namespace) -> None:
             " served with less depend on what those left in the cache: give one of them"
         )
     check_name(args.model)
+    need_extra("serve")
     with contextlib.ExitStack() as stack:
         progress = None
         if config.log_format == "text":  # JSON lines are for programs
@@ -59,8 +61,6 @@ def main(args: argparse.Namespace) -> None:
 def _serve(
     args: argparse.Namespace, load: LoadConfig, config: ServeConfig, progress: Progress | None
 ) -> None:
-    need_extra("serve")
-
     from greenroom.server.keys import check_address, key_of
 
     key = key_of(config.api_key_file)
@@ -88,16 +88,9 @@ def _serve(
 
 def need_extra(command: str) -> None:
     """UsageError that says how to install what the server needs."""
-    try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"greenroom {command} needs {error.name}: pip install 'greenroom[serve]'"
-        ) from error
+    for name in ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn"):
+        if find_spec(name) is None:
+            raise UsageError(f"greenroom {command} needs {name}: pip install 'greenroom[serve]'")
 
 
 def name_of(model: str) -> str:

@@ -106,7 +106,7 @@ def _recorded(
 
     if recording.predict is not None:
         choices(recording.predict)  # a name that is wrong is found before a model is loaded
-    quiet()
+    quiet(progress)
     model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
     began = False
 

@@ -128,7 +128,7 @@ def _measured(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.hf.loss import keep_loss
     from greenroom.hf.quality import quality, text_in
 
-    quiet()
+    quiet(progress)
     lesser = {n: getattr(args, n) for n in LESSER if getattr(args, n) is not None}
     found = quality(
         args.model,
@@ -168,7 +168,7 @@ def _proof(args: argparse.Namespace) -> None:
 def _judged(args: argparse.Namespace, prompt: str | None, progress: Progress) -> None:
     from greenroom.hf.verify import PROMPT, verify
 
-    quiet()
+    quiet(progress)
     verdict = verify(
         args.model,
         args.cache,

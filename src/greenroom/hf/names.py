@@ -33,6 +33,7 @@ def check_name(model: str | os.PathLike[str]) -> None:
 def meant(text: str) -> str:
     """The end of a message: the nearest name that there is; empty without one."""
     names = {name.lower(): name for name in (DEMO, *_folders(), *_downloaded())}
+    names.pop(text.lower(), None)
     parts = {key.rpartition("/")[2]: name for key, name in names.items()}
     found = get_close_matches(text.lower(), names, 1) or get_close_matches(text.lower(), parts, 1)
     return f"; did you mean {(names | parts)[found[0]]}?" if found else ""

@@ -71,7 +71,7 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     growth = greenroom.growth
     gives = growth is not None and growth.least < stats.capacity
     if gives:
-        size = f"--memory {write_bytes(stats.budget_bytes * 999 // 1000, stats.budget_bytes)}"
+        size = f"--memory {write_bytes(stats.budget_bytes * 9999 // 10000, stats.budget_bytes)}"
     else:
         size = f"--cache {write_bytes(slots, slots + stats.slot_bytes - 1)}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
