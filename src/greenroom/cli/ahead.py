@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from greenroom.config import Amount, LoadConfig
+from greenroom.json_file import JsonObject, Malformed, read
 
 ROOM = 2 << 30  # bytes; with less the second process could break the budget
 
@@ -29,7 +29,7 @@ def compile_ahead(model: str, config: LoadConfig) -> None:
 def _dtype(config: Path) -> str:
     """The type that a folder's model is stored in; most are in bfloat16."""
     try:
-        stored = json.loads(config.read_text())
+        stored = JsonObject(read(config, unique=False)).values
         return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
-    except (OSError, ValueError, AttributeError):  # said later, where it is opened for real
+    except (OSError, Malformed):  # said later, where it is opened for real
         return "bfloat16"

@@ -30,10 +30,12 @@ from greenroom.hf.adapters import adapt, conversions
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.dense import Kept, kept
 from greenroom.hf.experts import Streamed, detach_experts, streamed_parameters
+from greenroom.hf.foreign import bounded_construction, check_layers, foreign_errors
 from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
 from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
+from greenroom.json_file import plain
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.pages import Pages
 
@@ -63,11 +65,17 @@ class Draft:
         loaded. The experts implementation "greenroom" must be registered with transformers.
         """
         checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+        with foreign_errors(f"{checkpoint.folder}: no model can be made of its config and tensors"):
+            return cls._of(checkpoint, dtype)
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint, dtype: str) -> Draft:
         config = _config(checkpoint)
         kind, config = class_of(config)
         config.name_or_path = str(checkpoint.folder)  # a text part's own has none
         main = _dtype(dtype, checkpoint, config)
-        model = _construct(kind, config, main)
+        with bounded_construction(len(checkpoint.tensors), str(checkpoint.folder)):
+            model = _construct(kind, config, main)
         if said := adapt(model):
             log.warning("%s", said)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
@@ -287,13 +295,14 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     if kind not in CONFIG_MAPPING:
         if "auto_map" in raw:
             raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
-        raise UnsupportedModel(f"{path}: this transformers does not know the model type {kind}")
-    try:
+        raise UnsupportedModel(
+            f"{path}: this transformers does not know the model type {plain(kind)}"
+        )
+    check_layers(raw, len(checkpoint.tensors), str(path))
+    with foreign_errors(f"{path}: not a valid {kind} config"):
         config = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # each config class validates in its own way
-        raise CheckpointError(f"{path}: not a valid {kind} config: {_one_line(error)}") from error
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):  # the model has plain modules: it is expanded
             del part.quantization_config
@@ -325,11 +334,8 @@ def _construct(
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
-        try:
+        with foreign_errors(f"{kind.__name__} cannot be constructed", UnsupportedModel):
             model = kind(config)
-        except Exception as error:  # each model class refuses in its own way
-            reason = f"{type(error).__name__}: {_one_line(error)}"
-            raise UnsupportedModel(f"{kind.__name__} cannot be constructed: {reason}") from error
         patch_output_recorders(model)
     return model
 
@@ -361,7 +367,3 @@ def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
             len(odd),
             odd[0],
         )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

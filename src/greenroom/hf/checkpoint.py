@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.header import Stored, read_header
+from greenroom.hf.header import LONGEST, Stored, read_header
 from greenroom.hf.names import check_name
 from greenroom.hf.quantised import encoded
 from greenroom.hf.read import read_tensor
+from greenroom.json_file import JsonObject, Malformed
+from greenroom.json_file import read as read_json
 
 if TYPE_CHECKING:
     from greenroom.hf.pack.reading import Pack
@@ -100,9 +101,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise NotAModel(f"{path}: not readable as JSON: {error}") from error
+        config = read_json(path, unique=False)  # transformers takes the last of two
+    except OSError as error:
+        raise NotAModel(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Malformed as error:
+        raise NotAModel(f"{path}: not readable: it is {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise NotAModel(f"{path}: names no model_type, so this is not a model's config")
     return config
@@ -116,12 +119,15 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     if not index.is_file():
         raise _no_weights(folder)
     try:
-        wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(wanted.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: damaged, it has no usable weight_map") from error
-    if not names or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{index}: damaged, it has no usable weight_map")
+        table = JsonObject(read_json(index, LONGEST, unique=False)).object("weight_map")
+        wanted = {name: table.text(name) for name in table}
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read: {error.strerror or error}") from error
+    except Malformed as error:
+        raise CheckpointError(f"{index}: damaged, it has no usable weight_map: {error}") from error
+    names = sorted({*wanted.values()})
+    if not names:
+        raise CheckpointError(f"{index}: damaged, its weight_map is empty")
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")

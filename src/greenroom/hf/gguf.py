@@ -38,12 +38,14 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from greenroom.core.layout import PLAIN
-from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint import Checkpoint
 from greenroom.hf.experts import expert_modules
+from greenroom.hf.foreign import check_layers, foreign_errors
 from greenroom.hf.gguf_file import GgufFile
 from greenroom.hf.header import Stored
 from greenroom.hf.routes import Route, find_routes
+from greenroom.json_file import plain
 
 # Architectures whose experts are compared with transformers' own in the tests.
 SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe")
@@ -69,7 +71,7 @@ class Gguf(Checkpoint):
         file = GgufFile.open(Path(path).absolute())
         if file.architecture not in SERVED:
             raise UnsupportedModel(
-                f"{path}: a GGUF file of the architecture {file.architecture}:"
+                f"{path}: a GGUF file of the architecture {plain(file.architecture)}:"
                 f" {', '.join(SERVED)} are served"
             )
         files = tuple(str(part) for part in file.paths)
@@ -115,7 +117,8 @@ class Gguf(Checkpoint):
 
     def hf_config(self) -> PreTrainedConfig:
         """transformers' config of the model, with what its mapping leaves out."""
-        try:
+        check_layers(self.config, len(self.tensors), str(self.folder))
+        with foreign_errors(f"{self.folder}: its metadata is no config"):
             if self.mapped:
                 values = get_gguf_config(self.config, tuple(self.tensors))
             else:
@@ -123,9 +126,6 @@ class Gguf(Checkpoint):
                     values = load_gguf_checkpoint(str(self.folder))["config"]
             values |= {"rope_scaling": scaling} if (scaling := self._scaling()) else {}
             config = AutoConfig.for_model(**values)
-        except Exception as error:  # each config class validates in its own way
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"{self.folder}: its metadata is no config: {reason}") from error
         for key, name in LEFT_OUT.items():
             value = self.config.get(f"{self.architecture}.{key}")
             if value is not None and hasattr(config, name):

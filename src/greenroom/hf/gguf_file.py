@@ -1,8 +1,7 @@
 """The headers of GGUF files: metadata, and which tensor lies at which bytes; files in parts too.
 
-The binary reading is transformers' own (`integrations/gguf/reader.py`). What is checked here, so
-that a damaged file is one clear line: magic and version, types, rows that are whole blocks, and
-that every tensor lies inside of its file.
+Every length is held against what is left of the file before anything of it is read. Checked are
+magic and version, types, rows that are whole blocks, and that every tensor lies inside of its file.
 """
 
 from __future__ import annotations
@@ -10,18 +9,29 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations.gguf import reader
+import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.header import Stored, check_ranges
+from greenroom.hf.header import MOST_AXES, Stored, check_ranges
+from greenroom.json_file import INT64, plain
 
 VERSIONS = (2, 3)
+VALUES = {  # type of a value in the metadata -> (struct's letter, bytes)
+    0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4),
+    7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
+}  # fmt: skip
+TEXT, ARRAY = 8, 9
+SIZE = struct.Struct("<Q")
+LONGEST_NAME = 1 << 16  # bytes; the format's own limit for keys
+MOST_ALIGNMENT = 1 << 20
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 PLAIN_TYPES = {
     "F32": "float32",
@@ -135,7 +145,7 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]
         raise UnsupportedModel(f"{path}: GGUF version {version}{big}: versions 2 and 3 are read")
     try:
         metadata, entries, data = _read(path)
-    except (struct.error, ValueError, IndexError, OverflowError, MemoryError) as error:
+    except Damaged as error:
         raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
     tensors = {
         name: _stored(path, number, name, shape, kind, data + offset)
@@ -145,20 +155,102 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]
     return metadata, tensors
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Any], int]:
-    """(metadata, (name, shape, type, offset) of each tensor, where the data begins)."""
-    blob = reader._mapped(str(path))
-    (count,) = struct.unpack_from("<Q", blob, 16)
+def _read(path: Path) -> tuple[dict[str, Any], list[_Entry], int]:
+    """(metadata, a line for each tensor, where the data begins)."""
+    cursor = Cursor(path)
     metadata: dict[str, Any] = {}
-    at = 24
-    for _ in range(count):
-        key, at = reader._read_string(blob, at)
-        (kind,) = struct.unpack_from("<I", blob, at)
-        metadata[key], at = reader._read_value(blob, at + 4, kind)
-    (tensors,) = struct.unpack_from("<Q", blob, 8)
-    entries, at = reader._read_tensor_table(blob, tensors, at)
+    for key, value, _ in cursor.pairs():
+        if key in metadata:
+            raise Damaged(f"{plain(key)} is twice in its metadata")
+        metadata[key] = value
+    entries = [cursor.entry() for _ in range(cursor.tensors)]
+    if len({name for name, *_ in entries}) < len(entries):
+        raise Damaged("two tensors have one name")
     align = metadata.get("general.alignment", 32)
-    return metadata, entries, -(-at // align) * align
+    if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
+        raise Damaged("general.alignment is no alignment")
+    return metadata, entries, -(-cursor.at // align) * align
+
+
+class Damaged(ValueError):
+    """A header of a GGUF file cannot be right."""
+
+
+_Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, type, offset
+
+
+class Cursor:
+    """Reads the header of a GGUF file from its beginning to its end."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._blob: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+        self.at = 4
+        self.version, self.tensors, self._pairs = self._take("<IQQ", 20)
+
+    def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
+        """Each key and value of the metadata, and both as they lie in the file."""
+        for _ in range(self._pairs):
+            begin = self.at
+            key = self._text(LONGEST_NAME)
+            value = self._value()
+            yield key, value, bytes(self._blob[begin : self.at])
+
+    def entry(self) -> _Entry:
+        """A tensor; dimensions are in ggml's order, the fastest first."""
+        name = self._text(LONGEST_NAME)
+        (axes,) = self._take("<I", 4)
+        if axes > MOST_AXES:
+            raise Damaged(f"{plain(name)} has {axes} axes")
+        shape = self._take(f"<{axes}Q", 8 * axes)[::-1]
+        if prod(max(n, 1) for n in shape) > INT64 // 64:
+            raise Damaged(f"{plain(name)} is larger than any tensor")
+        kind, offset = self._take("<IQ", 12)
+        return name, shape, kind, offset
+
+    def _value(self) -> Any:
+        (kind,) = self._take("<I", 4)
+        if kind in VALUES:
+            form, width = VALUES[kind]
+            return self._take(f"<{form}", width)[0]
+        if kind == TEXT:
+            return self._text(self._blob.size)
+        if kind != ARRAY:
+            raise Damaged(f"its metadata have a value of the type {kind}")
+        kind, count = self._take("<IQ", 12)
+        if kind in VALUES:
+            form, width = VALUES[kind]
+            return list(self._take(f"<{count}{form}", count * width))
+        if kind != TEXT:
+            raise Damaged(f"its metadata have an array of the type {kind}")
+        blob, at, room = self._blob.data, self.at, self._blob.size - 8
+        for _ in range(count):  # a vocabulary: they are only counted
+            at += 8 + SIZE.unpack_from(blob, at)[0] if at <= room else INT64
+            if at > room + 8:
+                break
+        self._skip(at - self.at)
+        return count
+
+    def _text(self, longest: int) -> str:
+        (length,) = self._take("<Q", 8)
+        if length > longest:
+            raise Damaged(f"a name or text of {length} bytes")
+        begin = self._skip(length)
+        try:
+            return bytes(self._blob[begin : self.at]).decode()
+        except UnicodeDecodeError as error:
+            raise Damaged("a name or text is not UTF-8") from error
+
+    def _take(self, form: str, nbytes: int) -> tuple[Any, ...]:
+        begin = self._skip(nbytes)
+        return struct.unpack_from(form, self._blob.data, begin)
+
+    def _skip(self, nbytes: int) -> int:
+        """Go past bytes that must be there; where they begin."""
+        begin = self.at
+        if nbytes > self._blob.size - begin:
+            raise Damaged(f"it ends at byte {self._blob.size}, inside of its header")
+        self.at += nbytes
+        return begin
 
 
 def _stored(

@@ -7,7 +7,6 @@ first byte. Only the header is read, so a file of any size costs two small reads
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +15,9 @@ from typing import Any
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
+from greenroom.json_file import INT64, Malformed, parse, shown
 
+MOST_AXES = 16
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 
 # safetensors' name -> (torch's name, bits of one element)
@@ -83,9 +84,9 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
     try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON: {error}") from error
+        entries = parse(text, LONGEST)
+    except Malformed as error:
+        raise CheckpointError(f"{path}: its header is {error}") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: its header is not a table of tensors")
     entries.pop("__metadata__", None)
@@ -105,8 +106,10 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path}: the header's entry for {name} is damaged")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has an unknown dtype {dtype!r}")
+        raise CheckpointError(f"{path}: {name} has an unknown dtype {shown(dtype)}")
     torch_name, bits = DTYPES[dtype]
+    if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
+        raise CheckpointError(f"{path}: {name} is larger than any tensor, or has too many axes")
     expected = -(-prod(shape) * bits // 8)
     if end - begin != expected:
         raise CheckpointError(

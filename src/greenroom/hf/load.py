@@ -45,6 +45,7 @@ from greenroom.hf.budget import (
 from greenroom.hf.build import Draft
 from greenroom.hf.checkpoint import Checkpoint, resolve
 from greenroom.hf.fingerprint import fingerprint
+from greenroom.hf.foreign import foreign_errors
 from greenroom.hf.foresight import check
 from greenroom.hf.growth import Growth
 from greenroom.hf.kv_bytes import KVBytes, kv_bytes
@@ -390,12 +391,11 @@ def context_of(model: PreTrainedModel, context: int) -> int:
 
 def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """A checkpoint's tokenizer; CheckpointError where there is none that can be used."""
-    try:
-        with checkpoint.read_by_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
-    except Exception as error:  # each tokenizer class fails in its own way
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: {reason}") from error
+    with (
+        foreign_errors(f"{checkpoint.folder}: no usable tokenizer"),
+        checkpoint.read_by_transformers(),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)
     if not len(tokenizer) > len(tokenizer.all_special_tokens):  # made up where there is no file
         raise CheckpointError(f"{checkpoint.folder}: no usable tokenizer: its files are missing")
     return tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import httpx2
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.interrupts import handled
+from greenroom.json_file import Malformed, parse
 from greenroom.server.reading import Delta
 from greenroom.server.talk import Messages, OnDelta, Reply
 
@@ -128,8 +128,8 @@ class Remote:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = parse(text)
+    except Malformed as error:
         raise GreenroomError(f"the server sent what is no JSON: {text[:80]!r}") from error
     return found if isinstance(found, dict) else {}
 

@@ -7,14 +7,12 @@ tokenizer and names are read from it as from the original.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from transformers.integrations.gguf import reader
 
 from greenroom.core.layout import PLAIN
 from greenroom.hf.gguf import Gguf
-from greenroom.hf.gguf_file import ENCODED, PLAIN_TYPES
+from greenroom.hf.gguf_file import ENCODED, PLAIN_TYPES, Cursor
 from greenroom.hf.header import Stored
 from greenroom.hf.pack.dense import Advance, copy_bytes, written
 from greenroom.hf.pack.format import File
@@ -46,20 +44,8 @@ def copy_gguf(checkpoint: Gguf, names: Sequence[str], path: Path, advance: Advan
 
 def _metadata(path: str) -> tuple[int, list[bytes]]:
     """(version, each key with its value as they lie in a file, but for those of the split)."""
-    blob = reader._mapped(path)
-    version, _, count = struct.unpack_from("<IQQ", blob, 4)
-    return version, list(_pairs(blob, count))
-
-
-def _pairs(blob: object, count: int) -> Iterator[bytes]:
-    at = 24
-    for _ in range(count):
-        begin = at
-        key, at = reader._read_string(blob, at)
-        (kind,) = struct.unpack_from("<I", blob, at)  # type: ignore[arg-type]
-        _, at = reader._read_value(blob, at + 4, kind)
-        if not key.startswith(SPLIT):
-            yield bytes(blob[begin:at])  # type: ignore[index]
+    cursor = Cursor(path)
+    return cursor.version, [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
 
 
 def _entry(name: str, stored: Stored, offset: int) -> bytes:

@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.core.layout import (
-    BLOCKS,
     ITEMSIZE,
     PLAIN,
     Catalog,
     Copy,
     Extent,
-    Segment,
     SlotLayout,
     TensorSpec,
 )
-from greenroom.errors import CheckpointError, OutputError, UnsupportedModel, UsageError
+from greenroom.errors import OutputError, UsageError
 from greenroom.hf.pack.crc import of_run
-from greenroom.hf.pack.low import BLOCK, PRECISIONS, Low
+from greenroom.hf.pack.low import BLOCK, Low
 from greenroom.trace.container import beside
 
 HEADER = "greenroom.json"
@@ -258,83 +256,6 @@ def _segments(layout: SlotLayout) -> dict[str, Any]:
             for segment in layout.segments
         ]
     }
-
-
-def read(folder: Path) -> Header:
-    """The header of a folder. UnsupportedModel where it is of another version, CheckpointError
-    where it is damaged."""
-    path = folder / HEADER
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] == KIND and raw["version"] not in VERSIONS:
-            raise UnsupportedModel(
-                f"{path}: a pack of version {raw['version']}: this greenroom reads {VERSION} to"
-                f" {COPIES}"
-            )
-        header = _parsed(raw)
-        if raw["identity"] == header.identity and raw["format"] == KIND:
-            return header
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path}: damaged: not the header of a pack") from error
-    raise CheckpointError(f"{path}: damaged: its content is not what its identity says")
-
-
-def _parsed(raw: Any) -> Header:
-    layers = tuple(_layer(each, raw["dtype"]) for each in raw["layers"])
-    header = Header(
-        raw["experts"],
-        raw["dtype"],
-        Source(**raw["source"]),
-        layers,
-        tuple(File(**each) for each in raw["dense"]),
-    )
-    if not layers or any(len(layer.crc32) != layer.experts * len(layer.runs) for layer in layers):
-        raise ValueError
-    if any(Path(file.name).name != file.name for file in header.files) or not header.files:
-        raise ValueError
-    return header
-
-
-def _layer(raw: Any, dtype: str) -> Layer:
-    specs, encodings = _known(raw)
-    segments = tuple(
-        Segment(
-            each["first"],
-            each["offset"],
-            SlotLayout(_specs(each["tensors"]), each["bytes"], encodings, dtype),
-        )
-        for each in raw.get("segments", ())
-    )
-    if segments and sum(each.layout.nbytes for each in segments) != raw["bytes"]:
-        raise ValueError
-    layout = SlotLayout(specs, raw["bytes"], encodings, dtype, segments)
-    low = _low(raw["low"], dtype) if "low" in raw else None
-    return Layer(raw["name"], raw["experts"], raw["offset"], layout, tuple(raw["crc32"]), low)
-
-
-def _low(raw: Any, dtype: str) -> Low:
-    if raw["precision"] not in PRECISIONS:
-        raise ValueError
-    specs, encodings = _known(raw)
-    return Low(raw["precision"], raw["nested"], SlotLayout(specs, raw["bytes"], encodings, dtype))
-
-
-def _known(raw: Any) -> tuple[tuple[TensorSpec, ...], dict[str, str]]:
-    """Tensors and encodings, of which all are ours."""
-    specs, encodings = _specs(raw["tensors"]), dict(raw["encodings"])
-    dtypes = {spec.dtype for spec in specs}
-    if not dtypes <= ITEMSIZE.keys() or not {*encodings.values()} <= {*BLOCKS}:
-        raise ValueError
-    return specs, encodings
-
-
-def _specs(raw: Any) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(each["name"], tuple(each["shape"]), each["dtype"], each["offset"])
-        for each in raw
-    )
 
 
 def lay_out(layouts: Sequence[tuple[str, int, SlotLayout, Low | None]]) -> tuple[Layer, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from greenroom.errors import OutputError
 from greenroom.hf.pack.format import File
+from greenroom.json_file import INT64, LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 
@@ -55,9 +56,9 @@ class Journal:
             return
         if torn:
             self._file.truncate(len(whole) + 1)
-        found = _plan(lines[0])
+        found = _plan(lines[0].encode())
         if {**found, "command": ""} != {**json.loads(json.dumps(plan)), "command": ""}:
-            said = found.get("command")
+            said = _command(found)
             raise OutputError(
                 f"{self.path.parent}: holds another half-made pack"
                 + (f": finish it with `{said}`, or delete it" if said else ": delete it")
@@ -67,9 +68,9 @@ class Journal:
 
     def _read(self, words: list[str]) -> None:
         match words:
-            case ["expert", number, *crcs] if crcs and all(w.isdigit() for w in (number, *crcs)):
+            case ["expert", number, *crcs] if crcs and all(map(_is_number, (number, *crcs))):
                 self.experts[int(number)] = tuple(map(int, crcs))
-            case ["dense", name, nbytes, crc] if nbytes.isdigit() and crc.isdigit():
+            case ["dense", name, nbytes, crc] if _is_number(nbytes) and _is_number(crc):
                 self.files[name] = File(name, int(nbytes), int(crc))
 
     def _write(self, *lines: str) -> None:
@@ -115,14 +116,23 @@ def unfinished(folder: Path) -> str | None:
         return None
     try:
         with open(path, "rb") as file:
-            return str(_plan(file.readline().decode(errors="replace")).get("command"))
+            return _command(_plan(file.readline(LONGEST + 1))) or "greenroom pack"
     except OSError:
         return "greenroom pack"
 
 
-def _plan(line: str) -> dict[str, Any]:
+def _plan(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except ValueError:
+        return JsonObject(parse(line)).values
+    except Malformed:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def _command(plan: dict[str, Any]) -> str:
+    found = plan.get("command")
+    return found if isinstance(found, str) and found.isprintable() else ""
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is a size or a checksum."""
+    return word.isascii() and word.isdecimal() and len(word) <= len(str(INT64))

@@ -60,17 +60,8 @@ def low_of(
 ) -> Low:
     """The copies of a layer whose experts are packed to `kind`, which gives the layout `exact`.
     UsageError where they would be no smaller."""
-    if nested := (kind, precision) == NESTED:
-        made = []
-        for spec in codes_of(exact):
-            rows, columns = spec.shape
-            group = gcd(columns, GROUP[kind])
-            made.append((spec.name, (rows, columns // 2), "uint8"))
-            made.append((f"{spec.name}.scale", (rows, columns // group), "float16"))
-        names = [spec.name for spec in codes_of(exact)]
-        layout = SlotLayout.pack(made, dict.fromkeys(names, precision), exact.dtype)
-    else:
-        layout = target_layout(precision, source, module, where)
+    nested = (kind, precision) == NESTED
+    layout = nested_layout(exact) if nested else target_layout(precision, source, module, where)
     low = Low(precision, nested, layout)
     if low.stride >= exact.nbytes:
         raise UsageError(
@@ -78,6 +69,19 @@ def low_of(
             f" {low.stride} bytes, the expert takes {exact.nbytes}: it must be smaller"
         )
     return low
+
+
+def nested_layout(exact: SlotLayout) -> SlotLayout:
+    """The layout of copies that experts of this one contain."""
+    kind, precision = NESTED
+    made = []
+    for spec in codes_of(exact):
+        rows, columns = spec.shape
+        group = gcd(columns, GROUP[kind])
+        made.append((spec.name, (rows, columns // 2), "uint8"))
+        made.append((f"{spec.name}.scale", (rows, columns // group), "float16"))
+    names = [spec.name for spec in codes_of(exact)]
+    return SlotLayout.pack(made, dict.fromkeys(names, precision), exact.dtype)
 
 
 def nesting_of(low: Low, exact: SlotLayout) -> tuple[Nesting, tuple[Copy, ...], tuple[Copy, ...]]:

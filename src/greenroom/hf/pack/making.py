@@ -41,8 +41,8 @@ from greenroom.hf.pack.format import (
     Source,
     check_free,
     lay_out,
-    read,
 )
+from greenroom.hf.pack.header_file import read
 from greenroom.hf.pack.journal import NAME as JOURNAL
 from greenroom.hf.pack.journal import Journal
 from greenroom.hf.pack.low import PRECISIONS, Low, low_of, with_copy
@@ -264,8 +264,11 @@ class _Job:
         files = tuple(self._dense_files(work, journal))
         header = self._header(fingerprint(dense_parts(work, files)), files)
         size = (work / DATA).stat().st_size if (work / DATA).exists() else 0
-        for expert in [e for e in journal.experts if self._place(e)[1] > size]:
-            del journal.experts[expert]
+        journal.experts = {
+            expert: crc32
+            for expert, crc32 in journal.experts.items()
+            if self._is_written(expert, crc32, size)
+        }
         todo = [e for e in range(self.experts) if e not in journal.experts]
         self.done += sum(self._layer(e)[0].stride for e in journal.experts)
         with Data(work / DATA) as data:
@@ -273,6 +276,12 @@ class _Job:
             self._experts(todo, data, journal.add_experts)
         header.with_checksums(journal.experts).save(work)
         return len(todo)
+
+    def _is_written(self, expert: int, crc32: tuple[int, ...], size: int) -> bool:
+        """Whether what a journal says of an expert can be so, in a data file of `size` bytes."""
+        if expert >= self.experts or self._place(expert)[1] > size:
+            return False
+        return len(crc32) == len(self._layer(expert)[0].runs)
 
     def _dense_files(self, work: Path, journal: Journal) -> Iterator[File]:
         for name in self._shards():

@@ -28,8 +28,8 @@ from greenroom.hf.pack.format import (
     Header,
     Layer,
     PackCatalog,
-    read,
 )
+from greenroom.hf.pack.header_file import read
 from greenroom.hf.pack.journal import unfinished
 from greenroom.hf.pack.low import joined
 from greenroom.hf.quantised import encoded
