@@ -138,7 +138,7 @@ def save(fig: Figure, args: argparse.Namespace, name: str) -> None:
 def table(
     args: argparse.Namespace, name: str, header: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Write a markdown table and print it, with an empty line after it; floats with three digits."""
+    """Write a markdown table, and print it above an empty line; floats with three digits."""
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] * len(header)) + "|"]
     lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
     args.out.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ async def read(request: Request, model: type[Body], limit: int) -> Body:
         raise ApiError(415, wanted, close=True)
     try:
         data = await asyncio.wait_for(_collect(request, limit), BODY_S)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         raise ApiError(
             408, f"the body did not come within {BODY_S:g} seconds", close=True
         ) from None
