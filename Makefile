@@ -4,18 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check check-gpu gpu-report format lint types imports test soak bench papers clean
+.PHONY: help setup demo check ci check-gpu gpu-report format lint types imports test bench-smoke soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, without and with"
 	@echo "             prefetching, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
+	@echo "make ci      what takes longer: every script of benchmarks/ on tiny inputs (make bench-smoke)"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make gpu-report  tests and measurements on a GPU into a folder (OUT=DIR, PART=NAME)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make soak    the long tests"
 	@echo "make bench   the measurements (needs a quiet machine, 15 GB of disk and an hour)"
-	@echo "make papers  the papers' figures and tables (TRACES=DIR has the recordings; 10 minutes)"
+	@echo "make papers  the papers' figures and tables (TRACES=DIR has the recordings)"
+	@echo "make clean   remove the environment and the tools' caches; compiled kernels and bench-data stay"
 
 setup: $(READY)
 
@@ -40,6 +42,9 @@ demo: $(READY)
 	@$(BIN)/greenroom verify demo --cache 25%
 
 check: $(READY) lint types imports test
+
+# What is left out of `make check` because it takes longer. Continuous integration runs both.
+ci: bench-smoke
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -71,7 +76,12 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" --durations=10 -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke" --durations=10 -n 2 --dist worksteal
+
+# Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
+bench-smoke: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
+	$(BIN)/python -m pytest -m bench_smoke --durations=10 -n 2 --dist worksteal tests/benchmarks
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow
@@ -89,9 +99,11 @@ TRACES ?= ../shared/traces
 papers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	for script in llru_zipf llru_bounds; do $(BIN)/python benchmarks/papers/$$script.py || exit 1; done
-	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp promoe_skew; do \
+	for script in llru_sweep llru_spread eamc_capacity eamc_cover eamc_shift moepic_lcp moepic \
+		promoe_skew prediction; do \
 		$(BIN)/python benchmarks/papers/$$script.py --traces $(TRACES) || exit 1; done
-	cp bench-data/papers/*.svg docs/figures/
+	$(BIN)/python benchmarks/papers/gap.py --traces $(TRACES) --policies "next-use;llru"
+	for figure in docs/figures/*.svg; do cp bench-data/papers/$${figure##*/} $$figure || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

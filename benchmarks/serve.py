@@ -121,6 +121,8 @@ class Bench:
         begin = max(each.times[0] for each in answers)
         end = min(each.times[-1] for each in answers)
         counted = sum(sum(begin < t <= end for t in each.times) for each in answers)
+        if not counted:
+            sys.exit(f"no time in which all {users} answer: more --tokens than {self.args.tokens}")
         return counted / (end - begin)
 
 

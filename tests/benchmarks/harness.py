@@ -91,6 +91,13 @@ def _rows(lines: list[str]) -> list[str]:
     return found
 
 
+def check_text(text: str, phrases: tuple[str, ...]) -> None:
+    """Each phrase stands in a line with a figure."""
+    lines = [line for line in text.splitlines() if re.search(r"\d", line)]
+    missing = [phrase for phrase in phrases if not any(phrase in line for line in lines)]
+    assert not missing, f"{missing} not in {text!r}"
+
+
 def check_json(text: str, columns: tuple[str, ...]) -> None:
     """The last object of JSON has these keys."""
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]

@@ -10,10 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# What other scripts import: these have no command line.
-LIBRARIES = {
-    "breakdown.py", "common.py", "papers/common.py", "replay/forced.py", "replay/rig.py"
-}  # fmt: skip
 MATPLOTLIB, LIBCACHESIM = "matplotlib", "libcachesim"
 
 
@@ -22,7 +18,7 @@ class Row:
     """A command line, and the names that its output must show above rows of finite figures.
 
     `needs` is a package that the script cannot do without, `writes` are files below `{out}`.
-    `kind` says how figures are shown: in tables, as objects of JSON, or as files alone.
+    `kind` says how figures are shown: in tables, in sentences, as objects of JSON, or in files.
     """
 
     script: str
@@ -30,7 +26,7 @@ class Row:
     columns: tuple[str, ...] = ()
     needs: str = ""
     writes: tuple[str, ...] = ()
-    kind: Literal["table", "json", "files"] = "table"
+    kind: Literal["table", "text", "json", "files"] = "table"
     limited: bool = False  # runs in a memory cgroup
     then: str = ""  # the script is run once more with these arguments after the others
 
@@ -72,10 +68,12 @@ ROWS = (
         ("prefill_s", "token_s", "load_s"), kind="json"),
     # Runs of a model.
     Row("floor.py", "{model} --table", ("floor", "measured")),
-    Row("decode.py", "{root} --quick --variants zipf1.0 --engines greenroom llama.cpp --threads 1"
+    Row("decode.py", "{root} --repeats 1 --tokens 4 --peer-tokens 2 --variants zipf1.0 --threads 1"
+        " --engines greenroom llama.cpp"
         " --llama-bench {llama} --share 60",
         ("variant", "tokens/s", "hit ratio", "% of floor", "x llama.cpp"), limited=True),
-    Row("resident.py", "{root} --quick --engines greenroom transformers llama.cpp --threads 1"
+    Row("resident.py", "{root} --repeats 1 --inner 1 --tokens 4 --threads 1"
+        " --engines greenroom transformers llama.cpp"
         " --llama-bench {llama} --prompt 8",
         ("engine", "decode tokens/s", "prefill tokens/s", "greenroom x, decode")),
     Row("formats.py", "{root} --model moe1.7b-zipf1.0 --types BF16 --llama-bench {llama}"
@@ -94,11 +92,12 @@ ROWS = (
     Row("probes.py", "--layers 8 --experts 32 --top-k 4 --hidden 160", ("warm", "cold")),
     Row("kernels.py", "--encodings int4 --tokens 1 --quick", ("encoded experts", "us/expert")),
     Row("kernels.py", "--quick", ("experts", "torch ms", "numba ms", "floor")),
-    Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 6 --parts run users turn exact",
-        kind="files"),
+    Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 32 --parts run users turn exact",
+        ("times `generate`:", "Eight users", "than cold:", "--batch-invariant"), kind="text"),
     Row("serve.py", "{root} --repeats 1 --prompt 8 --tokens 6 --parts http delay",
         ("--batch-delay", "last TTFT s", "mean TTFT s")),
-    Row("soak_serve.py", "demo --minutes 0.1 --users 2", kind="files"),
+    Row("soak_serve.py", "demo --minutes 0.1 --users 2",
+        ("requests:", "memory of the last quarter", "computed again, 0 different"), kind="text"),
     Row("plan.py", "demo --out {out}/plan.jsonl --trace {out}/plan.safetensors --rounds 1"
         " --limits 500e6 --choice 0.25 --requests 1",
         ("settings", "measured ms", "planned ms"), then="--table",

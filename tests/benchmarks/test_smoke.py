@@ -56,6 +56,8 @@ def test_a_script_runs(
     harness.check_finite(out)
     if row.kind == "table":
         harness.check_table(out, row.columns)
+    elif row.kind == "text":
+        harness.check_text(out, row.columns)
     elif row.kind == "json":
         harness.check_json(out, row.columns)
     for name in row.writes:

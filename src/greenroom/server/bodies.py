@@ -42,7 +42,7 @@ async def read(request: Request, model: type[Body], limit: int, room: Room | Non
         raise ApiError(415, wanted, close=True)
     try:
         data = await asyncio.wait_for(_collect(request, limit, room), BODY_S)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         raise ApiError(
             408, f"the body did not come within {BODY_S:g} seconds", close=True
         ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
 
 def _model(service: Service) -> dict[str, Any]:
     """As OpenAI describes a model, and as Anthropic does."""
-    made = datetime.fromtimestamp(service.created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    made = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": service.name,
         "object": "model",

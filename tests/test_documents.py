@@ -1,0 +1,181 @@
+"""The documents say what is so: command lines, options, links, files and counts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli import parser
+from greenroom.errors import UsageError
+from greenroom.plan.systems import SYSTEMS
+from greenroom.policies import POLICIES
+from greenroom.predictors import PREDICTORS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md")),
+]  # fmt: skip
+PAGES = [path for path in DOCUMENTS if path.name != "log.md"]  # a log says what was so then
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SCRIPT = re.compile(r"(?:python3? )?(benchmarks/[\w/]+\.py|examples/[\w/]+\.py)(.*)")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def fenced(path: Path) -> Iterator[str]:
+    """The lines of code blocks; one that ends with a backslash goes on."""
+    for kind, block in FENCE.findall(path.read_text()):
+        if kind in ("", "bash", "sh", "console"):
+            yield from block.replace("\\\n", " ").splitlines()
+
+
+def words(line: str) -> list[str]:
+    """A command's words, without what follows it in a shell and without its comment."""
+    found = shlex.split(line, comments=True)
+    ends = [n for n, word in enumerate(found) if word in ("|", "&&", ";", "&", ">")]
+    return found[: min(ends, default=len(found))]
+
+
+def commands(path: Path) -> list[str]:
+    return [line for line in fenced(path) if line.startswith("greenroom ")]
+
+
+def known_options(words_: list[str]) -> set[str]:
+    """The options of the command that these words begin with, and of those above it."""
+    at: argparse.ArgumentParser = parser()
+    found = set(at._option_string_actions)
+    for word in words_:
+        below = [a for a in at._actions if isinstance(a, argparse._SubParsersAction)]
+        if not below or word not in below[0].choices:
+            break
+        at = below[0].choices[word]
+        found |= set(at._option_string_actions)
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_command_lines_are_accepted(path: Path) -> None:
+    wrong = []
+    for line in commands(path):
+        if "..." in line:
+            continue  # a part of one: its options are looked at below
+        try:
+            parser().parse_args(words(line)[1:])
+        except (UsageError, SystemExit) as error:
+            wrong.append(f"{line}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_options_of_commands_exist(path: Path) -> None:
+    wrong = []
+    spans = [span for span in SPAN.findall(path.read_text()) if span.startswith("greenroom ")]
+    for line in [*spans, *(line for line in commands(path) if "..." in line)]:
+        given = words(line)[1:]
+        options = {word.partition("=")[0] for word in given if word.startswith("--")}
+        if missing := options - known_options(given) - {"--low-..."}:
+            wrong.append(f"{line}: {missing}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_scripts_and_their_options_exist(path: Path) -> None:
+    text = path.read_text()
+    wrong = []
+    for line in [*fenced(path), *SPAN.findall(text)]:
+        if (found := SCRIPT.search(line)) is None:
+            continue
+        script = ROOT / found[1]
+        if not script.exists():
+            wrong.append(found[1])
+            continue
+        shared = [p for p in (script.with_name("common.py"), script.with_name("rig.py"))
+                  if p.exists()]  # fmt: skip
+        source = "".join(each.read_text() for each in (script, *shared))
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]+", found[2].partition(" -- ")[0]):
+            if f'"{option}"' not in source:
+                wrong.append(f"{found[1]} {option}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = [target.partition("#")[0] for target in LINK.findall(path.read_text())]
+    local = [target for target in targets if target and "://" not in target]
+    assert not [target for target in local if not (path.parent / target).exists()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_files_exist(path: Path) -> None:
+    """Of the repository's own folders, as a page names them in code."""
+    places = (ROOT, ROOT / "src" / "greenroom", path.parent, ROOT / "benchmarks")
+    folders = {p.name for place in places[:2] for p in place.iterdir() if p.is_dir()}
+    named = {
+        span for span in SPAN.findall(path.read_text())
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?\.?\w*", span) and span.split("/")[0] in folders
+    }  # fmt: skip
+    files = {span for span in named if "/" in span.rstrip("/")}
+    assert not {span for span in files if not any((place / span).exists() for place in places)}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_targets_of_make_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = path.read_text()
+    named = {word for line in [*fenced(path), *SPAN.findall(text)]
+             for word in re.findall(r"^make ([a-z][\w-]*)", line)}  # fmt: skip
+    assert named <= targets
+
+
+def test_make_help_names_its_targets() -> None:
+    text = (ROOT / "Makefile").read_text()
+    helped = set(re.findall(r'@echo "make ([\w-]+)', text))
+    assert helped == {
+        "demo", "check", "ci", "check-gpu", "format", "soak", "bench", "papers", "clean",
+    }  # fmt: skip
+
+
+def counts(pattern: str) -> set[int]:
+    """The numbers that the pages give where the pattern's group stands."""
+    found = [int(n) for path in PAGES for n in re.findall(pattern, path.read_text())]
+    assert found, f"no page has {pattern}"
+    return set(found)
+
+
+def test_counts_of_policies() -> None:
+    assert counts(r"(\d+) (?:eviction )?policies\b") == {len(POLICIES)}
+    online = [name for name in POLICIES if not POLICIES[name].needs_trace]
+    assert counts(r"policies, (?:shared or per layer, )?(\d+) of them in a run") == {len(online)}
+
+
+def test_counts_of_predictors() -> None:
+    named = {name: kind for name, kind in PREDICTORS.items() if name != "none"}
+    assert counts(r"(\d+) predictors\b") == {len(named)}
+    in_a_run = [n for n, kind in named.items() if "trace" not in kind.needs and n != "pregated"]
+    assert counts(r"predictors, (\d+) of them in a run") == {len(in_a_run)}
+    table = (ROOT / "docs" / "prefetch.md").read_text()
+    assert not [name for name in in_a_run if f"| `{name}` |" not in table]
+
+
+def test_counts_of_systems() -> None:
+    papers = set(SYSTEMS) - {"static", "greenroom"}
+    assert counts(r"(\d+) systems of papers") == {len(papers)} == {11}
+    for name in ("README.md", "docs/systems.md"):
+        assert "Eleven systems" in (ROOT / name).read_text()
+    rows = (ROOT / "docs" / "systems.md").read_text()
+    assert not [name for name in SYSTEMS if f"| `{name}` |" not in rows]
+
+
+def test_no_page_counts_another_number_of_systems() -> None:
+    pages = "".join(path.read_text() for path in PAGES).lower()
+    assert "thirteen systems" not in pages
