@@ -27,6 +27,14 @@ class NotHere(Exception):
     """A measurement that this machine cannot make; the message says why."""
 
 
+class CutShort(Exception):
+    """A measurement that the deadline ended; `values` are what there is of it."""
+
+    def __init__(self, values: Row) -> None:
+        super().__init__("the time was up")
+        self.values = values
+
+
 class Ledger:
     """The results in a folder."""
 

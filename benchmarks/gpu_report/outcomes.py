@@ -9,6 +9,8 @@ from typing import Any
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Keep what a test came to: its call, or its setup where that failed or skipped."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the process that collects the reports says it too
+        return
     if report.when != "call" and report.outcome == "passed":
         return
     said = "" if report.outcome == "passed" else str(report.longrepr).strip()

@@ -52,17 +52,15 @@ def _head(rows: Rows) -> str:
 
 
 def _tests(rows: Rows) -> str:
-    found = []
+    found, failures = [], []
     for cell in shapes.cells("tests", smoke=False):
-        if run := values(rows, "tests", cell):
+        if run := rows.get(("tests", cell), {}).get("values"):  # of a run that was cut short too
             counts = [run[outcome] for outcome in ("passed", "failed", "skipped")]
             cut = "" if run["complete"] else "cut short"
             found.append([cell, *counts, f"{run['seconds']:.0f}", cut])
-    failures = [
-        f"- `{each['test']}`: {each['reason'].splitlines()[-1] if each['reason'] else ''}"
-        for cell in shapes.cells("tests", smoke=False)
-        for each in values(rows, "tests", cell).get("failures", [])
-    ]
+            for each in run["failures"]:
+                last = each["reason"].splitlines()[-1:] or [""]
+                failures.append(f"- `{each['test']}`: {last[0]}")
     if not found:
         return ""
     header = ["tests", "passed", "failed", "skipped", "s", ""]

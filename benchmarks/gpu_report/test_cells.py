@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ledger import Ledger
+from ledger import CutShort, Ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300  # of a test: most of it is Triton's compiler
@@ -54,12 +54,19 @@ class Cells:
                 )  # fmt: skip
                 code, output = done.returncode, done.stdout
             except subprocess.TimeoutExpired as cut:
-                code, output = None, (cut.stdout or b"").decode(errors="replace")
+                said: Any = cut.stdout or b""
+                code, output = (
+                    None,
+                    said if isinstance(said, str) else said.decode(errors="replace"),
+                )
             print(output, flush=True)
             lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         if not lines:
             raise RuntimeError((output.strip().splitlines() or ["pytest said nothing"])[-1])
-        return summed([json.loads(line) for line in lines], code, time.perf_counter() - begin)
+        found = summed([json.loads(line) for line in lines], code, time.perf_counter() - begin)
+        if code is None:
+            raise CutShort(found)
+        return found
 
 
 def summed(rows: list[dict[str, Any]], code: int | None, seconds: float) -> dict[str, Any]:

@@ -20,7 +20,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
 import shapes
-from ledger import BEGUN, DONE, FAILED, LEFT_OUT, MACHINE, NOT_MEASURED, Ledger, NotHere
+from ledger import (
+    BEGUN,
+    DONE,
+    FAILED,
+    LEFT_OUT,
+    MACHINE,
+    NOT_MEASURED,
+    CutShort,
+    Ledger,
+    NotHere,
+)
 
 MODULES = {
     "tests": "test_cells",
@@ -72,6 +82,9 @@ def measured(ledger: Ledger, args: argparse.Namespace, part: Any, cell: str) -> 
         values = part.measure(cell)
     except NotHere as why:
         ledger.write(args.part, cell, LEFT_OUT, args.run, reason=str(why))
+        return True
+    except CutShort as cut:
+        ledger.write(args.part, cell, NOT_MEASURED, args.run, reason=str(cut), values=cut.values)
         return True
     except subprocess.TimeoutExpired:
         reason = "the time was up"

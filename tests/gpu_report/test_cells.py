@@ -152,3 +152,75 @@ def test_the_whole_report_rehearsed(tmp_path) -> None:
             assert row["status"] in ("done", "left out"), (part, cell, row)
     assert results["tests"]["parallel"]["values"]["passed"] > 0
     assert not (tmp_path / "scratch").exists()
+
+
+def test_outcomes_of_tests_are_counted_once(report, args, monkeypatch) -> None:
+    """Both the process that runs a test and the one that collects report it."""
+    outcomes, cells = report("outcomes"), report("test_cells")
+    path = args.out / "outcomes"
+    monkeypatch.setenv("OUTCOMES", str(path))
+
+    def told(name: str, when: str, outcome: str) -> None:
+        outcomes.pytest_runtest_logreport(
+            Namespace(nodeid=name, when=when, outcome=outcome, duration=1.0, longrepr="E  far")
+        )
+
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    told("a", "call", "passed")
+    assert not path.exists()
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    for row in (("a", "setup", "passed"), ("a", "call", "passed"), ("b", "setup", "failed"),
+                ("c", "setup", "skipped")):  # fmt: skip
+        told(*row)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = cells.summed(rows, 1, 2.0)
+    assert [found[key] for key in ("passed", "failed", "skipped")] == [1, 1, 1]
+    assert found["failures"][0]["test"] == "b"
+
+
+def test_tests_that_the_deadline_ends_are_run_again(report, args, monkeypatch) -> None:
+    cells, ledger, worker = report("test_cells"), report("ledger"), report("worker")
+    monkeypatch.setenv("PYTHONPATH", "src")
+
+    def cut(command: list[str], *, env: dict[str, str], timeout: float, **_: Any) -> None:
+        row = {"test": "a", "outcome": "passed", "seconds": 1.0, "reason": ""}
+        Path(env["OUTCOMES"]).write_text(json.dumps(row) + "\n")
+        raise subprocess.TimeoutExpired(command, timeout, output=b"half a")
+
+    monkeypatch.setattr(cells.subprocess, "run", cut)
+    book = ledger.Ledger(args.out)
+    args.part, args.run = "tests", "1"
+    assert worker.measured(book, args, cells.Cells(args, book), "parallel")
+    assert book.rows()["tests", "parallel"]["values"]["passed"] == 1
+    assert book.open_cells("tests", ["parallel"], "1") == []
+    assert book.open_cells("tests", ["parallel"], "2") == ["parallel"]
+
+
+def test_a_call_that_no_graph_can_hold_is_timed_by_events(report, monkeypatch) -> None:
+    """Stand-ins for CUDA's streams, graphs and events: what is called, and the stream after it."""
+    machine, calls = report("machine"), []
+
+    class Anything:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: calls.append(name) or 2.0
+
+    class Refusing(Anything):
+        def __exit__(self, *_: Any) -> None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    for name in ("Stream", "Event", "CUDAGraph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Anything)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Anything())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: calls.append("home"))
+    at = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    assert machine.device_seconds(lambda: None, at) == (0.002, "events")
+    assert "home" in calls
+    assert "replay" not in calls
+    monkeypatch.setattr(torch.cuda, "graph", Anything)
+    assert machine.device_seconds(lambda: None, at) == (0.002, "graph")
+    assert "replay" in calls

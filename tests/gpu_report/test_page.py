@@ -25,6 +25,9 @@ def filled(report, tmp_path: Path) -> Path:
     failure = {"test": "tests/gpu/test_x.py::test_y", "reason": "E  assert 1\nAssertionError: far"}
     done("tests", "parallel", passed=80, failed=1, skipped=2, seconds=100.0, complete=True,
          failures=[failure], slowest=[])  # fmt: skip
+    cut = {"passed": 1, "failed": 0, "skipped": 0, "seconds": 9.0, "complete": False}
+    book.write("tests", "fills memory", ledger.NOT_MEASURED, "1", reason="the time was up",
+               values={**cut, "failures": [], "slowest": []})  # fmt: skip
     done("kernels", "memory", copy_gb_s=4000.0, read_gb_s=3900.0)
     row = {"tokens": 1, "us": 50.0, "gb_s": 1000.0, "tflop_s": 1.0, "timed": "graph"}
     done("kernels", "qwen3-30b-a3b:grouped_mm", rows=[{**row, "us": 100.0}])
@@ -49,6 +52,8 @@ def test_every_part_has_its_table_and_what_is_missing_its_reason(report, filled)
     for line in (
         "NVIDIA of a test, 16 cores, 137 GB of host memory; commit abc; Python 3.12, torch 2.11",
         "| parallel | 80 | 1 | 2 | 100 |  |",
+        "| fills memory | 1 | 0 | 0 | 9 | cut short |",
+        "- tests, fills memory: not measured: the time was up",
         "- `tests/gpu/test_x.py::test_y`: AssertionError: far",
         "| qwen3-30b-a3b | int4 | 1 | 50.0 | 1000 | 25% | 1.0 | 2.00 | 260 | graph | 1.0e-03 |",
         "| tier 25% | 20.00 | 10.00 | 10.00 | 2.00 | 50.0% | 0.10 | 0.20 | 0.30 |",
