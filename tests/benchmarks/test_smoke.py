@@ -73,8 +73,3 @@ def test_a_missing_package_is_said_in_a_line(
     row = next(row for row in ROWS if row.needs == needs)
     code = harness.run(row.script, command(row, inputs, request))
     assert code == f"{needs} is missing: pip install 'greenroom[bench]'"
-
-
-def test_no_gpu_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert harness.run("gpu.py", []) == "no CUDA device; --fake is a dry run"
