@@ -114,6 +114,20 @@ def test_what_changes_nothing_does_nothing(model, call):
     assert {name: each.data_ptr() for name, each in model.named_parameters()} == before
 
 
+def test_a_part_that_torch_alone_computes_is_converted(folder):
+    """As models do with routers of their own; the whole is refused still."""
+    model, _ = greenroom.load(str(folder), cache="50%", kernels="eager")
+    norm = model.model.norm
+    assert norm.float().weight.dtype is torch.float32
+    norm.bfloat16()
+    with pytest.raises(UnsupportedCall):
+        model.model.float()
+    assert torch.equal(
+        model.generate(PROMPT, **GREEDY), reference(folder).generate(PROMPT, **GREEDY)
+    )
+    model.greenroom.detach()
+
+
 @pytest.mark.parametrize("call", ["save_pretrained", "push_to_hub"])
 def test_saving_is_refused_before_anything_is_written(model, tmp_path, call):
     target = tmp_path / "saved"

@@ -114,10 +114,9 @@ class Greenroom:
             self._listener.listen(model, self._modules, self._bindings.shared)
             if self._watch is not None:
                 self._watch.listen(model)
-            self._listener.weights = WeightGuard(
-                model, self._modules, compiled=self.accelerated is not None
-            )
-            module_guard.install(model)
+            compiled = self.accelerated.compiled if self.accelerated is not None else set()
+            self._listener.weights = WeightGuard(model, self._modules, compiled)
+            module_guard.install(model, compiled)
         except BaseException:
             self.detach()
             raise

@@ -9,7 +9,7 @@ transformers' own. `remove` takes the attributes out again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
@@ -24,8 +24,8 @@ from greenroom.hf.experts import streamed_of
 from greenroom.runtime.kernels.stored import stored_of
 
 WAY_OUT = "model.greenroom.materialize() reads them into memory first"
-_EVERYWHERE = ("_apply", "train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
-_WITH_WEIGHTS = ("_save_to_state_dict",)
+_EVERYWHERE = ("train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
+_WITH_WEIGHTS = ("_apply", "_save_to_state_dict")
 _OF_MODELS = ("save_pretrained", "push_to_hub", "num_parameters")
 _NAMES = (*_EVERYWHERE, *_WITH_WEIGHTS, *_OF_MODELS)
 
@@ -33,11 +33,17 @@ Kind = tuple[torch.dtype, torch.device]
 Me = Callable[[], Any]  # a weak reference to the module
 
 
-def install(model: PreTrainedModel) -> None:
-    """Guard a model and all modules in it; a second call changes nothing."""
+def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
+    """Guard a model and all modules in it; a second call changes nothing.
+
+    `compiled` are the modules whose weights compiled code reads. What holds none of these, and no
+    streamed or stored weight, may be converted and moved: some models do so with their routers.
+    """
     for module in model.modules():
         own, me = module.__dict__, weakref.ref(module)
-        own["_apply"], own["train"] = partial(_apply, me), partial(_train, me)
+        own["train"] = partial(_train, me)
+        if any(_is_held(part, compiled) for part in module.modules()):
+            own["_apply"] = partial(_apply, me)
         own["_load_from_state_dict"] = partial(_load_from_state_dict, me)
         own["__deepcopy__"] = partial(_refuse_copy, "copied")
         own["__reduce_ex__"] = partial(_refuse_copy, "pickled")
@@ -47,6 +53,11 @@ def install(model: PreTrainedModel) -> None:
             own["save_pretrained"] = partial(_refuse_save, "save_pretrained")
             own["push_to_hub"] = partial(_refuse_save, "push_to_hub")
             own["num_parameters"] = partial(_num_parameters, me)
+
+
+def _is_held(module: nn.Module, compiled: Set[nn.Module]) -> bool:
+    """Are a module's weights elsewhere too, or at addresses that must not change?"""
+    return module in compiled or bool(streamed_of(module)) or stored_of(module) is not None
 
 
 def remove(model: nn.Module) -> None:

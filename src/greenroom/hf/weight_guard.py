@@ -7,7 +7,7 @@ reading the old address. Another parameter under the same name is noticed by the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import Tensor, nn
 
@@ -17,15 +17,16 @@ from greenroom.errors import UnsupportedCall
 class WeightGuard:
     """The addresses of a model's dense weights, compared at the start of each request."""
 
-    def __init__(self, model: nn.Module, experts: Sequence[nn.Module], compiled: bool) -> None:
-        """`experts` are the modules whose own parameters (biases) kernels hold; `compiled` says
-        whether dense layers are computed by address too."""
-        named = dict(model.named_parameters()) if compiled else {}
-        own = {id(each): each for module in experts for each in module.parameters()}
-        names = {id(each): name for name, each in model.named_parameters()}
-        held = {**{id(each): each for each in named.values()}, **own}
+    def __init__(
+        self, model: nn.Module, experts: Sequence[nn.Module], compiled: Set[nn.Module]
+    ) -> None:
+        """`experts` are the modules whose own parameters (biases) kernels hold, `compiled` those
+        whose weights compiled dense layers read by address."""
         self._held: list[tuple[str, Tensor, int]] = [
-            (names[number], each, each.data_ptr()) for number, each in held.items()
+            (f"{name}.{own}", weight, weight.data_ptr())
+            for name, module in model.named_modules()
+            if module in compiled or module in experts
+            for own, weight in module.named_parameters(recurse=False)
         ]
         self._experts = [
             (module, name, each)

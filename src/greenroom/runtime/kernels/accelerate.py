@@ -71,6 +71,11 @@ class Accelerated:
         self._modules.append(module)
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
+    @property
+    def compiled(self) -> set[nn.Module]:
+        """The modules whose weights compiled code may read by address."""
+        return {part for module in self._modules for part in module.modules()}
+
     def detach(self) -> None:
         """Take every forward out again; a second call does nothing."""
         for module in self._modules:
