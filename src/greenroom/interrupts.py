@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-CODE = 130  # of a process that was interrupted
+INTERRUPTED = 130  # exit code of a process that was interrupted
 END_S = 1.5  # from Ctrl-C to the end of the process
 NUDGE_S = 0.1  # then the signal is sent to the main thread once more: another may have taken it
 AGAIN_S = 0.3  # within this time a second signal is the same Ctrl-C, which a parent passed on
@@ -120,7 +120,7 @@ class InterruptWatch:
                 stream.flush()
         _undo_all()
         atexit._run_exitfuncs()  # end child processes
-        os._exit(CODE)
+        os._exit(INTERRUPTED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._over or self._raised:
@@ -185,7 +185,7 @@ class InterruptWatch:
             _restore(self._terminal)
         if not self.said:
             write_now("greenroom: interrupted\n")
-        os._exit(CODE)
+        os._exit(INTERRUPTED)
 
 
 def write_now(text: str) -> None:

@@ -95,7 +95,7 @@ def test_one_that_cannot_be_found_leaves_the_others(stage: Stage):
     """A predictor without its file: its row says so, others have theirs."""
     rows = [entry("split", prefetch="learned"), entry("scope"), entry()]
     warm_up(stage, rows, PROMPT, 16, True)
-    assert "--predictor" in rows[0].without
+    assert "needs the file of `greenroom train-predictor`" in rows[0].without
     assert sum(map(float, rows[1].config.scope.split(","))) == 8
     assert rows[2].config == LoadConfig(cache="50%")
     assert [row.without for row in rows[1:]] == ["", ""]

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from greenroom import __version__
 from greenroom.environment import check_platform, large_pages, wait_briefly
 from greenroom.errors import GreenroomError, UsageError, VerifyError
-from greenroom.interrupts import CODE as INTERRUPTED
-from greenroom.interrupts import InterruptWatch, caught
+from greenroom.interrupts import INTERRUPTED, InterruptWatch, caught
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
