@@ -16,7 +16,7 @@ HOSTILE = {
     "batches": "{{ range(99999)|batch(1)|list|length }}{% for i in range(99999) %}"
     "{% set x = range(99999)|list %}{% endfor %}",
     "power": "{{ 9 ** 9 ** 9 ** 9 }}",
-    "power_of_power": "{{ (2 ** 99999999) % 7 }}",
+    "power_of_power": "{{ (2 ** 9999999999) % 7 }}",
     "integer_as_text": "{{ (10 ** 4000) * 10 ** 4000 }}",
     "sorting": "{% for i in range(99999) %}{{ (range(99999)|list)|sort|length }}{% endfor %}",
     "regex_like": "{{ ('a' * 50000)|replace('a', 'a' * 1000)|length }}",
