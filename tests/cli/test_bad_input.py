@@ -143,7 +143,7 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--readers", "0"), "--readers must be at least 1"),
         (("--threads", "0"), "--threads must be at least 1"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
-        (("--temperature", "-1"), "--temperature must not be negative"),
+        (("--temperature", "-1"), "--temperature must be from 0 to 100"),
         (("--top-p", "2"), "--top-p must be above 0 and at most 1"),
         (("--top-k", "0"), "--top-k must be at least 1"),
         (("--colour", "red"), "unrecognized arguments: --colour red"),

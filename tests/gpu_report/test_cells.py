@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.hf import places
 from tests.gpu_report.conftest import FOLDER
 
 pytest.importorskip("triton")
@@ -101,7 +100,6 @@ def test_a_wrong_kernel_fails_its_cell(report, args, monkeypatch) -> None:
 
 
 def test_the_model_part(report, args, monkeypatch) -> None:
-    monkeypatch.setattr(places, "engine_for", places.engine_for)  # put back afterwards
     part = report("model_cells").Cells(args, None)
     part._prompt, part._blocks = 32, (16, 32)
     values: dict[str, Any] = {

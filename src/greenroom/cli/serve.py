@@ -76,14 +76,18 @@ def _serve(
     sock = listening(config.host, config.port)
     url = address(sock)
     log = RequestLog(config.log_format)
-    logging.getLogger("greenroom").addHandler(Records(log))
+    logger, records = logging.getLogger("greenroom"), Records(log)
+    logger.addHandler(records)
     if progress is not None:
         progress.clear()
     log.say(f"greenroom: {url} answers once {args.model} is loaded")
-    with sock:
-        engine = start(args.model, load, config, verbose=args.verbose)
-        service = Service(engine, config, config.model_name or name_of(args.model), key, log)
-        serve(service, sock, Watch(service, url))
+    try:
+        with sock:
+            engine = start(args.model, load, config, verbose=args.verbose)
+            service = Service(engine, config, config.model_name or name_of(args.model), key, log)
+            serve(service, sock, Watch(service, url))
+    finally:
+        logger.removeHandler(records)
 
 
 def need_extra(command: str) -> None:

@@ -42,8 +42,8 @@ def _short(name: str, model: PreTrainedModel) -> str:
     line += f" · {show_bytes(parts.kv_cache_bytes)} of KV cache{kv} for {parts.context} tokens"
     for text in (
         f"{show_bytes(dense_bytes(model))} of dense parts",
-        _memory(stats),
         f"settings {parts.chosen}" if parts.chosen else "",
+        _memory(stats),
         "--verbose says more",
     ):
         if text and len(line) + len(text) + 3 <= LONGEST:

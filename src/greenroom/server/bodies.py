@@ -59,11 +59,11 @@ async def _collect(request: Request, limit: int, room: Room | None) -> bytes:
     data = bytearray()
     try:
         async for chunk in request.stream():
+            if len(data) + len(chunk) > limit:
+                raise too_large
             if room is not None:
                 room.take(request.state.served, len(chunk))
             data += chunk
-            if len(data) > limit:
-                raise too_large
     except ClientDisconnect:
         raise ApiError(GONE, "the client hung up") from None
     return bytes(data)

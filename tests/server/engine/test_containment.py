@@ -74,9 +74,9 @@ class Tripping:
         self._own, self._token, self._error = engine.passes._batch, token, error
         self.calls: list[int] = []
 
-    def __call__(self, ids: Any, caches: Any) -> Any:
+    def __call__(self, ids: Any, caches: Any, *scored: Any) -> Any:
         self.calls.append(len(ids))
-        found = self._own(ids, caches)  # keys and values are written before it fails
+        found = self._own(ids, caches, *scored)  # keys and values are written before it fails
         if any(self._token in each for each in ids):
             raise self._error
         return found
