@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli import bench
+from greenroom.cli import Parser, bench
 from greenroom.config import BUDGETS, LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.contest import Entry
@@ -21,7 +21,7 @@ SHORT = ("--rounds", 1, "--tokens", 16)
 
 def asked(*words: str) -> argparse.Namespace:
     """The arguments of `greenroom bench`, as the command line reads them."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     bench.add_to(parser.add_subparsers())
     return parser.parse_args(["bench", "model", "--cache", "50%", *words])
 
