@@ -43,10 +43,13 @@ def add_to(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> None:
     how = take(args, ContestConfig)
-    check_early(take(args, LoadConfig))
+    # Others may be a part of some rows only.
+    named = ("policy", "prefetch", "predictor", "device")
+    check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
     check_name(args.model)
     with Progress(f"{args.model}: starting") as progress:
         load, entries = entries_of(args)
+        check_early(load)
         stage = play(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
     left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
