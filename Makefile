@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 .PHONY: help setup demo check ci check-gpu gpu-report format lint types imports test bench-smoke soak bench papers clean
 
 help:
-	@echo "make demo    run the shipped model with a quarter of its experts in memory, without and with"
-	@echo "             prefetching, and prove that nothing has changed"
+	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
+	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
 	@echo "make ci      what takes longer than that: bench-smoke"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
@@ -30,15 +30,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
-# The same model, text, memory and link twice: waiting for each miss, then with prefetching. Its
-# experts are tiny, so a link that is slow on purpose stands in for the disk of a large model's.
-ASKED := run demo "Once upon a time" --cache 25% --read-limit 40MB --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
+# The same model, text, memory and link twice. The experts are tiny, so a link that is slow on purpose
+# stands in for the disk of a large model's: it carries one expert in the time of two layers.
+DEMO := run demo "Once upon a time" --cache 25% --read-limit 40MB --live --temperature 0.8 --seed 7 --max-new-tokens 120 --raw
 demo: export GREENROOM_LEARNED = off
 demo: $(READY)
-	@printf '\n\033[1mReactive\033[0m: a quarter of the experts in memory, the others behind a simulated link of 40 MB/s\n\n'
-	@$(BIN)/greenroom $(ASKED) --prefetch off
-	@printf '\n\033[1mProactive\033[0m: the same again, and the experts that come next are fetched while others are computed\n\n'
-	@$(BIN)/greenroom $(ASKED) --prefetch auto --no-guard
+	@printf '\n\033[1mReactive\033[0m: a quarter of the experts in memory by LRU, and each miss is waited for (link: 40 MB/s)\n\n'
+	@$(BIN)/greenroom $(DEMO) --policy lru --prefetch off
+	@printf '\n\033[1mGreenroom\033[0m: the same memory, link and text\n\n'
+	@$(BIN)/greenroom $(DEMO) --prefetch auto --no-guard
+	@printf '\nA token takes less time (TPOT): experts that come again soon stay in memory, so fewer are missed,'
+	@printf '\nand reads of the next layer begin while this layer is computed, so that misses are waited for less\n(late: a read that was under way when its expert was needed).\n'
 	@printf '\n\033[1mProof\033[0m: nothing of this changes what the model says\n\n'
 	@$(BIN)/greenroom verify demo --cache 25%
 
