@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check ci check-gpu gpu-report format lint types imports test bench-smoke soak bench papers clean
+.PHONY: help setup demo check ci check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
@@ -47,7 +47,7 @@ demo: $(READY)
 check: $(READY) lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: bench-smoke
+ci: bench-smoke fuzz
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -85,6 +85,12 @@ test: $(READY)
 bench-smoke: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	$(BIN)/python -m pytest -m bench_smoke --durations=10 -n 2 --dist worksteal tests/benchmarks
+
+# Damaged files of every format that is read, for so many seconds; what is read wrongly is kept in
+# tests/data/corpus, which `make check` reads again.
+FUZZ_SECONDS ?= 120
+fuzz: $(READY)
+	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow

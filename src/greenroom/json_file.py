@@ -23,6 +23,7 @@ DEEPEST = 64  # brackets in brackets
 MOST_BRACKETS = 1 << 21  # each is an object of Python's, of 64 bytes
 MOST_DIGITS = 64  # of a whole number; tokenizers write 10**30 where there is no limit
 INT64 = 2**63 - 1
+LARGEST = 1e30  # of numbers that are computed with: sums and products stay finite
 
 _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 _STRING = re.compile(rb'"[^"]*"?')  # where no quote is escaped
@@ -81,6 +82,19 @@ def read(path: str | Path, longest: int = LONGEST, unique: bool = True) -> Any:
         return parse(file.read(longest + 1), longest, unique)
 
 
+def read_object(
+    path: str | Path, error: type[GreenroomError], longest: int = LONGEST
+) -> JsonObject:
+    """The object in a file of another program, which may have a name twice; `error` says what is
+    wrong with it."""
+    try:
+        return JsonObject(read(path, longest, unique=False))
+    except OSError as reason:
+        raise error(f"{path}: cannot be read: {reason.strerror or reason}") from reason
+    except Malformed as reason:
+        raise error(f"{path}: not readable: it is {reason}") from reason
+
+
 def read_json(
     path: str | Path, form: str, what: str, made_by: str, error: type[GreenroomError]
 ) -> JsonObject:
@@ -110,7 +124,8 @@ class JsonObject:
 
     def __init__(self, found: Any, where: str = "") -> None:
         if not isinstance(found, dict):
-            raise Malformed(f"{where or 'it'} must be an object, got {shown(found)}")
+            said = f"{where} must be an object, got" if where else "not an object, but"
+            raise Malformed(f"{said} {shown(found)}")
         self._found: dict[str, Any] = found
         self._where = where
 
@@ -143,8 +158,8 @@ class JsonObject:
     ) -> int:
         return whole(self.value(name, default), self._place(name), least, most)
 
-    def number(self, name: str, default: float = _REQUIRED, *, least: float = 0.0) -> float:
-        return number(self.value(name, default), self._place(name), least)
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        return number(self.value(name, default), self._place(name))
 
     def object(self, name: str, default: Any = _REQUIRED) -> JsonObject:
         return JsonObject(self.value(name, default), self._place(name))
@@ -181,10 +196,11 @@ def whole(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
     return value
 
 
-def number(value: Any, where: str, least: float = 0.0) -> float:
-    """A finite number from `least`, as a float, or Malformed."""
-    if type(value) not in (int, float) or not least <= value < math.inf:
-        raise Malformed(f"{where} must be a number from {least:g}, got {shown(value)}")
+def number(value: Any, where: str) -> float:
+    """A number from 0 to LARGEST, as a float, or Malformed."""
+    if type(value) not in (int, float) or not 0 <= value <= LARGEST:
+        top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
+        raise Malformed(f"{where} must be a number from 0{top}, got {shown(value)}")
     return float(value)
 
 
@@ -209,7 +225,7 @@ def shown(value: Any) -> str:
 
 def plain(value: Any) -> str:
     """The beginning of a text, without what would break a line."""
-    return "".join(filter(str.isprintable, str(value)[:60]))
+    return "".join(filter(str.isprintable, str(value)[:100]))
 
 
 def _check_brackets(data: bytes) -> None:

@@ -35,7 +35,7 @@ from greenroom.hf.gguf import Gguf, converted
 from greenroom.hf.index import make_catalog
 from greenroom.hf.models import class_of
 from greenroom.hf.routes import Route, TargetDtypes, find_routes
-from greenroom.json_file import plain
+from greenroom.json_file import plain, read_object
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.pages import Pages
 
@@ -147,7 +147,7 @@ class Draft:
         model.eval()
         model.set_use_kernels(False, None)
         if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
-            _load_generation_config(model, self.checkpoint.folder)
+            load_generation_config(model, self.checkpoint.folder)
         if torch.device(device).type != "cpu":
             with device_errors("the dense parts"):
                 model.to(device)
@@ -340,10 +340,15 @@ def _construct(
     return model
 
 
-def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
+def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """The folder's generation_config.json, or one made from the config, as transformers does."""
-    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
-        hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+        return
+    hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+    path = folder / "generation_config.json"
+    if path.is_file():  # transformers takes its own defaults, without a word, for what is no JSON
+        read_object(path, CheckpointError)
+    with foreign_errors(f"{path}: not a valid generation config"):
         model.adjust_generation_fn(
             None,
             False,

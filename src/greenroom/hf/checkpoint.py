@@ -17,14 +17,14 @@ from greenroom.hf.header import LONGEST, Stored, read_header
 from greenroom.hf.names import check_name
 from greenroom.hf.quantised import encoded
 from greenroom.hf.read import read_tensor
-from greenroom.json_file import JsonObject, Malformed
-from greenroom.json_file import read as read_json
+from greenroom.json_file import Malformed, plain, read_object, shown
 
 if TYPE_CHECKING:
     from greenroom.hf.pack.reading import Pack
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LONGEST_NAME = 255  # of a file
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -69,7 +69,9 @@ class Checkpoint:
             # A name that two files have belongs to the one that the index says.
             tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
             if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
-                raise CheckpointError(f"{folder / name}: lacks {lost}, which {INDEX} says it has")
+                raise CheckpointError(
+                    f"{folder / name}: lacks {plain(lost)}, which {INDEX} says it has"
+                )
         return cls(folder, config, files, encoded(config, tensors, folder), tensors)
 
     @property
@@ -100,13 +102,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise NotAModel(f"{folder}: no config.json, so this is not a model's folder")
-    try:
-        config = read_json(path, unique=False)  # transformers takes the last of two
-    except OSError as error:
-        raise NotAModel(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Malformed as error:
-        raise NotAModel(f"{path}: not readable: it is {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_object(path, NotAModel).values
+    if not isinstance(config.get("model_type"), str):
         raise NotAModel(f"{path}: names no model_type, so this is not a model's config")
     return config
 
@@ -119,16 +116,16 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     if not index.is_file():
         raise _no_weights(folder)
     try:
-        table = JsonObject(read_json(index, LONGEST, unique=False)).object("weight_map")
+        table = read_object(index, CheckpointError, LONGEST).object("weight_map")
         wanted = {name: table.text(name) for name in table}
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read: {error.strerror or error}") from error
     except Malformed as error:
         raise CheckpointError(f"{index}: damaged, it has no usable weight_map: {error}") from error
     names = sorted({*wanted.values()})
     if not names:
         raise CheckpointError(f"{index}: damaged, its weight_map is empty")
     for name in names:
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise CheckpointError(f"{index}: damaged, it names the file {shown(name)}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")
         if not name.endswith(".safetensors"):

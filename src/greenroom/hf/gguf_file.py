@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.header import MOST_AXES, Stored, check_ranges
+from greenroom.hf.header import MOST_AXES, Stored, check_name, check_ranges
 from greenroom.json_file import INT64, plain
 
 VERSIONS = (2, 3)
@@ -258,6 +258,7 @@ def _stored(
 ) -> Stored:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    check_name(path, name)
     try:
         ggml = GGMLQuantizationType(kind)
     except ValueError as error:

@@ -18,6 +18,7 @@ from greenroom.errors import CheckpointError
 from greenroom.json_file import INT64, Malformed, parse, shown
 
 MOST_AXES = 16
+LONGEST_NAME = 500  # characters
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 
 # safetensors' name -> (torch's name, bits of one element)
@@ -98,6 +99,7 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
 
 def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
     """One entry of the JSON; `data` is where the data begins. CheckpointError where it is wrong."""
+    check_name(path, name)
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -116,6 +118,12 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
             f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs {expected}"
         )
     return Stored(file, torch_name, shape, data + begin, expected)
+
+
+def check_name(path: Path, name: str) -> None:
+    """CheckpointError where no tensor can be called so."""
+    if not name.isprintable() or len(name) > LONGEST_NAME:
+        raise CheckpointError(f"{path}: a tensor is called {shown(name)}")
 
 
 def check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:

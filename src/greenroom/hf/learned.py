@@ -28,6 +28,7 @@ from safetensors.numpy import save as to_bytes
 
 from greenroom.core.scope import Scope, split_capacity
 from greenroom.errors import OutputError
+from greenroom.json_file import plain
 from greenroom.trace.container import beside
 
 FORMAT, VERSION = "greenroom-learned", 1
@@ -79,7 +80,7 @@ def load(fingerprint: str) -> Learned | None:
     try:
         return _read(path, fingerprint)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = plain(error) or type(error).__name__
         log.warning("%s is not used, and will be replaced: %s", path, reason)
         return None
 

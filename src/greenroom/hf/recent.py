@@ -113,7 +113,7 @@ def trace_of(known: Learned | None, sizes: Sequence[int]) -> Trace | None:
         return None
     lengths = [len(each.experts) for each in passes]
     requests = np.array([each.request for each in passes])
-    first = np.flatnonzero(np.diff(requests, prepend=requests[0] - 1))
+    first = np.flatnonzero(np.append(True, requests[1:] != requests[:-1]))
     starts = starts_of(np.array(lengths, np.int64))
     try:
         return Trace(

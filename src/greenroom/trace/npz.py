@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zipfile
 from math import prod
 from pathlib import Path
@@ -127,10 +128,12 @@ def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) ->
 
 
 def _strings(arrays: dict[str, NDArray[Any]], name: str) -> list[str]:
-    try:
-        return [str(each) for each in arrays[name].reshape(-1).tolist()]
-    except ValueError as error:
-        raise TraceError(f"{name} is no text: {error}") from error
+    array = arrays[name].reshape(-1)
+    if array.dtype.kind == "U":
+        codes = np.ascontiguousarray(array).view(f"{array.dtype.byteorder}u4")
+        if np.any((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes < 0xE000))):
+            raise TraceError(f"{name} holds what is no text")
+    return [str(each) for each in array.tolist()]
 
 
 def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:

@@ -19,6 +19,7 @@ from greenroom.hf.pack.format import File
 from greenroom.json_file import INT64, LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
+LONGEST_COMMAND = 1000  # characters
 
 
 class Journal:
@@ -130,7 +131,8 @@ def _plan(line: bytes) -> dict[str, Any]:
 
 def _command(plan: dict[str, Any]) -> str:
     found = plan.get("command")
-    return found if isinstance(found, str) and found.isprintable() else ""
+    fits = isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND
+    return found if fits else ""
 
 
 def _is_number(word: str) -> bool:

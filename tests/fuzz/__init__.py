@@ -1,0 +1,1 @@
+"""Damaged and hostile files: a kept corpus, and mutations of valid files."""

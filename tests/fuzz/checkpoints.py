@@ -1,0 +1,246 @@
+"""The formats of models: checkpoints of transformers, GGUF files, packs. See `formats`."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.fuzz.formats import (
+    Format,
+    Pieces,
+    plain,
+    plain_join,
+    safetensors,
+    safetensors_join,
+    saved,
+)
+
+DATA = Path(__file__).parents[1] / "data"
+LARGEST_PACK = 64 << 20  # bytes of a sparse file that stands for the experts
+
+
+@cache
+def model() -> Path:
+    """A tiny checkpoint in several files, with a tokenizer."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from greenroom.hf.build import IMPLEMENTATION
+    from tests.models import cached_tiny
+
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:  # models are built for it, and never run
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, lambda *arguments: None)
+    return cached_tiny("qwen3_moe", tokenizer=True)
+
+
+def _file(name: str) -> list[bytes]:
+    return [(model() / name).read_bytes()]
+
+
+def _folder(source: Path, folder: Path, name: str, data: bytes) -> Path:
+    """The files of a checkpoint, of which one has these bytes."""
+    made = folder / source.name
+    if not made.is_dir():
+        made.mkdir()
+        for path in source.iterdir():
+            os.symlink(path, made / path.name)
+    saved(name, data, made)
+    return made
+
+
+def _configs() -> list[bytes]:
+    from tests.models import make
+
+    others = [make(name).config.to_dict() for name in ("deepseek_v3", "gpt_oss")]
+    return _file("config.json") + [json.dumps(each, default=str).encode() for each in others]
+
+
+def read_config(data: bytes, folder: Path) -> None:
+    """As `plan` does: config and headers, and a pass on the meta device."""
+    from greenroom.config import LoadConfig
+    from greenroom.hf.describe import describe
+
+    describe(str(_folder(model(), folder, "config.json", data)), LoadConfig(memory="8GiB"))
+
+
+def read_index(data: bytes, folder: Path) -> None:
+    from greenroom.hf.checkpoint import Checkpoint
+
+    Checkpoint.open(_folder(model(), folder, "model.safetensors.index.json", data))
+
+
+def _headers() -> list[bytes]:
+    from tests.fuzz.formats import _trace_files
+
+    header = {
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "F4", "shape": [4], "data_offsets": [24, 26]},
+        "c": {"dtype": "I64", "shape": [0, 4], "data_offsets": [26, 26]},
+        "__metadata__": {"format": "pt"},
+    }
+    text = json.dumps(header).encode()
+    return [len(text).to_bytes(8, "little") + text + bytes(26), *_trace_files()]
+
+
+def read_header(data: bytes, folder: Path) -> None:
+    from greenroom.hf.header import read_header
+
+    read_header(saved("model.safetensors", data, folder), 0)
+
+
+def read_tokenizer(name: str) -> Any:
+    """The reader of a tokenizer of which this file is another one."""
+
+    def read(data: bytes, folder: Path) -> None:
+        from greenroom.hf.load import tokenizer_of
+
+        tokenizer_of(_opened(_folder(model(), folder, name, data)))
+
+    return read
+
+
+def _opened(folder: Path) -> Any:
+    from contextlib import nullcontext
+
+    source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    return SimpleNamespace(folder=folder, source=source, read_by_transformers=nullcontext)
+
+
+@cache
+def _built() -> Any:
+    from greenroom.hf.build import Draft
+
+    return Draft.of(model()).model
+
+
+def read_generation(data: bytes, folder: Path) -> None:
+    from greenroom.hf.build import load_generation_config
+
+    made = _folder(model(), folder, "generation_config.json", data)
+    load_generation_config(_built(), made)
+
+
+def _ggufs() -> list[bytes]:
+    return [(DATA / "gguf" / name).read_bytes() for name in ("Q4_0.gguf", "MXFP4_MOE.gguf")]
+
+
+def read_gguf(data: bytes, folder: Path) -> None:
+    from greenroom.hf.build import Draft
+    from greenroom.hf.checkpoint import Checkpoint
+    from greenroom.hf.load import tokenizer_of
+
+    model()
+    checkpoint = Checkpoint.open(saved("model.gguf", data, folder))
+    Draft.of(checkpoint)
+    tokenizer_of(checkpoint)
+
+
+@cache
+def _packs() -> dict[str, Path]:
+    """Packs by the kind of their experts: whole, in segments, with nested copies."""
+    from tempfile import mkdtemp
+
+    from greenroom.hf.pack.making import pack
+
+    from tests.models import cached_tiny
+
+    model()
+    wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
+    source = cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, **wide)
+    made = {}
+    at = Path(mkdtemp(prefix="fuzz-packs-"))
+    for kind, more in {
+        "int4": {},
+        "fp8": {},
+        "same": {"segments": 2},
+        "int8": {"precision": "int4"},
+    }.items():
+        made[kind] = at / kind
+        pack(str(source), made[kind], kind, **more)
+    return made
+
+
+def _pack_headers() -> list[bytes]:
+    return [(folder / "greenroom.json").read_bytes() for folder in _packs().values()]
+
+
+def pack_join(pieces: Pieces) -> bytes:
+    """With the identity of what it says, where that can be told."""
+    from greenroom.hf.pack import header_file
+    from greenroom.json_file import JsonObject, Malformed, parse
+
+    try:
+        found = parse(pieces[0][0])
+        found["identity"] = header_file._header(JsonObject(found)).identity
+    except (Malformed, TypeError):
+        return pieces[0][0]
+    return json.dumps(found).encode()
+
+
+def read_pack(data: bytes, folder: Path) -> None:
+    """Open it, with data of the size that the header says, and look where every expert lies."""
+    from greenroom.errors import GreenroomError
+    from greenroom.hf.build import Draft
+    from greenroom.hf.pack import header_file
+    from greenroom.hf.pack.reading import open_pack
+
+    kinds = _packs()
+    kind = next((kind for kind in kinds if f'"{kind}"'.encode() in data), "same")
+    made = _folder(kinds[kind], folder, "greenroom.json", data)
+    try:
+        header = header_file.read(made)
+    except GreenroomError:
+        open_pack(made)
+        raise AssertionError("the header was refused, and the pack was not") from None
+    path = saved("experts.greenroom", header.first_block(), made)
+    if header.nbytes <= LARGEST_PACK:
+        os.truncate(path, header.nbytes)
+    draft = Draft.of(open_pack(made))
+    for expert in range(draft.catalog.experts):
+        draft.catalog.extents(expert)
+
+
+def _unfinished() -> list[bytes]:
+    plan = {"command": "greenroom pack demo -o out", "experts": "int8"}
+    return [json.dumps(plan).encode() + b"\nexpert 0 123\nexpert 1 456 789\ndense d.gguf 12 99\n"]
+
+
+def unfinished(data: bytes) -> Pieces:
+    first, _, rest = data.partition(b"\n")
+    return [first], [rest]
+
+
+def unfinished_join(pieces: Pieces) -> bytes:
+    return pieces[0][0] + b"\n" + pieces[1][0]
+
+
+def read_unfinished(data: bytes, folder: Path) -> None:
+    from greenroom.hf.pack.journal import NAME, Journal
+    from greenroom.hf.pack.journal import unfinished as command
+
+    saved(NAME, data, folder)
+    command(folder)
+    Journal(folder, {"experts": "int8"}, "greenroom pack demo -o out").close()
+
+
+CHECKPOINTS = {
+    "config": Format(_configs, read_config, plain, plain_join),
+    "index": Format(lambda: _file("model.safetensors.index.json"), read_index, plain, plain_join),
+    "header": Format(_headers, read_header, safetensors, safetensors_join),
+    "tokenizer": Format(
+        lambda: _file("tokenizer.json"), read_tokenizer("tokenizer.json"), plain, plain_join
+    ),
+    "tokenizer-config": Format(
+        lambda: _file("tokenizer_config.json"), read_tokenizer("tokenizer_config.json"), plain,
+        plain_join,
+    ),
+    "generation": Format(
+        lambda: _file("generation_config.json"), read_generation, plain, plain_join
+    ),
+    "gguf": Format(_ggufs, read_gguf),
+    "pack": Format(_pack_headers, read_pack, plain, pack_join),
+    "pack-journal": Format(_unfinished, read_unfinished, unfinished, unfinished_join),
+}  # fmt: skip

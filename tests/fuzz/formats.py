@@ -1,0 +1,410 @@
+"""Every file format that Greenroom reads: valid files of it, and what reads them.
+
+`split` takes a file apart into its JSON texts and other pieces; `join` puts changed pieces
+together, with lengths and checksums right, so that a change reaches what is behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Pieces = tuple[list[bytes], list[bytes]]  # JSON texts, others
+
+
+@dataclass(frozen=True)
+class Format:
+    """`make` writes valid files below a folder and returns their contents; `read` reads a file of
+    which these are the bytes, in a folder of its own, and fails only by GreenroomError."""
+
+    make: Callable[[], list[bytes]]
+    read: Callable[[bytes, Path], Any]
+    split: Callable[[bytes], Pieces] | None = None
+    join: Callable[[Pieces], bytes] | None = None
+
+
+def plain(data: bytes) -> Pieces:
+    """A file that is one JSON text."""
+    return [data], []
+
+
+def plain_join(pieces: Pieces) -> bytes:
+    return pieces[0][0]
+
+
+def lines(data: bytes) -> Pieces:
+    """A file with a JSON text on each line."""
+    return data.split(b"\n"), []
+
+
+def lines_join(pieces: Pieces) -> bytes:
+    return b"\n".join(pieces[0])
+
+
+def safetensors(data: bytes) -> Pieces:
+    """The header, and the JSON texts that its metadata hold in strings; the data."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    inner = {k: v for k, v in header.get("__metadata__", {}).items() if v[:1] in ("{", "[")}
+    for key in inner:
+        header["__metadata__"][key] = ""
+    order = json.dumps(list(inner)).encode()
+    return [json.dumps(header).encode(), *(v.encode() for v in inner.values())], [
+        data[8 + size :],
+        order,
+    ]
+
+
+def safetensors_join(pieces: Pieces) -> bytes:
+    (header, *inner), (data, order) = pieces
+    for name, text in zip(json.loads(order), inner, strict=True):
+        quoted = json.dumps(text.decode(errors="surrogatepass")).encode()
+        header = header.replace(
+            json.dumps(name).encode() + b': ""', json.dumps(name).encode() + b": " + quoted
+        )
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def records(data: bytes) -> Pieces:
+    """A recording's journal: the JSON and the arrays of each record."""
+    texts, arrays, at = [], [], 4
+    while at < len(data):
+        a, b = (int.from_bytes(data[at + i : at + i + 4], "little") for i in (0, 4))
+        texts.append(data[at + 8 : at + 8 + a])
+        arrays.append(data[at + 8 + a : at + 8 + a + b])
+        at += 12 + a + b
+    return texts, arrays
+
+
+def records_join(pieces: Pieces) -> bytes:
+    made = b"GRTJ"
+    for text, data in zip(*pieces, strict=True):
+        check = zlib.crc32(data, zlib.crc32(text)).to_bytes(4, "little")
+        made += (
+            len(text).to_bytes(4, "little") + len(data).to_bytes(4, "little") + text + data + check
+        )
+    return made
+
+
+def members(data: bytes) -> Pieces:
+    """The arrays of an npz, as files of NumPy's; their names come last."""
+    with zipfile.ZipFile(BytesIO(data)) as archive:
+        names = archive.namelist()
+        return [], [*(archive.read(name) for name in names), json.dumps(names).encode()]
+
+
+def members_join(pieces: Pieces) -> bytes:
+    *contents, names = pieces[1]
+    made = BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in zip(json.loads(names), contents, strict=True):
+            archive.writestr(name, content)
+    return made.getvalue()
+
+
+def saved(name: str, data: bytes, folder: Path) -> Path:
+    """A file of these bytes."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+# ---- traces
+
+
+def _trace() -> Any:
+    from greenroom.trace import GateInputs, Prediction, Trace
+
+    random = np.random.default_rng(1)
+    experts = np.array([[random.permutation(n)[:2] for n in (4, 3)] for _ in range(10)], np.uint8)
+    return Trace(
+        experts,
+        np.array([4, 3]),
+        np.array([0, 7, 10]),
+        np.array([0, 4, 5, 6, 7, 10]),
+        np.array([True, False, False, False, True]),
+        ("a", "b"),
+        random.random(experts.shape).astype(np.float16),
+        np.arange(10, dtype=np.int32),
+        GateInputs(np.array([1, 5]), np.ones((2, 2, 3), np.float32)),
+        {"last": Prediction(experts.copy(), 1)},
+        {"model": "m", "expert_bytes": 4096, "fingerprint": "f"},
+    )
+
+
+def _trace_files() -> list[bytes]:
+    from greenroom.trace import save
+
+    return _written(lambda path: save(_trace(), path))
+
+
+def _journal_files() -> list[bytes]:
+    from tests.trace.test_journal import SEGMENTS, segment, write
+
+    made = _written(lambda path: write(path, SEGMENTS))
+    return made + _written(
+        lambda path: write(path, [*SEGMENTS, segment(2, [(2, False)], last=False)])
+    )
+
+
+def _npz_files() -> list[bytes]:
+    from tests.trace.test_file import write_npz
+
+    more = {"weights": np.ones((5, 2, 2)), "token_ids": np.arange(5)}
+    return _written(lambda path: write_npz(path, **more)) + _written(
+        lambda path: write_npz(path, phase=np.array("prefill"), labels=None)
+    )
+
+
+def _written(write: Callable[[Path], object], name: str = "file.npz") -> list[bytes]:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        write(Path(folder) / name)
+        return [(Path(folder) / name).read_bytes()]
+
+
+def read_trace(data: bytes, folder: Path) -> None:
+    from greenroom.trace import load, stream
+
+    path = saved("trace", data, folder)
+    trace = load(path)
+    trace.select([trace.requests - 1])
+    trace.head(1)
+    if trace.tokens < 1000:
+        stream(trace, "runtime")
+    if data[:4] == b"GRTJ":
+        from greenroom.trace.journal import convert
+
+        convert(path, folder / "converted")
+        load(folder / "converted")
+
+
+# ---- JSON of our own
+
+
+def _profile() -> list[bytes]:
+    from tests.core.test_machine import MACHINE
+
+    found = MACHINE.as_json()
+    found["host"] = {"cpu": "x", "cores": 2, "memory_bytes": 2**33, "load": 0.1}
+    return [json.dumps(found).encode()]
+
+
+def read_profile(data: bytes, folder: Path) -> None:
+    from greenroom.core.machine import Machine, name_of
+
+    machine = Machine.load(saved("machine.json", data, folder))
+    name_of(machine.host)
+    machine.costs(3 << 20, 1 << 20)
+    machine.as_json()
+
+
+def _pins() -> list[bytes]:
+    tasks = {
+        name: {"experts": [[0, 3], [1]], "pattern": [[0.5, 0, 0, 0.5], [0, 1.0, 0]]}
+        for name in ("coding", "prose")
+    }
+    return [json.dumps({"format": "greenroom-pins", "version": 1, "tasks": tasks}).encode()]
+
+
+def read_pins(data: bytes, folder: Path) -> None:
+    from greenroom.core.pins import Pins
+
+    pins = Pins.load(saved("pins.json", data, folder), [0, 4, 7])
+    _ = pins.first
+    pins.nearest(np.ones(7))
+    pins.as_json()
+
+
+def _budgets() -> list[bytes]:
+    found = {"format": "greenroom-budgets", "version": 1, "slots": [2, 1], "split": [0.5, 1]}
+    return [json.dumps(found).encode()]
+
+
+def read_budgets(data: bytes, folder: Path) -> None:
+    from greenroom.config import scope_of, split_of
+
+    path = str(saved("budgets.json", data, folder))
+    scope_of(path)
+    split_of(path)
+
+
+def _plans() -> list[bytes]:
+    settings = [
+        {"capacity": 64, "options": {"policy": "lru", "prefetch": "off", "scope": "2,1"},
+         "by": by, "tpot": 0.1, "plain": 0.2, "when": "2026-01-01"}
+        for by in ("tune", "quick")
+    ]  # fmt: skip
+    run = {"seconds": 0.1, "stall": 0.05, "fetched": 2.0, "carried": 1e9, "busy": 1.0}
+    loss = dict.fromkeys(("low", "skip", "substitute", "inexact", "kl"), 0.1)
+    loss |= {
+        "precision": "int4",
+        "perplexity": 9.0,
+        "exact_perplexity": 8.0,
+        "tokens": 7,
+        "when": "",
+    }
+    entry = {"runs": [run], "settings": settings, "loads": [10**9], "losses": [loss]}
+    found = {"format": "greenroom-kept", "version": 1, "machines": {"one": entry}}
+    return [json.dumps(found).encode()]
+
+
+def read_plans(data: bytes, folder: Path) -> None:
+    """A cache: whatever cannot be read is as if it were not there."""
+    from greenroom.plan import kept
+
+    with _cache(folder):
+        path = kept.path_of("abc")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        known = _quietly(lambda: kept.load("abc", "one"))
+        _quietly(lambda: known.near(64))
+        kept.save("abc", "two", known)
+
+
+def _quietly(call: Callable[[], Any]) -> Any:
+    """What must not fail, not even by an error of ours."""
+    from greenroom.errors import GreenroomError
+
+    try:
+        return call()
+    except GreenroomError as error:
+        raise AssertionError("a damaged cache must be ignored") from error
+
+
+class _cache:  # noqa: N801
+    """The user's cache folder is this one, and is switched on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wanted = {"XDG_CACHE_HOME": str(folder), "GREENROOM_LEARNED": "on"}
+
+    def __enter__(self) -> None:
+        self.before = {name: os.environ.get(name) for name in self.wanted}
+        os.environ.update(self.wanted)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self.before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _prompts() -> list[bytes]:
+    rows: list[Any] = [
+        {"prompt": "Once", "label": "a"},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    ]
+    return ["\n".join(map(json.dumps, rows)).encode()]
+
+
+def read_prompts(data: bytes, folder: Path) -> None:
+    from greenroom.trace.prompts import read_prompts
+
+    read_prompts(saved("prompts.jsonl", data, folder))
+    read_prompts(saved("prompts.txt", data, folder))
+
+
+# ---- learned
+
+
+def _predictor() -> list[bytes]:
+    from greenroom.runtime import learned_file
+
+    tensors: dict[str, Any] = {"distance": np.ones(1, np.int64)}
+    for layer, experts in enumerate((4, 3)):
+        tensors |= {
+            f"{layer}.up.weight": np.ones((8, 6), np.float32),
+            f"{layer}.up.bias": np.ones(8, np.float32),
+            f"{layer}.down.weight": np.ones((experts, 8), np.float32),
+            f"{layer}.down.bias": np.ones(experts, np.float32),
+        }
+    return _written(lambda path: learned_file.save(path, tensors, "f", {"model": "m"}))
+
+
+def read_predictor(data: bytes, folder: Path) -> None:
+    from greenroom.core.predictor import Shape
+    from greenroom.predictors.learned import networks_of
+    from greenroom.runtime import learned_file
+
+    tensors = learned_file.load(saved("predictor", data, folder), "f")
+    networks_of(tensors, Shape((4, 3), 2))
+
+
+def _learned() -> list[bytes]:
+    from greenroom.hf import learned
+
+    state = {
+        "experts": np.zeros((2, 2, 1), np.int64),
+        "lengths": np.array([1, 1]),
+        "requests": np.array([0, 1]),
+        "prompts": np.array([1, 0], np.uint8),
+    }
+    made = learned.Learned(np.array([1, 0]), np.ones(7), {"recent": state, "popularity": {}})
+    return _written(
+        lambda path: path.write_bytes(learned.to_bytes(*_parts(learned, made))),
+    )
+
+
+def _parts(learned: Any, made: Any) -> tuple[Any, dict[str, str]]:
+    arrays = learned._arrays(made)
+    words = {"format": learned.FORMAT, "version": str(learned.VERSION), "fingerprint": "abc"}
+    return arrays, {**words, "crc32": learned._checksum(arrays)}
+
+
+def learned_join(pieces: Pieces) -> bytes:
+    """With the checksum of what the changed header says, where that can be read at all."""
+    from safetensors import SafetensorError, numpy
+
+    from greenroom.hf import learned
+
+    data = safetensors_join(pieces)
+    try:
+        arrays = numpy.load(data)
+        crc = learned._checksum(arrays)
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        return data
+    header = json.loads(pieces[0][0])
+    if not isinstance(header.get("__metadata__"), dict):
+        return data
+    header["__metadata__"]["crc32"] = crc
+    return safetensors_join(([json.dumps(header).encode(), *pieces[0][1:]], pieces[1]))
+
+
+def read_learned(data: bytes, folder: Path) -> None:
+    """A cache too."""
+    from greenroom.hf import learned
+    from greenroom.hf.recent import trace_of
+
+    with _cache(folder):
+        path = learned.path_of("abc")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        known = _quietly(lambda: learned.load("abc"))
+        if known is not None:
+            _quietly(lambda: learned.hot_set(known, [0, 4, 7], 3))
+            _quietly(lambda: trace_of(known, [4, 3]))
+
+
+OWN = {
+    "trace": Format(_trace_files, read_trace, safetensors, safetensors_join),
+    "journal": Format(_journal_files, read_trace, records, records_join),
+    "npz": Format(_npz_files, read_trace, members, members_join),
+    "profile": Format(_profile, read_profile, plain, plain_join),
+    "pins": Format(_pins, read_pins, plain, plain_join),
+    "budgets": Format(_budgets, read_budgets, plain, plain_join),
+    "plans": Format(_plans, read_plans, plain, plain_join),
+    "prompts": Format(_prompts, read_prompts, lines, lines_join),
+    "predictor": Format(_predictor, read_predictor, safetensors, safetensors_join),
+    "learned": Format(_learned, read_learned, safetensors, learned_join),
+}
