@@ -40,9 +40,9 @@ def _short(name: str, model: PreTrainedModel) -> str:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(parts.kv_cache_bytes)} of KV cache{kv} for {parts.context} tokens"
     for text in (
-        f"{show_bytes(dense)} of dense parts",
+        f"settings {parts.chosen.partition(',')[0]}" if parts.chosen else "",
         f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else "",
-        f"settings {parts.chosen}" if parts.chosen else "",
+        f"{show_bytes(dense)} of dense parts",
         "--verbose says more",
     ):
         if text and len(line) + len(text) + 3 <= LONGEST:
