@@ -41,7 +41,7 @@ def _short(name: str, model: PreTrainedModel) -> str:
         line += " · misses on both processors, which may change last bits"
     line += f" · {show_bytes(parts.kv_cache_bytes)} of KV cache{kv} for {parts.context} tokens"
     for text in (
-        f"settings {parts.chosen.partition(' (')[0]}" if parts.chosen else "",
+        f"settings {parts.chosen.partition(',')[0]}" if parts.chosen else "",
         _memory(stats),
         f"{show_bytes(dense_bytes(model))} of dense parts",
         "--verbose says more",

@@ -131,8 +131,9 @@ def _plan(line: bytes) -> dict[str, Any]:
 
 def _command(plan: dict[str, Any]) -> str:
     found = plan.get("command")
-    fits = isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND
-    return found if fits else ""
+    if isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND:
+        return found
+    return ""
 
 
 def _is_number(word: str) -> bool:
