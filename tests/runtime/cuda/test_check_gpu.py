@@ -58,8 +58,9 @@ def test_processes_fit_cores_and_memory(cores, free, processes, monkeypatch) -> 
 
 def test_the_makefile_keeps_the_caller_s_python_and_path() -> None:
     done = subprocess.run(
-        ["make", "-n", "check-gpu", "PYTHON=python-of-mine"],
+        ["make", "--no-print-directory", "-n", "check-gpu", "PYTHON=python-of-mine"],
         cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
     )  # fmt: skip
     parallel, alone = done.stdout.strip().splitlines()
     for line in (parallel, alone):
