@@ -144,7 +144,6 @@ def _packs() -> dict[str, Path]:
     from tempfile import mkdtemp
 
     from greenroom.hf.pack.making import pack
-
     from tests.models import cached_tiny
 
     model()

@@ -82,7 +82,7 @@ def _column(
     name, fused = names[0], stored[names[0]]
     if stacked and fused.shape[0] % experts == 0:
         fused = replace(fused, shape=(experts, fused.shape[0] // experts, *fused.shape[1:]))
-    if len(names) != 1 or fused.shape[:1] != (experts,):
+    if len(names) != 1 or fused.shape[:1] != (experts,) or not fused.nbytes:
         raise CheckpointError(
             f"{checkpoint.files[fused.file]}: {name} has shape {list(fused.shape)}, but the config"
             f" says {experts} experts"
@@ -151,7 +151,7 @@ def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
         number = max((i for i, word in enumerate(split[0]) if word.isdigit()), default=0)
     found = {words[number] for words in split if number < len(words)}
     lead = split[0][number].rstrip("0123456789")  # nothing, or as in `expert_7`
-    wanted = [f"{lead}{e}" for e in range(experts)]
+    wanted = (f"{lead}{e}" for e in range(experts))  # no more of them than there are names
     if lost := next((e for e in wanted if e not in found), None):
         name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
         raise CheckpointError(f"{folder}: {name} is missing: the config says {experts} experts")

@@ -17,8 +17,8 @@ from greenroom.errors import CheckpointError, GreenroomError
 
 LAYERS = re.compile(r"(layers|n_layer|depth|block_count)$")  # keys of configs that count layers
 MOST_LAYERS = 1024  # where a checkpoint has fewer tensors
-PARTS = 64  # parameters and modules for a tensor of the checkpoint; models have about two
-FREE = 4096  # beyond these
+PARTS = 16  # parameters and modules for a tensor of the checkpoint; models have about two
+FREE = 2048  # beyond these
 PANIC = "PanicException"  # Rust's, which is no Exception
 
 
