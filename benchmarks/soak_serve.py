@@ -41,7 +41,7 @@ SIZES = ("25%", "50%", "75%")
 PROMPTS = (1, 4, 20, 60, 150, 400)
 FLAT, JUDGED_MINUTES = 1.02, 2.0
 BAD = (
-    {"ids": ()}, {"ids": (1 << 40,)}, {"ids": (5,), "max_new_tokens": 0},
+    {"ids": ()}, {"ids": (1 << 40,)}, {"ids": (5,), "max_new_tokens": -1},
     {"ids": (5,), "max_new_tokens": 1 << 50}, {"ids": (5,), "sampling": Sampling(top_p=7.0)},
     {"ids": (5,), "grammar": "no grammar at all ("},
 )  # fmt: skip
