@@ -10,7 +10,7 @@ help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
-	@echo "make ci      what takes longer than that: bench-smoke"
+	@echo "make ci      what takes longer than that: bench-smoke, fuzz"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
@@ -48,7 +48,7 @@ demo: $(READY)
 check: $(READY) lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: bench-smoke
+ci: bench-smoke fuzz
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))

@@ -28,9 +28,9 @@ from papers.common import COLOURS, figure, save, table
 
 import greenroom
 from greenroom.config import Amount, show_bytes
-from greenroom.hf import kv
-from greenroom.hf.budget import PREFILL_BLOCK
-from greenroom.runtime.memory import peak_rss_bytes, rss_bytes
+from greenroom.hf.kv import cache as kv
+from greenroom.hf.memory.budget import PREFILL_BLOCK
+from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
 
 HEADER = (
     "context",

@@ -25,7 +25,7 @@ from typing import Any
 
 from common import machine, table
 
-from greenroom.runtime.measure import disk_bandwidth, ram_bandwidth
+from greenroom.runtime.measure.bandwidth import disk_bandwidth, ram_bandwidth
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from warm_start import PROMPTS
 
 import greenroom
 from greenroom.config import SamplingConfig
-from greenroom.hf.generate import answer
+from greenroom.hf.text.generate import answer
 
 USUAL = ["popularity", "token", "markov", "eamc", "routing-path", "next-gate", "learned"]
 ENDS = ("useful", "late", "wasted", "dropped", "displaced")

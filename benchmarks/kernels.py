@@ -23,10 +23,13 @@ from torch import nn
 from torch.nn.functional import linear
 
 from greenroom.core.layout import BLOCKS, SlotLayout
-from greenroom.runtime.kernels import LayerExperts, Recipe, Routing, kernel
-from greenroom.runtime.kernels.accelerate import accelerate
-from greenroom.runtime.measure_kernels import Experts, random_layer, step
-from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.kernels.dense.accelerate import accelerate
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.recipes import Recipe
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.measure.kernels import Experts, random_layer, step
+from greenroom.runtime.slots.host import HostSlots
 
 EXPERTS, TOP_K = 48, 8
 SHAPES = ((1024, 512, False), (2048, 768, False), (1024, 512, True))

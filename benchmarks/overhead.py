@@ -29,11 +29,11 @@ from common import commit, machine, note, table
 from worker import Passes, fill
 
 import greenroom
-from greenroom.core.cache import compile_for
+from greenroom.core.cache.cache import compile_for
 from greenroom.core.events import Predicted
-from greenroom.hf.attach import Greenroom
+from greenroom.hf.attach.attach import Greenroom
 from greenroom.policies import policy
-from greenroom.runtime.ram import RamStore
+from greenroom.runtime.store.memory import RamStore
 
 PREDICTION, BOOKKEEPING = "prediction", "bookkeeping"
 SETTLE = 4  # tokens that are not counted
@@ -48,7 +48,8 @@ class Meter:
         driver: Any = cache.driver
         scheduler: Any = driver.scheduler
         scheduler.on = self._timed(scheduler.on, self._of_event)
-        driver._foretell = self._timed(driver._foretell, lambda *_: PREDICTION)
+        predictions: Any = driver.predictions
+        predictions._ask = self._timed(predictions._ask, lambda *_: PREDICTION)
 
     @staticmethod
     def _of_event(event: Any, *_: Any) -> str:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from greenroom.cli.output import columns
+from greenroom.cli.terminal.files import columns
+from greenroom.core.cache.pins import Pins
 from greenroom.core.pieces import Ints
-from greenroom.core.pins import Pins
 from greenroom.core.stream import Stream
 from greenroom.policies import policy
 from greenroom.sim.pinned import hot, kept
 from greenroom.sim.replay import replay
-from greenroom.sim.sweep import capacities
+from greenroom.sim.study import capacities
 from greenroom.trace import Trace, load, stream
 
 

@@ -30,19 +30,19 @@ from typing import Any
 
 from common import commit, machine, note, show_ratio, table
 
-from greenroom.cli.plan import machine_of
-from greenroom.cli.progress import Progress
+from greenroom.cli.estimate.machine import machine_of
+from greenroom.cli.terminal.progress import Progress
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
-from greenroom.hf.describe import describe
-from greenroom.hf.record import record
-from greenroom.hf.stage import Session, Stage
+from greenroom.hf.load.describe import describe
+from greenroom.hf.measure.harness import Harness, Measurement
+from greenroom.hf.measure.recording import record
 from greenroom.plan.costs import Observed, calibrated, limited, of_machine
 from greenroom.plan.estimate import Estimate, Estimator
 from greenroom.plan.evidence import recorded
 from greenroom.plan.model import Model
 from greenroom.plan.planner import choice
 from greenroom.plan.settings import DEFAULT, PLAIN, Setting
-from greenroom.runtime.line import Line
+from greenroom.runtime.store.throttle import Throttle
 from greenroom.trace import load
 from greenroom.trace.prompts import Prompt
 
@@ -95,14 +95,14 @@ def small(share: float, limit: float | None) -> list[Case]:
     return [Case(share, s.policy, s.scope, s.prefetch, limit) for s in settings]
 
 
-def prompts_of(stage: Stage, count: int, seed: int) -> list[Prompt]:
+def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
     """Random words of the model's vocabulary."""
     words, draw = sorted(stage.tokenizer.get_vocab()), random.Random(seed)
     texts = (" ".join(draw.choices(words, k=WORDS)) for _ in range(count))
     return [Prompt(text, "random") for text in texts]
 
 
-def measured(stage: Stage, case: Case, number: int) -> dict[str, Any]:
+def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
     """One run: warmed without a limit, then counted behind it."""
     stage.parts = replace(stage.parts, read_limit=int(case.limit) if case.limit else None)
     config = LoadConfig(policy=case.policy, scope=case.scope, prefetch=case.prefetch,
@@ -119,21 +119,21 @@ def measured(stage: Stage, case: Case, number: int) -> dict[str, Any]:
     return {**asdict(case), "number": number, **_row(done, stage)}
 
 
-def line(stage: Stage) -> Line:
+def line(stage: Harness) -> Throttle:
     """What holds the reads of a limited store back: part of no interface."""
     store: Any = stage.model.greenroom.driver._copier._store
-    found: Line = store.line
+    found: Throttle = store.line
     return found
 
 
-def _row(done: Session, stage: Stage) -> dict[str, Any]:
+def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
     tokens = len(done.gaps)
     size = stage.parts.catalog.expert_bytes // stage.experts
     seen = Observed(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
         done.busy_s, stage.model.greenroom.parts.prefetch != OFF,
     )  # fmt: skip
-    return {"observed": seen.as_json(), "miss_ratio": done.miss_ratio, "at": time.time()}
+    return {"observed": asdict(seen), "miss_ratio": done.miss_ratio, "at": time.time()}
 
 
 def measure(args: argparse.Namespace, cases: list[Case]) -> None:
@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> None:
     wanted = [each for each in dict.fromkeys(wanted) if each not in done]
     if not wanted:
         return
-    stage = Stage(str(args.model), LoadConfig(cache="100%", prefetch=OFF, context=1024))
+    stage = Harness(str(args.model), LoadConfig(cache="100%", prefetch=OFF, context=1024))
     try:
         if not args.trace.exists():
             _record(stage, args)
@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> None:
         stage.close()
 
 
-def _record(stage: Stage, args: argparse.Namespace) -> None:
+def _record(stage: Harness, args: argparse.Namespace) -> None:
     """The model's routing, with everything resident."""
     record(
         stage.model, stage.tokenizer, prompts_of(stage, 6, 1000), args.trace,

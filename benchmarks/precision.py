@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from common import machine
 
-from greenroom.cli.output import columns
+from greenroom.cli.terminal.files import columns
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 
 PROMPTS = (
@@ -74,8 +74,8 @@ def ways(packs: list[str]) -> Iterator[Way]:
 
 def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, seed: int) -> None:
     """One answer of a fresh run."""
-    from greenroom.hf.generate import answer
-    from greenroom.hf.load import load_with
+    from greenroom.hf.load.load import load_with
+    from greenroom.hf.text.generate import answer
 
     config = LoadConfig(
         cache=args.cache, read_limit=args.read_limit, prefetch=args.prefetch, kernels=args.kernels,
@@ -84,9 +84,8 @@ def answer_once(way: Way, folder: Path, args: argparse.Namespace, prompt: str, s
     model, tokenizer = load_with(str(folder), config, remember=False)
     try:
         greenroom = model.greenroom
-        model.generation_config.min_new_tokens = args.tokens
         sampling = SamplingConfig(max_new_tokens=args.tokens, temperature=1.0, seed=seed)
-        done = answer(model, tokenizer, prompt, sampling, raw=True, context=2048)
+        done = answer(model, tokenizer, prompt, sampling, raw=True, context=2048, to_the_end=True)
         stats = greenroom.stats()
     finally:
         model.greenroom.detach()
@@ -151,7 +150,7 @@ def timed(way: Way, exact: Way) -> tuple[str, ...]:
 
 def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, ...]:
     """A row of KL divergence and perplexity against the exact run."""
-    from greenroom.hf.quality import quality
+    from greenroom.hf.check.quality import quality
 
     found = quality(
         str(folder), args.text.read_text(), cache=args.cache, tokens=args.quality_tokens,
@@ -169,11 +168,11 @@ def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, .
 
 def of_traces(args: argparse.Namespace) -> None:
     from greenroom.core.cost import Costs, Link, Work
-    from greenroom.core.precision import Thresholds
+    from greenroom.core.options.precision import Thresholds
     from greenroom.policies import policy
+    from greenroom.sim.event_driven import EventOptions, simulate_events
     from greenroom.sim.lesser import Lesser
-    from greenroom.sim.proactive import proactive
-    from greenroom.sim.sweep import capacities
+    from greenroom.sim.study import capacities
     from greenroom.trace import load, stream
 
     served: dict[str, Lesser | None] = {
@@ -196,9 +195,9 @@ def of_traces(args: argparse.Namespace) -> None:
                 costs = Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
                 row = [f"{capacity / trace.offsets[-1]:.1%}", f"{ratio:g}"]
                 for lesser in served.values():
-                    found = proactive(
+                    found = simulate_events(
                         trace, requests, capacity, policy("lru"), costs, EXPERT, "off",
-                        chunk_bytes=EXPERT // 4, lesser=lesser,
+                        EventOptions(chunk_bytes=EXPERT // 4, lesser=lesser),
                     )  # fmt: skip
                     share = found.as_json().get("inexact_share", 0.0)
                     row.append(f"{np.median(found.times.gaps) * 1e3:.1f} ({share:.0%})")

@@ -33,9 +33,9 @@ from checkpoints import VARIANTS, folder_of
 from common import commit, machine, note, show_ratio, table
 
 from greenroom.config import LoadConfig, ServeConfig
-from greenroom.server.engine import ContinuousEngine
-from greenroom.server.requests import Finished, Request, Sampling, Token
-from greenroom.server.start import start
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import Finished, Request, Sampling, Token
+from greenroom.server.engine.start import start
 
 PARTS = ("run", "users", "turn", "http", "delay", "exact")
 GREEDY = Sampling(temperature=0.0)
@@ -226,9 +226,9 @@ def http_(bench: Bench) -> str:
 @contextmanager
 def served_by_http(engine: ContinuousEngine) -> Iterator[Callable[[list[int], int], None]]:
     """A server for an engine; gives what sends one request from another process and reads all."""
-    from greenroom.server.listen import listening, server
-    from greenroom.server.served import RequestLog
-    from greenroom.server.service import Service
+    from greenroom.server.http.request_log import RequestLog
+    from greenroom.server.http.service import Service
+    from greenroom.server.web.listen import listening, server
 
     config = engine.config
     log = RequestLog(config.log_format, lambda line: None)

@@ -29,13 +29,13 @@ from common import commit, machine, note
 
 from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError
-from greenroom.hf.together import Batch
-from greenroom.runtime.memory import rss_bytes
-from greenroom.server.engine import ContinuousEngine
-from greenroom.server.journal import Journal, Pass, Reuse, replay
-from greenroom.server.requests import Busy, Finished, Request, Sampling, Token
-from greenroom.server.sampling import Sampler
-from greenroom.server.start import start
+from greenroom.hf.kv.batch import Batch
+from greenroom.runtime.memory.system import rss_bytes
+from greenroom.server.engine.journal import Journal, Pass, Reuse, replay
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import Busy, Finished, Request, Sampling, Token
+from greenroom.server.engine.start import start
+from greenroom.server.engine.tokens.sampling import Sampler
 
 SIZES = ("25%", "50%", "75%")
 PROMPTS = (1, 4, 20, 60, 150, 400)

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.cli.output import columns
+from greenroom.cli.terminal.files import columns
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.plan.configurator import Latency, configure, layers_of
 from greenroom.plan.recorded import foreseen, programmed
 from greenroom.policies import policy
-from greenroom.sim.proactive import proactive
-from greenroom.sim.sweep import capacities
+from greenroom.sim.event_driven import EventOptions, simulate_events
+from greenroom.sim.study import capacities
 from greenroom.trace import Trace, load, stream
 
 EXPERT, CHUNK = 1 << 20, 1 << 18
@@ -74,9 +74,9 @@ def main() -> None:
                     ways["moepic"]["split"] = tuple(c.ratio for c in chosen)
                 cells = []
                 for way in ways.values():
-                    found = proactive(
+                    found = simulate_events(
                         timed, requests, capacity, policy("lru"), machine, EXPERT,
-                        args.prefetch, chunk_bytes=CHUNK, **way,
+                        args.prefetch, EventOptions(chunk_bytes=CHUNK, **way),
                     )  # fmt: skip
                     cells.append(f"{1e3 * float(np.median(found.times.gaps)):.1f}")
                 mean = float(np.mean([c.ratio for c in chosen]))

@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 from split import halves
 
-from greenroom.cli.output import columns
-from greenroom.cli.systems import simulated
+from greenroom.cli.terminal.files import columns
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine
-from greenroom.plan.systems import SYSTEMS
-from greenroom.sim.sweep import Row, Study, capacities, sweep
+from greenroom.plan.systems.cells import simulate_systems
+from greenroom.plan.systems.table import SYSTEMS, system
+from greenroom.sim.study import Row, Study, capacities
+from greenroom.sim.sweep import sweep
 
 BUS, GPU, LAYER_S, EXPERT = 25e9, 1e12, 3e-4, 12 << 20
 SPLIT = "moepic"
@@ -52,15 +53,11 @@ def rows_of(args: argparse.Namespace, path: Path) -> list[Row]:
     rows: list[Row] = []
     for capacity in capacities(args.capacity, experts):
         for name in args.systems.split(","):
-            asked = argparse.Namespace(
-                system=name, policy=None, scope=None, prefetch=None, pin="step",
-                machine="given", co_compute=None, split=None,
-            )  # fmt: skip
             own = study
             if name == SPLIT:  # split experts have no tier in host memory: theirs is the store
                 bus = replace(costs, links=costs.links[-1:], host=None)
                 own = replace(study, host=0, costs=bus)
-            rows += simulated(asked, own, [capacity], sweep, made)
+            rows += simulate_systems([system(name)], {}, own, [capacity], sweep, made)
     return rows
 
 

@@ -28,8 +28,8 @@ from common import commit, machine, table
 
 import greenroom
 from greenroom.config import SamplingConfig
-from greenroom.hf import learned
-from greenroom.hf.generate import answer
+from greenroom.hf.text.generate import answer
+from greenroom.plan.history import files
 
 WINDOW = 8  # decode tokens
 ENOUGH = 0.9
@@ -80,15 +80,15 @@ def reached(one: dict[str, Any], steady: float) -> int | None:
 
 def compare(model: str, options: argparse.Namespace) -> list[list[str]]:
     """A row of medians for each way to start, and the tokens of each prompt."""
-    os.environ.pop(learned.SWITCH, None)
+    os.environ.pop(files.SWITCH, None)
     run(model, PROMPTS[0], options)
-    left = learned.folder()
+    left = files.cache_folder() / "learned"
     kept = shutil.copytree(left, left.with_name("kept"))
     rows: dict[str, list[list[float]]] = {"cold": [], "warm": []}
     for n, prompt in enumerate(PROMPTS[1:]):
         pair = {}
         for way in ("cold", "warm") if n % 2 else ("warm", "cold"):
-            os.environ[learned.SWITCH] = "off" if way == "cold" else "on"
+            os.environ[files.SWITCH] = "off" if way == "cold" else "on"
             pair[way] = run(model, prompt, options)
             shutil.copytree(kept, left, dirs_exist_ok=True)
         steady = statistics.mean(

@@ -10,11 +10,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from greenroom.core.compiling.compile_folder import folder
+
 # Before huggingface_hub and transformers are imported, also in subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("GREENROOM_LEARNED", "off")  # every cache starts cold, nothing is kept
+# Two workers with two threads each would wait for each other longer than tiny models compute: up to
+# 4 ms an operation. Tests of several threads ask for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiled code is found also where a test gives the user another cache folder.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(folder().parents[1]))
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
@@ -25,13 +32,19 @@ def threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("greenroom"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def all_is_collected_in_the_end() -> Iterator[None]:
+    """Some libraries count their instances as Python ends."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def libraries_are_not_collected() -> Iterator[None]:
-    """Every `load` collects garbage: a quarter of a second among the libraries' million objects."""
+def libraries_are_not_collected() -> None:
+    """Every `load` collects garbage: a quarter of a second among the libraries' million objects.
+    What is there when a file begins is looked at once."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()  # some libraries count their instances as Python ends
 
 
 @pytest.fixture
@@ -48,5 +61,5 @@ def no_threads_left() -> Iterator[None]:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes the same however many tests have run in it: budgets count it."""
-    for module in ("budget", "load"):
+    for module in ("memory.budget", "load.describe", "load.attach"):
         monkeypatch.setattr(f"greenroom.hf.{module}.rss_bytes", lambda: 400 << 20)

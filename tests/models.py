@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from greenroom.core.layout import Catalog
-from greenroom.hf.reference import aligned
+from greenroom.hf.model.reference import aligned
 
 VOCAB = 320
 CLOCK = 20260101  # the seed of everything here

@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.cli import parser
 from greenroom.errors import UsageError
-from greenroom.plan.systems import SYSTEMS
+from greenroom.plan.systems.table import SYSTEMS
 from greenroom.policies import POLICIES
 from greenroom.predictors import PREDICTORS
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
-from greenroom.errors import ProfileError, UsageError
-from greenroom.json_file import read_json
+from greenroom.errors import CheckpointError, ProfileError, UsageError
+from greenroom.json_file import (
+    DEEPEST,
+    JsonObject,
+    Malformed,
+    each_of,
+    number,
+    parse,
+    read_json,
+    read_object,
+    whole,
+)
 
 
 def read(path, error=UsageError):
@@ -46,3 +57,106 @@ def test_bytes_that_are_no_text(tmp_path):
 def test_no_such_file(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read .*f\.json: No such file"):
         read(tmp_path / "f.json")
+
+
+REFUSED = {
+    "[" * 200_000: "its brackets are not in pairs",
+    '{"a":' * 200_000 + "1" + "}" * 200_000: "nested deeper than 64 levels",
+    "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1): "nested deeper than 64 levels",
+    "[" + "[]," * 3_000_000 + "1]": "more than 2097152 lists and objects",
+    "[" + "[]," * 100 + "{]]": "its brackets are not in pairs",
+    "[NaN]": "NaN is not a number",
+    "[-Infinity]": "-Infinity is not a number",
+    "[1e999]": "beyond any float",
+    "[" + "9" * 400 + "]": "more than 64 digits",
+    "[" + "9" * 5000 + "]": "more than 64 digits",
+    '["\\ud800"]': "half of a surrogate pair",
+    '{"a": 1, "a": 2}': "'a' is twice in one object",
+    b"\xef\xbb\xbf{}": "byte order mark",
+    b'{"a": "\xff"}': "byte 7 is not UTF-8",
+    b"x": "Expecting value",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=[*REFUSED.values()])
+def test_what_is_refused(text):
+    with pytest.raises(Malformed) as caught:
+        parse(text)
+    assert REFUSED[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_size_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "f.json"
+    path.write_text('{"a": "' + "x" * 100 + '"}')
+    with pytest.raises(CheckpointError, match="larger than 50 bytes"):
+        read_object(path, CheckpointError, 50)
+    assert list(read_object(path, CheckpointError, 200)) == ["a"]
+
+
+def test_what_is_taken():
+    texts = [
+        '["[[{", "\\\\", "\\"]"]',
+        '["\\ud83d\\ude00"]',
+        '["\\\\ud800"]',
+        "[1e300]",
+        str(10**30),
+    ]
+    for text in ("[" * DEEPEST + "]" * DEEPEST, *texts):
+        assert parse(text) == json.loads(text)
+    assert parse('{"a": 1, "a": 2}', unique=False) == {"a": 2}
+
+
+def test_brackets_in_strings_are_none():
+    """Random values of strings that are full of quotes, brackets and escapes come back."""
+    rng = random.Random(1)
+
+    def value(depth):
+        kind = rng.random() if depth < DEEPEST - 1 else 0.0
+        if kind < 0.5:
+            return rng.choice([1, 'a"[]{}\\', "\\", '["{', '"', None, -1.5, "\u00e9"])
+        if kind < 0.75:
+            return [value(depth + 1) for _ in range(rng.randrange(4))]
+        return {f"{rng.choice('[{}')}{i}": value(depth + 1) for i in range(rng.randrange(4))}
+
+    for _ in range(300):
+        found = [value(0) for _ in range(70)]
+        assert parse(json.dumps(found)) == found
+        assert parse(json.dumps(found, ensure_ascii=False, indent=1)) == found
+
+
+def test_values_by_kind():
+    found = JsonObject({"n": 3, "x": 0.5, "t": "a", "f": True, "l": [1, 2], "o": {"n": -1}})
+    assert (found.whole("n"), found.number("x"), found.text("t"), found.flag("f")) == (
+        3,
+        0.5,
+        "a",
+        True,
+    )
+    assert found.name("t") == "a"
+    assert found.each("l", whole) == (1, 2)
+    assert found.number("n") == 3.0
+    assert found.whole("none", 7) == 7
+    assert "n" in found.object("o")
+    for ask, said in {
+        lambda: found.whole("none"): "none is missing",
+        lambda: found.whole("f"): "f must be a whole number from 0, got True",
+        lambda: found.whole("n", most=2): "n must be a whole number from 0 to 2, got 3",
+        lambda: found.number("f"): "f must be a number from 0, got True",
+        lambda: found.text("n"): "n must be text, got 3",
+        lambda: found.name("n"): "n must be text, got 3",
+        lambda: JsonObject({"t": "a\nb"}).name("t"): "t must be a name of 1 to 100 characters",
+        lambda: JsonObject({"t": "a" * 101}).name("t"): "t must be a name of 1 to 100 characters",
+        lambda: JsonObject({"t": ""}).name("t"): "t must be a name of 1 to 100 characters",
+        lambda: found.flag("n"): "n must be true or false, got 3",
+        lambda: found.object("l"): "l must be an object, got a list",
+        lambda: found.object("o").whole("n"): "o.n must be a whole number from 0, got -1",
+        lambda: found.each("t", whole): "t must be a list, got 'a'",
+        lambda: found.each("l", each_of(number)): "l[0] must be a list, got 1",
+        lambda: number(10**40, "x"): "x must be a number from 0 to 1e+30",
+        lambda: JsonObject([]): "not an object, but a list",
+    }.items():
+        with pytest.raises(Malformed) as caught:
+            ask()
+        assert said in str(caught.value)

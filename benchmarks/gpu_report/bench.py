@@ -15,10 +15,10 @@ import torch
 from forced import Routing, forced
 from shapes import Shape
 
-from greenroom.hf import places
-from greenroom.hf.attach import Greenroom
-from greenroom.hf.build import Draft
-from greenroom.hf.parts import Parts
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.memory import devices as places
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
 from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Host
@@ -45,7 +45,7 @@ class Bench:
         """A cache of this share of the experts, with all of them in host memory."""
         experts = self.catalog.experts
         capacity = max(1, int(experts * share))
-        parts = Parts(
+        parts = ModelSetup(
             self.catalog, capacity, policy=choose("auto", capacity, experts).name, cuda=True,
             kernels="eager" if self.smoke else "auto", host_capacity=experts, host_policy="lru",
             direct="off", **options,

@@ -22,9 +22,9 @@ import torch
 from kernel_layers import Layer, choices, inputs, module_of, whole_step, with_weights
 from ledger import Ledger, NotHere
 
-from greenroom.runtime.cuda.kernels import Triton, unread
-from greenroom.runtime.kernels import Routing
 from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import Triton, unread
 
 HERE = Path(__file__).resolve().parent
 SLOT_BYTES = 8 << 30  # of a layer: many times any cache
@@ -77,7 +77,7 @@ class Cells:
 
             def launches(steps: Any = steps) -> None:
                 for step, words in steps:
-                    kernel.project(step, words)
+                    step.project(words)
                     kernel.combine(step)
 
             seconds, timed = machine.device_seconds(launches, self._device)

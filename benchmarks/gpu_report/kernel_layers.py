@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from greenroom.core.layout import PLAIN, SlotLayout
 from greenroom.runtime.cuda.engine import Cuda, Engine, Host
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.kernels import LayerExperts, Routing
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
 
 DTYPE = torch.bfloat16
 SCALE = 2**-9  # of a code: activations stay of a useful size

@@ -10,7 +10,7 @@ from kernel_cells import compiled
 from kernel_layers import Layer, choices, inputs, whole_step
 from shapes import ENCODINGS, SMALL_KERNELS
 
-from greenroom.runtime.cuda.kernels import Triton
+from greenroom.runtime.kernels.triton import Triton
 
 
 @torch.inference_mode()

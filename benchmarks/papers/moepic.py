@@ -30,8 +30,8 @@ from greenroom.core.cost import Costs
 from greenroom.plan.configurator import Choice, Latency, configure, layers_of
 from greenroom.plan.recorded import foreseen
 from greenroom.policies import policy
-from greenroom.sim.proactive import Proactive, proactive
-from greenroom.sim.sweep import capacities
+from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
+from greenroom.sim.study import capacities
 from greenroom.trace import Trace, stream
 
 EIGHTHS = [n / 8 for n in range(1, 9)]
@@ -40,11 +40,11 @@ ZETAS = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 def timed(
     trace: Trace, capacity: int, machine: Costs, prefetch: str, evicts: str, seed: int, **way: Any
-) -> Proactive:
+) -> EventRun:
     """A run of the trace with so much memory."""
-    return proactive(
+    return simulate_events(
         trace, stream(trace, "runtime"), capacity, policy(evicts), machine, EXPERT, prefetch,
-        chunk_bytes=CHUNK, seed=seed, **way,
+        EventOptions(chunk_bytes=CHUNK, seed=seed, **way),
     )  # fmt: skip
 
 

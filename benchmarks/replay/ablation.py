@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,12 +32,12 @@ from speed import REACTIVE, Session, misses, ratio_of, run, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
 from greenroom.core.events import Action
-from greenroom.core.queue import Entry, Urgency
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.step import Step
-from greenroom.hf import attach
-from greenroom.runtime.ram import RamStore
-from greenroom.runtime.store import CHUNK_BYTES
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.scheduler.step import Step
+from greenroom.core.transfers.queue import Entry, Urgency
+from greenroom.hf.attach import attach
+from greenroom.runtime.store.disk import CHUNK_BYTES
+from greenroom.runtime.store.memory import RamStore
 
 WHOLE = 1 << 30  # bytes: no expert is cut
 
@@ -68,10 +67,12 @@ class Ablated(Scheduler):
         super().__init__(*args, **options)
         self._early, self._reorder = early, reorder
         self._later: dict[int, int] = {}  # missing piece whose turn has not come -> its slot
+        self._add = self.transfers.add
+        self.transfers.add = self._hold  # type: ignore[method-assign]
 
-    def _add(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
+    def _hold(self, piece: int, slot: int, urgency: Urgency = Urgency.DEMAND) -> Entry:
         if urgency is Urgency.PREFETCH or self._early:
-            return super()._add(piece, slot, urgency)
+            return self._add(piece, slot, urgency)
         self._later[piece] = slot
         return None  # type: ignore[return-value]  # nobody looks at a demand's
 
@@ -81,7 +82,7 @@ class Ablated(Scheduler):
             return super()._advance(actions)
         if step.waves:
             return None
-        turn = len(step.experts) - step.uncomputed  # the request whose turn it is
+        turn = step.array.size - step.uncomputed  # the request whose turn it is
         self._demand_next(step, turn, actions)
         ready = sorted(step.ready)
         count = next((i for i, r in enumerate(ready) if r != turn + i), len(ready))
@@ -92,19 +93,22 @@ class Ablated(Scheduler):
 
     def _demand_next(self, step: Step, turn: int, actions: list[Action]) -> None:
         """Demand the expert whose turn it is, where it is missing and nothing was asked for."""
-        piece = int(step.experts[turn]) if turn < len(step.experts) else -1
+        piece = int(step.array[turn]) if turn < step.array.size else -1
         if piece in step.missing and piece in self._later:
-            super()._add(piece, self._later.pop(piece))
+            self._add(piece, self._later.pop(piece))
             self._pump(actions)
 
 
 @contextmanager
 def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator[None]:
     """Caches attached meanwhile are those of a variant."""
-    made = partial(Ablated, early=variant.early, reorder=variant.reorder)
+
+    def made(*args: Any, thresholds: None = None, rates: None = None, **settings: Any) -> Ablated:
+        return Ablated(*args, early=variant.early, reorder=variant.reorder, **settings)
+
     usual, rig.ram = rig.ram, stores[variant.chunk_bytes]
     try:
-        with patch.object(attach, "Scheduler", made), patch("compare.Scheduler", made):
+        with patch.object(attach, "build_scheduler", made), patch("compare.Scheduler", made):
             yield
     finally:
         rig.ram = usual

@@ -19,14 +19,14 @@ from rig import Rig, arguments
 from speed import REACTIVE, USUAL, Session, run, sessions
 
 from common import commit, machine, note, table  # isort: skip
-from greenroom.core.buffer import slots_ahead
+from greenroom.core.cache.buffer import slots_ahead
 from greenroom.core.cost import FREE, Costs
-from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import choose
-from greenroom.sim.proactive import passes
-from greenroom.sim.simulate import Clock
+from greenroom.sim.clock import Clock
+from greenroom.sim.event_driven import passes
 from greenroom.trace.orders import stream
 
 

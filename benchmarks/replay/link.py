@@ -19,8 +19,8 @@ import numpy as np
 from rig import READERS, Rig, arguments, cut, forced
 
 from common import commit, machine, note, ratio, table  # isort: skip
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import Staging
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import Staging
 
 
 class Traffic:

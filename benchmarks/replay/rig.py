@@ -23,18 +23,19 @@ import numpy as np
 from forced import Routing, batched, cut, forced, prepared
 
 import greenroom
-from greenroom.core.cache import compile_for
+from greenroom.core.cache.cache import compile_for
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import Predicted
-from greenroom.core.foresight import Foresight
 from greenroom.core.predictor import PassBegins, Predictor, Seen
-from greenroom.hf import attach
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.hf.attach import attach
 from greenroom.policies import choose
 from greenroom.predictors import predictor as named_predictor
-from greenroom.runtime.measure import disk_bandwidth
-from greenroom.runtime.ram import RamStore
-from greenroom.runtime.store import CHUNK_BYTES
-from greenroom.sim.proactive import foresight_of, passes
+from greenroom.runtime.measure.bandwidth import disk_bandwidth
+from greenroom.runtime.store.disk import CHUNK_BYTES
+from greenroom.runtime.store.memory import RamStore
+from greenroom.sim.event_driven import passes
+from greenroom.sim.foresight import foresight_of
 from greenroom.trace import Trace, load
 from greenroom.trace.orders import stream
 
@@ -90,9 +91,11 @@ class Rig:
         store = None if bandwidth is None else self.ram
         self.ram.line.bandwidth = bandwidth or INFINITE
         self.model.greenroom = made = attach.Greenroom(self.model, parts, store)
-        if made.driver.foresight is not None:
+        if made.driver.predictions.foresight is not None:
             assert session is not None
-            made.driver.foresight = Placed(self.predictor(prefetch, session), self.catalog.offsets)
+            made.driver.predictions.foresight = Placed(
+                self.predictor(prefetch, session), self.catalog.offsets
+            )
         return made
 
     def predictor(self, prefetch: str, session: Trace) -> Predictor:

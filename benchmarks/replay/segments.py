@@ -47,18 +47,19 @@ from speed import BLOCK, Session, misses, sessions
 from common import commit, machine, note, show_ratio, table  # isort: skip
 import greenroom
 from greenroom.config import LoadConfig
-from greenroom.core.cache import compile_for
-from greenroom.hf.attach import Greenroom
-from greenroom.hf.load import load_with
-from greenroom.hf.split import split_experts
+from greenroom.core.cache.cache import compile_for
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.load.load import load_with
+from greenroom.hf.memory.split import split_experts
 from greenroom.plan.budgets import miss_tables, optimal
 from greenroom.plan.configurator import Latency, configure, layers_of, split
 from greenroom.plan.recorded import foreseen
 from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.runtime.fakes import FakeStore
-from greenroom.runtime.store import DiskStore
-from greenroom.sim.proactive import foresight_of, passes
+from greenroom.runtime.store.disk import DiskStore
+from greenroom.sim.event_driven import passes
+from greenroom.sim.foresight import foresight_of
 from greenroom.trace import load
 from greenroom.trace.orders import stream
 
@@ -112,10 +113,10 @@ class Hall:
         )  # fmt: skip
         store = FakeStore(DiskStore(catalog), bandwidth=bandwidth)
         made = self.model.greenroom = Greenroom(self.model, parts, store)
-        if made.driver.foresight is not None:
+        if made.driver.predictions.foresight is not None:
             assert session is not None
             predictor = foresight_of(session.trace, self.args.prefetch).predictor
-            made.driver.foresight = Placed(predictor, catalog.offsets)
+            made.driver.predictions.foresight = Placed(predictor, catalog.offsets)
         return made, store
 
     def warm(self, made: Greenroom, session: Session) -> None:
@@ -200,7 +201,9 @@ def measure(args: Any, known: dict[str, Any]) -> None:
     if "resident" not in known:
         note(f"a token with everything resident: {hall.resident[0] * 1e3:.1f} ms")
         files = [Path(file) for file in hall.catalog.files]
-        disk = greenroom.runtime.measure.disk_bandwidth(files, 4 << 20, 2, True, seconds=3)
+        disk = greenroom.runtime.measure.bandwidth.disk_bandwidth(
+            files, 4 << 20, 2, True, seconds=3
+        )
         save(args, {"key": "resident", "seconds": hall.resident, "disk": disk})
         known |= read(args)
     hall.__dict__["resident"] = tuple(known["resident"]["seconds"])

@@ -15,19 +15,19 @@ from greenroom.environment import check_platform, large_pages, wait_briefly
 
 if TYPE_CHECKING:
     from greenroom.errors import GreenroomError as GreenroomError
-    from greenroom.hf.load import load as load
+    from greenroom.hf.check.quality import quality as quality
+    from greenroom.hf.check.verify import verify as verify
+    from greenroom.hf.load.load import load as load
     from greenroom.hf.pack.making import pack as pack
-    from greenroom.hf.quality import quality as quality
-    from greenroom.hf.verify import verify as verify
     from greenroom.sim.simulation import simulate as simulate
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "load": "greenroom.hf.load",
+    "load": "greenroom.hf.load.load",
     "pack": "greenroom.hf.pack.making",
-    "quality": "greenroom.hf.quality",
-    "verify": "greenroom.hf.verify",
+    "quality": "greenroom.hf.check.quality",
+    "verify": "greenroom.hf.check.verify",
     "simulate": "greenroom.sim.simulation",
     "GreenroomError": "greenroom.errors",
 }

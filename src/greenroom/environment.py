@@ -49,7 +49,7 @@ def warn_once() -> str:
 
 def large_pages() -> None:
     """Let torch ask for pages of 2 MiB for large tensors, such as weights that transformers
-    converts (those that are read as they are have theirs, runtime/pages.py); the user's own setting
-    stays.
+    converts (those that are read as they are have theirs, runtime/memory/pages.py); the user's own
+    setting stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

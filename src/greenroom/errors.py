@@ -44,7 +44,8 @@ class UnknownName(UsageError):
     """A name that is in no table; the message lists the names that are."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
-        super().__init__(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+        said = repr(name) if len(repr(name)) <= 100 else f"{repr(name)[:97]}..."
+        super().__init__(f"unknown {kind} {said}: choose one of {', '.join(known)}")
 
 
 class UnknownOption(UnknownName, TypeError):

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,10 +28,12 @@ END_S = 1.5  # from Ctrl-C to the end of the process
 NUDGE_S = 0.1  # then the signal is sent to the main thread once more: another may have taken it
 AGAIN_S = 0.3  # within this time a second signal is the same Ctrl-C, which a parent passed on
 CHECK_S = 0.02
+TIDY_S = 0.2  # for what may wait for a lock
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 BEGIN, GO_ON = b"\xff\xfe"  # bytes in the pipe, beside the numbers of signals
 
 _undo: list[Callable[[], object]] = []
+_watches: list[InterruptWatch] = []  # of this process: one or none
 
 
 class Interrupt(KeyboardInterrupt):
@@ -68,6 +71,18 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
         _undo.remove(undo)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Have Ctrl-C raised at the end of what must not be left half done; the time to end holds."""
+    for watch in _watches:
+        watch.hold(True)
+    try:
+        yield
+    finally:
+        for watch in _watches:
+            watch.hold(False)
+
+
 def end_with_parent() -> None:
     """Have Linux kill this process when its parent ends, however that ends."""
     import ctypes
@@ -82,7 +97,7 @@ class InterruptWatch:
         self.asked = False  # Ctrl-C was pressed, and the command did not go on
         self.lost = False  # the exception was destroyed on its way
         self.said = False  # the line that says so is printed
-        self._raised = self._over = self._nudged = False
+        self._raised = self._over = self._nudged = self._held = False
         self._sent = 0  # the watch's own signals that are still to come
         self._main = threading.get_ident()
         self._hook = sys.unraisablehook
@@ -100,7 +115,14 @@ class InterruptWatch:
         sys.unraisablehook = self._unraisable
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, self._on_signal)
+        _watches.append(self)
         return True
+
+    def hold(self, on: bool) -> None:
+        """See `held`."""
+        self._held = on
+        if not on and self.asked and not self._raised:
+            self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
         """Stop counting: the command goes on."""
@@ -119,13 +141,21 @@ class InterruptWatch:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         _undo_all()
-        atexit._run_exitfuncs()  # end child processes
+        _kill_children()
+        atexit._run_exitfuncs()
         os._exit(INTERRUPTED)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._over or self._raised:
             return
-        self.asked = self._raised = True
+        self.asked = True
+        if self._held:
+            return
+        if _importing("torch"):
+            self._tell(BEGIN)
+            self._nudged = False  # the watch asks again until the import is over
+            return
+        self._raised = True
         self._tell(BEGIN)  # where this is called by another handler
         raise Interrupt(self)
 
@@ -181,11 +211,21 @@ class InterruptWatch:
     def _abort(self) -> NoReturn:
         """End the process while its main thread is anywhere, and may hold any lock."""
         _undo_all()
+        _kill_children()  # before they notice that nobody is there
+        tidy = threading.Thread(target=_give_back_semaphores, daemon=True)
+        tidy.start()
+        tidy.join(TIDY_S)
         if self._terminal is not None:
             _restore(self._terminal)
         if not self.said:
             write_now("greenroom: interrupted\n")
         os._exit(INTERRUPTED)
+
+
+def _importing(name: str) -> bool:
+    """Whether a package is being imported: an exception in torch's C++ part aborts the process."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def write_now(text: str) -> None:
@@ -199,6 +239,24 @@ def _undo_all() -> None:
     for undo in reversed(_undo.copy()):
         with contextlib.suppress(Exception):
             undo()
+
+
+def _give_back_semaphores() -> None:
+    """Those of multiprocessing; a process of its own would warn of them when this one has ended."""
+    util = sys.modules.get("multiprocessing.util")
+    with contextlib.suppress(Exception):
+        util._run_finalizers(0)  # type: ignore[union-attr]
+
+
+def _kill_children() -> None:
+    """End child processes, but that of multiprocessing which tidies up after this one."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tidying = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            for child in map(int, (task / "children").read_text().split()):
+                if child != tidying:
+                    os.kill(child, signal.SIGKILL)
 
 
 def _terminal() -> list[Any] | None:

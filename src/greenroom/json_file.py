@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from greenroom.errors import GreenroomError
 LONGEST = 16 << 20  # bytes of a file
 DEEPEST = 64  # brackets in brackets
 MOST_BRACKETS = 1 << 21  # each is an object of Python's, of 64 bytes
+LONGEST_NAME = 100  # characters
 MOST_DIGITS = 64  # of a whole number; tokenizers write 10**30 where there is no limit
 INT64 = 2**63 - 1
 LARGEST = 1e30  # of numbers that are computed with: sums and products stay finite
@@ -150,6 +152,9 @@ class JsonObject:
     def text(self, name: str, default: str = _REQUIRED) -> str:
         return text(self.value(name, default), self._place(name))
 
+    def name(self, name: str, default: str = _REQUIRED) -> str:
+        return name_text(self.value(name, default), self._place(name))
+
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         return flag(self.value(name, default), self._place(name))
 
@@ -170,6 +175,22 @@ class JsonObject:
         """The values of a list, each of a kind: `whole`, `JsonObject`, `each_of(number)` ..."""
         return each_of(kind)(self.value(name, default), self._place(name))
 
+    def fields_of(self, kind: Any) -> dict[str, Any]:
+        """The values of a dataclass's fields that are numbers, texts or flags, by their names."""
+        readers: dict[str, Callable[..., Any]] = {
+            "int": self.whole,
+            "float": self.number,
+            "str": self.text,
+            "bool": self.flag,
+        }
+        return {
+            field.name: readers[str(field.type)](
+                field.name, _REQUIRED if field.default is MISSING else field.default
+            )
+            for field in fields(kind)
+            if str(field.type) in readers
+        }
+
     def _place(self, name: str) -> str:
         return f"{self._where}.{name}" if self._where else name
 
@@ -179,6 +200,13 @@ def text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise Malformed(f"{where} must be text, got {shown(value)}")
     return value
+
+
+def name_text(value: Any, where: str) -> str:
+    """A short text in one line, as messages can show it, or Malformed."""
+    if not (text(value, where) and len(value) <= LONGEST_NAME and value.isprintable()):
+        raise Malformed(f"{where} must be a name of 1 to {LONGEST_NAME} characters in one line")
+    return str(value)
 
 
 def flag(value: Any, where: str) -> bool:

@@ -102,6 +102,8 @@ ROWS = (
         " --limits 500e6 --choice 0.25 --requests 1",
         ("settings", "measured ms", "planned ms"), then="--table",
         writes=("plan.jsonl", "plan.safetensors")),
+    Row("precision.py", "demo --packs same+int4 --folder {out} --rounds 1 --tokens 10 --text {text}"
+        " --quality-tokens 24 --read-limit 1GB", ("pack", "misses", "TPOT ms", "inexact")),
     # Simulations of a recording.
     Row("precision.py", "--traces {recording} --tokens 50 --capacity 25%",
         ("capacity", "transfer", "exact", "skip 0.1")),

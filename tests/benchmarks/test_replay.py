@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.core.events import Compute, Computed, Finish, Landed, Routed, StartChunk
 from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
 from tests.benchmarks import harness
 

@@ -11,9 +11,9 @@ import pytest
 from greenroom.cli import Parser, bench
 from greenroom.config import BUDGETS, LoadConfig
 from greenroom.errors import UsageError
-from greenroom.hf.contest import Entry
+from greenroom.hf.measure.entries import Entry
 from tests.cli.conftest import Run
-from tests.hf.test_split import packed
+from tests.hf.memory.test_split import packed
 
 ALL = "adapmoe,static,fiddler,hobbit,moepic,llru,greenroom"
 SHORT = ("--rounds", 1, "--tokens", 16)
@@ -22,8 +22,8 @@ SHORT = ("--rounds", 1, "--tokens", 16)
 def asked(*words: str) -> argparse.Namespace:
     """The arguments of `greenroom bench`, as the command line reads them."""
     parser = Parser()
-    bench.add_to(parser.add_subparsers())
-    return parser.parse_args(["bench", "model", "--cache", "50%", *words])
+    bench.add_to(parser)
+    return parser.parse_args(["model", "--cache", "50%", *words])
 
 
 def settings(*words: str) -> tuple[LoadConfig, dict[str, Entry]]:

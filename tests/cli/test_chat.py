@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.summary import summary
-from greenroom.cli.terminal import Session, Terminal, closing, history_file
+from greenroom.cli.terminal.session import Session, Terminal, closing, history_file
+from greenroom.cli.terminal.summary import summary
 from greenroom.errors import GreenroomError
-from greenroom.server.reading import Delta
-from greenroom.server.talk import Reply
+from greenroom.server.chat.backend import Reply
+from greenroom.server.engine.tokens.reader import Delta
 from tests.cli.conftest import START, Ran, Run
+from tests.server.api.test_operations import STATS
 from tests.server.conftest import Running, launch, saying, thinking
-from tests.server.test_operations import STATS
 
 WITHOUT_TORCH = f"import sys; sys.modules['torch'] = None; {START}"
 # A session leader takes the terminal that it is given; tests in a shell's background ignore Ctrl-C.

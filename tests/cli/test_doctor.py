@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.machine import Machine
-from greenroom.hf import rehearse
-from greenroom.hf.stage import Session
-from greenroom.runtime import doctor, measure_kernels
+from greenroom.hf.measure import dry_run
+from greenroom.hf.measure.harness import Measurement
 from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.measure import doctor
+from greenroom.runtime.measure import kernels as measure_kernels
 from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.sim import small
@@ -24,9 +25,9 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(doctor, "QUICK", doctor.Effort(1 << 20, 1, 8 << 20, 0.01, 0.001))
     monkeypatch.setattr(doctor, "LEAST_BYTES", 8 << 20)
     for name in ("SHAPE", "SMALLEST"):
-        monkeypatch.setattr(rehearse, name, rehearse.Shape(64, 64, 2, 8, 2, 64))
+        monkeypatch.setattr(dry_run, name, dry_run.Shape(64, 64, 2, 8, 2, 64))
     for name, tokens in (("TOKENS", 12), ("SETTLE", 4)):
-        monkeypatch.setattr(rehearse, name, tokens)
+        monkeypatch.setattr(dry_run, name, tokens)
     monkeypatch.setattr(measure_kernels, "SHAPES", ((64, 64), (64, 128)))
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
     monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
@@ -75,14 +76,16 @@ def test_plain_words_about_this_machine(cli: Run, fast: Path):
 
 def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "engines", lambda: [Host()])
-    monkeypatch.setattr(rehearse, "DEVICES", {"host": "cpu", "device": "fake"})
-    asked, judged = [], rehearse.sessions
+    monkeypatch.setattr(dry_run, "DEVICES", {"host": "cpu", "device": "fake"})
+    asked, measure = [], dry_run.measure
 
-    def sessions(model: str, shape: rehearse.Shape, device: str) -> tuple[Session, ...]:
+    def measured(
+        model: str, shape: dry_run.Shape, device: str, *cases: list[dry_run.Case]
+    ) -> list[Measurement]:
         asked.append(device)
-        return judged(model, shape, device)
+        return measure(model, shape, device, *cases)
 
-    monkeypatch.setattr(rehearse, "sessions", sessions)
+    monkeypatch.setattr(dry_run, "measure", measured)
     ran = cli("doctor", "--quick")
     assert ran.code == 0, ran.err
     for shown in ("from host memory, pinned", "from host memory, pageable", "its own memory",
@@ -90,7 +93,7 @@ def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.Mo
         assert shown in ran.out
     machine = Machine.load(fast / "cache" / "greenroom" / "machine.json")
     assert [route.target for route in machine.routes] == ["host", "device"]
-    assert asked == ["cpu", "fake"]  # each was rehearsed
+    assert asked == ["cpu", "cpu", "fake", "fake"]  # two models on each
 
 
 def test_without_a_gpu_no_device_is_measured(monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +124,7 @@ def test_a_model_that_is_nowhere(cli: Run, fast: Path):
 
 def test_a_model_is_read_and_not_written_to(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
     folders = []
-    monkeypatch.setattr(rehearse, "rehearsed", lambda m, folder: folders.append(folder) or m)
+    monkeypatch.setattr(dry_run, "with_dry_run", lambda m, folder: folders.append(folder) or m)
     model = fast / "model"
     model.mkdir()
     (model / "a.safetensors").write_bytes(os.urandom(9 << 20))

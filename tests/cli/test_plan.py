@@ -16,13 +16,13 @@ from greenroom.config import LoadConfig
 from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table, name_of
 from greenroom.errors import UsageError
-from greenroom.hf.describe import describe
-from greenroom.plan import kept
+from greenroom.hf.load.describe import describe
 from greenroom.plan.costs import Observed
 from greenroom.plan.estimate import Estimate
+from greenroom.plan.history import files
 from greenroom.plan.planner import Plan
 from greenroom.plan.settings import DEFAULT, PLAIN, Setting
-from greenroom.runtime.measure import host
+from greenroom.runtime.measure.bandwidth import host
 from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.plan import models
@@ -33,7 +33,7 @@ from tests.sim import small
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own, with a profile of another machine beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(kept.SWITCH, "on")
+    monkeypatch.setenv(files.SWITCH, "on")
     (tmp_path / "abacus.json").write_text(json.dumps(models.MACHINE.as_json()))
     mine = Machine(models.MACHINE.routes, models.MACHINE.processors, host(), {})
     (tmp_path / "cache" / "greenroom").mkdir(parents=True)
@@ -81,7 +81,9 @@ def test_a_plan_of_stand_ins_on_another_machine(cli: Run, folder: Path, home: Pa
 def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home: Path):
     model = describe(str(folder), LoadConfig())
     run = Observed(0.5, 0.1, 1.0, 1e9, 1.0)
-    kept.save(model.fingerprint, name_of(host()), kept.Known().with_runs((run,)))
+    files.update_records(
+        model.fingerprint, name_of(host()), lambda records: records.with_runs((run,))
+    )
     ran = cli("plan", folder, "--memory", "2GiB", "--json")
     assert "and 1 runs of this model on it" in ran.json["machine"]
     assert ran.json["best"]["tpot_s"] > 0.3
@@ -94,7 +96,7 @@ def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
     best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
     found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
     keep(models.MODEL, models.MACHINE, found, "cpu")
-    left = kept.load("abc", name_of(models.HOST)).near(21)
+    left = files.load_records("abc", name_of(models.HOST)).nearest(21)
     assert left is not None
     assert left.options == {"policy": "lcp", "scope": "per-layer", "prefetch": "off"}
     assert (left.by, left.tpot, left.plain) == ("plan", 0.08, 0.1)
@@ -222,7 +224,9 @@ def test_tune_behind_a_limit_is_not_left_to_runs(cli: Run, folder: Path, home: P
 def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, home: Path):
     digest = describe(str(folder), LoadConfig()).fingerprint
     dense = describe(str(folder), LoadConfig()).dense_bytes
-    kept.save(digest, name_of(host()), kept.Known().with_load((400 << 20) - dense))
+    files.update_records(
+        digest, name_of(host()), lambda records: records.with_load((400 << 20) - dense)
+    )
     model = describe(str(folder), LoadConfig())
     memory = model.memory(model.experts // 2)
     ran = cli("tune", folder, "--memory", memory, "--rounds", 1, "--tokens", 16, "--json",
@@ -315,7 +319,7 @@ def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
     alone.write_text(json.dumps(Machine(routes[:1], processors[1:], models.HOST).as_json()))
     assert "needs experts in host memory" in cli(
         *asked[:5], alone, "--co-compute", "auto").mistake  # fmt: skip
-    assert "unknown co-compute 'on'" in cli(*asked, "--co-compute", "on").mistake
+    assert "unknown co_compute 'on'" in cli(*asked, "--co-compute", "on").mistake
     failed = cli(*asked[:-1], "cpu", "--host-memory", "1GiB")
     assert "memory between two links" in failed.mistake
     usual = cli(*asked[:-2])  # a run's device, and what it keeps in host memory

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli.live import status
 from greenroom.cli.run import closing_line
-from greenroom.hf.generate import Answer
-from greenroom.runtime.stats import Stats
+from greenroom.cli.terminal.live import status
+from greenroom.hf.text.generate import Answer
+from greenroom.runtime.driver.stats import Stats
 from tests.cli.conftest import Ran, Run, start
 
 PROMPT = "The green room is where"
@@ -239,7 +239,7 @@ def test_json_says_what_became_of_every_prefetch(cli: Run, folder: Path) -> None
 def test_what_the_guard_decides_is_said_once(
     cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("greenroom.core.guard.LOOKS", (2,))  # its first trial is over soon
+    monkeypatch.setattr("greenroom.core.prefetch.guard.LOOKS", (2,))  # its first trial is over soon
     options = ("--cache", "40%", "--kernels", "eager", "--temperature", 5, "--seed", 1)
     ran = cli("run", folder, PROMPT, *options, "--prefetch", "markov", "--max-new-tokens", 40)
     _, verdict, closing = ran.err.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,7 +143,7 @@ def test_kill_and_start_again_on_the_same_port(tmp_path: Path) -> None:
 
 FAULT = """
 import pathlib
-from greenroom.server.engine import ContinuousEngine as Engine
+from greenroom.server.engine.loop import ContinuousEngine as Engine
 own = Engine._round
 def fails(self):
     if self._running and pathlib.Path({flag!r}).exists():
@@ -152,13 +153,24 @@ Engine._round = fails
 """
 
 
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.timeout(240)
-def test_an_engine_that_breaks_ends_the_process_once_all_are_told(tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
+def test_a_template_that_loops_hangs_nothing_and_an_engine_that_breaks_ends_the_process(
+    tmp_path: Path,
+) -> None:
+    flag, model = tmp_path / "flag", shutil.copytree(DEMO, tmp_path / "demo")
+    (model / "chat_template.jinja").write_text(LOOP)
+    before = FAULT.format(flag=str(flag))
     with (
-        served("--max-batch", 1, before=FAULT.format(flag=str(flag))) as (process, url, _),
+        served("--max-batch", 1, model=model, before=before) as (process, url, _),
         ThreadPoolExecutor() as threads,
     ):
+        chat = {"model": "demo", "messages": ASKED}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+        assert answer.status_code == 400
+        assert "chat template" in answer.json()["error"]["message"]
         body = {"model": "demo", "prompt": "Once", "max_tokens": 200}
         ask = partial(httpx2.post, f"{url}/v1/completions", timeout=60)
         client = httpx2.Client(timeout=60)
@@ -181,23 +193,6 @@ def test_an_engine_that_breaks_ends_the_process_once_all_are_told(tmp_path: Path
         said = process.stderr.read()
         assert "the model has failed, the server ends" in said
         assert "/secret/file has a bug" in said  # the log has all
-
-
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.timeout(240)
-def test_a_template_that_loops_hangs_neither_the_server_nor_its_end(copy: Path) -> None:
-    (copy / "chat_template.jinja").write_text(LOOP)
-    with served(model=copy) as (process, url, _):
-        chat = {"model": "model", "messages": ASKED}
-        answer = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
-        assert answer.status_code == 400
-        assert "chat template" in answer.json()["error"]["message"]
-        text = {"model": "model", "prompt": "Once", "max_tokens": 2}
-        assert httpx2.post(f"{url}/v1/completions", json=text, timeout=60).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
 
 
 def _ready(url: str, process: subprocess.Popen[str]) -> None:

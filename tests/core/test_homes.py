@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.core.cache import Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.events import Compute, Computed, Landed, Resized, Routed
 from greenroom.core.homes import home_of, homes, shares, spread
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
-from tests.core.test_scheduler import Theatre, ids, pieces
+from tests.core.scheduler.test_scheduler import Theatre, ids, pieces
+from tests.policies.plain import plain_policies
 
 
 @given(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(1, 9))
@@ -83,11 +84,11 @@ def test_a_device_without_a_slot_is_refused():
 def test_every_device_has_a_last_link_of_its_own():
     assert spread((2, 1), 1) == (2, 1)
     s = Scheduler(pieces(devices=2), 12, policy("lru"), lanes=(1, 2))
-    assert s.queue.lanes == (1, 2, 2)
-    assert s.queue.paths == [(0, 1), (0, 2)]
+    assert s.transfers.queue.lanes == (1, 2, 2)
+    assert s.transfers.queue.paths == [(0, 1), (0, 2)]
     alone = Scheduler(pieces(devices=3), 12, policy("lru"), lanes=2)
-    assert alone.queue.lanes == (2, 2, 2)
-    assert alone.queue.links_from_store == {0, 1, 2}
+    assert alone.transfers.queue.lanes == (2, 2, 2)
+    assert alone.transfers.queue.links_from_store == {0, 1, 2}
 
 
 def test_every_device_has_its_own_link_and_its_own_waves():
@@ -101,7 +102,7 @@ def test_every_device_has_its_own_link_and_its_own_waves():
     assert s.on(Landed(0, 3, 1)) == []  # its device is computing
     (wave,) = [a for a in s.on(Computed(1)) if isinstance(a, Compute)]
     assert (wave.experts.tolist(), wave.device) == ([3], 1)
-    with pytest.raises(RuntimeError, match="no wave was ordered"):
+    with pytest.raises(RuntimeError, match="no group was ordered"):
         Scheduler(pieces(devices=2), 4, policy("lru")).on(Computed(1))
 
 
@@ -110,10 +111,11 @@ def test_a_step_that_is_too_large_for_one_device_reuses_its_slots_alone():
     theatre = Theatre(s, random.Random(3), 0.0)
     theatre.run(0, 0, ids(0, 1, 2, 4), cancel=False, prefill=False)  # three on device 0
     assert sorted(theatre.computed) == [0, 1, 2, 4]
-    assert len(s.cache.residents()) == 3
+    assert len(s.residents()) == 3
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+@plain_policies()
 def test_every_policy_evicts_on_the_device_that_needs_the_slot(name):
     chosen = policy(name)
     if chosen.needs_trace:
@@ -143,8 +145,8 @@ def test_a_resize_moves_nothing_to_another_device():
         theatre.tell(Resized(capacity))
         chosen = np.sort(rng.permutation(6)[:4]) + 6 * (number % 2)
         theatre.run(number, number % 2, chosen.astype(np.int64), cancel=False, prefill=False)
-        for piece in s.cache.residents().tolist():
-            slot = int(s.place[s.cache.state.slot_of[piece]])
+        for piece in s.residents().tolist():
+            slot = s.placement.slot(piece)
             assert slot % 2 == s.pieces.home[piece]
             assert slot // 2 < s.pieces.shares(capacity)[slot % 2]
 
@@ -156,6 +158,6 @@ def test_a_device_with_everything_leaves_nothing_to_decide():
         theatre.run(
             layer, layer, ids(*range(6 * layer, 6 * layer + 6)), cancel=False, prefill=False
         )
-    slots = s.straight(ids(1, 2))
+    slots = s.all_resident.step(ids(1, 2))
     assert slots is not None
     assert [theatre.memory[int(slot)] for slot in slots] == [1, 2]

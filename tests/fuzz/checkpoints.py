@@ -26,13 +26,8 @@ LARGEST_PACK = 64 << 20  # bytes of a sparse file that stands for the experts
 @cache
 def model() -> Path:
     """A tiny checkpoint in several files, with a tokenizer."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    from greenroom.hf.build import IMPLEMENTATION
     from tests.models import cached_tiny
 
-    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:  # models are built for it, and never run
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, lambda *arguments: None)
     return cached_tiny("qwen3_moe", tokenizer=True)
 
 
@@ -61,15 +56,15 @@ def _configs() -> list[bytes]:
 def read_config(data: bytes, folder: Path) -> None:
     """As `plan` does: config and headers, and a pass on the meta device."""
     from greenroom.config import LoadConfig
-    from greenroom.hf.describe import describe
+    from greenroom.hf.load.describe import describe
 
     describe(str(_folder(model(), folder, "config.json", data)), LoadConfig(memory="8GiB"))
 
 
 def read_index(data: bytes, folder: Path) -> None:
-    from greenroom.hf.checkpoint import Checkpoint
+    from greenroom.hf.checkpoint.resolve import open_checkpoint
 
-    Checkpoint.open(_folder(model(), folder, "model.safetensors.index.json", data))
+    open_checkpoint(_folder(model(), folder, "model.safetensors.index.json", data))
 
 
 def _headers() -> list[bytes]:
@@ -86,7 +81,7 @@ def _headers() -> list[bytes]:
 
 
 def read_header(data: bytes, folder: Path) -> None:
-    from greenroom.hf.header import read_header
+    from greenroom.hf.checkpoint.header import read_header
 
     read_header(saved("model.safetensors", data, folder), 0)
 
@@ -95,7 +90,7 @@ def read_tokenizer(name: str) -> Any:
     """The reader of a tokenizer of which this file is another one."""
 
     def read(data: bytes, folder: Path) -> None:
-        from greenroom.hf.load import tokenizer_of
+        from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 
         tokenizer_of(_opened(_folder(model(), folder, name, data)))
 
@@ -111,13 +106,13 @@ def _opened(folder: Path) -> Any:
 
 @cache
 def _built() -> Any:
-    from greenroom.hf.build import Draft
+    from greenroom.hf.model.draft import Draft
 
     return Draft.of(model()).model
 
 
 def read_generation(data: bytes, folder: Path) -> None:
-    from greenroom.hf.build import load_generation_config
+    from greenroom.hf.model.draft import load_generation_config
 
     made = _folder(model(), folder, "generation_config.json", data)
     load_generation_config(_built(), made)
@@ -128,12 +123,11 @@ def _ggufs() -> list[bytes]:
 
 
 def read_gguf(data: bytes, folder: Path) -> None:
-    from greenroom.hf.build import Draft
-    from greenroom.hf.checkpoint import Checkpoint
-    from greenroom.hf.load import tokenizer_of
+    from greenroom.hf.checkpoint.resolve import open_checkpoint
+    from greenroom.hf.checkpoint.tokenizer import tokenizer_of
+    from greenroom.hf.model.draft import Draft
 
-    model()
-    checkpoint = Checkpoint.open(saved("model.gguf", data, folder))
+    checkpoint = open_checkpoint(saved("model.gguf", data, folder))
     Draft.of(checkpoint)
     tokenizer_of(checkpoint)
 
@@ -146,7 +140,6 @@ def _packs() -> dict[str, Path]:
     from greenroom.hf.pack.making import pack
     from tests.models import cached_tiny
 
-    model()
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
     source = cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, **wide)
     made = {}
@@ -168,7 +161,7 @@ def _pack_headers() -> list[bytes]:
 
 def pack_join(pieces: Pieces) -> bytes:
     """With the identity of what it says, where that can be told."""
-    from greenroom.hf.pack import header_file
+    from greenroom.hf.checkpoint.pack import header_file
     from greenroom.json_file import JsonObject, Malformed, parse
 
     try:
@@ -182,9 +175,9 @@ def pack_join(pieces: Pieces) -> bytes:
 def read_pack(data: bytes, folder: Path) -> None:
     """Open it, with data of the size that the header says, and look where every expert lies."""
     from greenroom.errors import GreenroomError
-    from greenroom.hf.build import Draft
-    from greenroom.hf.pack import header_file
-    from greenroom.hf.pack.reading import open_pack
+    from greenroom.hf.checkpoint.pack import header_file
+    from greenroom.hf.checkpoint.pack.reading import open_pack
+    from greenroom.hf.model.draft import Draft
 
     kinds = _packs()
     kind = next((kind for kind in kinds if f'"{kind}"'.encode() in data), "same")
@@ -217,8 +210,8 @@ def unfinished_join(pieces: Pieces) -> bytes:
 
 
 def read_unfinished(data: bytes, folder: Path) -> None:
-    from greenroom.hf.pack.journal import NAME, Journal
-    from greenroom.hf.pack.journal import unfinished as command
+    from greenroom.hf.checkpoint.pack.journal import NAME, Journal
+    from greenroom.hf.checkpoint.pack.journal import unfinished as command
 
     saved(NAME, data, folder)
     command(folder)

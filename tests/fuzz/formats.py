@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from greenroom.json_file import Malformed, parse
 
 Pieces = tuple[list[bytes], list[bytes]]  # JSON texts, others
 
@@ -103,10 +106,14 @@ def members(data: bytes) -> Pieces:
 
 
 def members_join(pieces: Pieces) -> bytes:
-    *contents, names = pieces[1]
+    *contents, listed = pieces[1]
+    names = parse(listed)
+    if not isinstance(names, list) or not all(isinstance(n, str) and len(n) < 99 for n in names):
+        raise Malformed("no names of members")
     made = BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in zip(json.loads(names), contents, strict=True):
+    with warnings.catch_warnings(), zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        warnings.simplefilter("ignore")  # the same name twice is meant
+        for name, content in zip(names, contents, strict=True):
             archive.writestr(name, content)
     return made.getvalue()
 
@@ -219,7 +226,7 @@ def _pins() -> list[bytes]:
 
 
 def read_pins(data: bytes, folder: Path) -> None:
-    from greenroom.core.pins import Pins
+    from greenroom.core.cache.pins import Pins
 
     pins = Pins.load(saved("pins.json", data, folder), [0, 4, 7])
     _ = pins.first
@@ -262,15 +269,15 @@ def _plans() -> list[bytes]:
 
 def read_plans(data: bytes, folder: Path) -> None:
     """A cache: whatever cannot be read is as if it were not there."""
-    from greenroom.plan import kept
+    from greenroom.plan.history.files import load_records, records_path, update_records
 
     with _cache(folder):
-        path = kept.path_of("abc")
+        path = records_path("abc")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        known = _quietly(lambda: kept.load("abc", "one"))
-        _quietly(lambda: known.near(64))
-        kept.save("abc", "two", known)
+        known = _quietly(lambda: load_records("abc", "one"))
+        _quietly(lambda: known.nearest(64))
+        update_records("abc", "two", lambda _: known)
 
 
 def _quietly(call: Callable[[], Any]) -> Any:
@@ -319,7 +326,7 @@ def read_prompts(data: bytes, folder: Path) -> None:
 
 
 def _predictor() -> list[bytes]:
-    from greenroom.runtime import learned_file
+    from greenroom.plan.history.files import save_predictor
 
     tensors: dict[str, Any] = {"distance": np.ones(1, np.int64)}
     for layer, experts in enumerate((4, 3)):
@@ -329,20 +336,23 @@ def _predictor() -> list[bytes]:
             f"{layer}.down.weight": np.ones((experts, 8), np.float32),
             f"{layer}.down.bias": np.ones(experts, np.float32),
         }
-    return _written(lambda path: learned_file.save(path, tensors, "f", {"model": "m"}))
+    return _written(lambda path: save_predictor(path, tensors, "f", {"model": "m"}))
 
 
 def read_predictor(data: bytes, folder: Path) -> None:
     from greenroom.core.predictor import Shape
+    from greenroom.plan.history.files import load_predictor
     from greenroom.predictors.learned import networks_of
-    from greenroom.runtime import learned_file
 
-    tensors = learned_file.load(saved("predictor", data, folder), "f")
+    tensors = load_predictor(saved("predictor", data, folder), "f")
     networks_of(tensors, Shape((4, 3), 2))
 
 
 def _learned() -> list[bytes]:
-    from greenroom.hf import learned
+    from safetensors.numpy import save
+
+    from greenroom.plan.history.files import LIMIT, ROUTING, checksum
+    from greenroom.plan.history.routing import RoutingHistory
 
     state = {
         "experts": np.zeros((2, 2, 1), np.int64),
@@ -350,28 +360,22 @@ def _learned() -> list[bytes]:
         "requests": np.array([0, 1]),
         "prompts": np.array([1, 0], np.uint8),
     }
-    made = learned.Learned(np.array([1, 0]), np.ones(7), {"recent": state, "popularity": {}})
-    return _written(
-        lambda path: path.write_bytes(learned.to_bytes(*_parts(learned, made))),
-    )
-
-
-def _parts(learned: Any, made: Any) -> tuple[Any, dict[str, str]]:
-    arrays = learned._arrays(made)
-    words = {"format": learned.FORMAT, "version": str(learned.VERSION), "fingerprint": "abc"}
-    return arrays, {**words, "crc32": learned._checksum(arrays)}
+    made = RoutingHistory(np.array([1, 0]), np.ones(7), {"recent": state, "popularity": {}})
+    arrays = dict(made.arrays(LIMIT))
+    words = {"format": ROUTING.name, "version": str(ROUTING.version), "fingerprint": "abc"}
+    return [save(arrays, {**words, "crc32": checksum(arrays)})]
 
 
 def learned_join(pieces: Pieces) -> bytes:
     """With the checksum of what the changed header says, where that can be read at all."""
     from safetensors import SafetensorError, numpy
 
-    from greenroom.hf import learned
+    from greenroom.plan.history.files import checksum
 
     data = safetensors_join(pieces)
     try:
         arrays = numpy.load(data)
-        crc = learned._checksum(arrays)
+        crc = checksum(arrays)
     except (SafetensorError, KeyError, TypeError, ValueError):
         return data
     header = json.loads(pieces[0][0])
@@ -383,16 +387,16 @@ def learned_join(pieces: Pieces) -> bytes:
 
 def read_learned(data: bytes, folder: Path) -> None:
     """A cache too."""
-    from greenroom.hf import learned
-    from greenroom.hf.recent import trace_of
+    from greenroom.plan.history.files import load_routing, routing_path
+    from greenroom.plan.history.recent import trace_of
 
     with _cache(folder):
-        path = learned.path_of("abc")
+        path = routing_path("abc")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        known = _quietly(lambda: learned.load("abc"))
+        known = _quietly(lambda: load_routing("abc"))
         if known is not None:
-            _quietly(lambda: learned.hot_set(known, [0, 4, 7], 3))
+            _quietly(lambda: known.hot_set([0, 4, 7], 3))
             _quietly(lambda: trace_of(known, [4, 3]))
 
 

@@ -26,7 +26,6 @@ from tests.fuzz.mutate import edit_bytes, edit_json
 
 FORMATS = OWN | CHECKPOINTS
 CORPUS = Path(__file__).parents[1] / "data" / "corpus"
-LARGEST = 64 << 10  # bytes of an input that is kept as it is
 
 
 def begin(name: str) -> None:
@@ -63,12 +62,20 @@ def _mutated(random: Random, form: Format, seeds: list[bytes]) -> bytes:
         return edit_bytes(random, seed, seeds)
 
 
-def keep(name: str, data: bytes) -> Path:
-    """Put an input into the corpus."""
+def keep(name: str, data: bytes) -> Path | None:
+    """Put an input into the corpus; None where it is there already."""
     path = CORPUS / name / hashlib.sha256(data).hexdigest()[:16]
+    if path.exists():
+        return None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def drop(pending: Path | None) -> None:
+    """Take an input out of the corpus that this run has put there."""
+    if pending is not None:
+        pending.unlink()
 
 
 def run(name: str, seconds: float, first: int = 0) -> tuple[int, int]:
@@ -83,15 +90,16 @@ def run(name: str, seconds: float, first: int = 0) -> tuple[int, int]:
             found = fault(FORMATS[name].read, data, Path(folder))
             number += 1
             if found is None:
-                pending.unlink()
+                drop(pending)
                 continue
             failed += 1
             last = "\n".join(found.splitlines()[-4:-1])
             if last in seen:
-                pending.unlink()  # the same line of code: one input is enough
+                drop(pending)  # the same line of code: one input is enough
                 continue
             seen.add(last)
-            print(f"\n{pending} ({name}, input {first + number - 1}):\n{found}", flush=True)
+            where = f"{name}, input {first + number - 1}"
+            print(f"\n{pending or 'in the corpus'} ({where}):\n{found}", flush=True)
     return number, failed
 
 

@@ -9,6 +9,7 @@ import torch
 
 import greenroom
 from greenroom.core.cost import Work
+from greenroom.core.options.cocompute import CoCompute
 from greenroom.runtime.cuda.engine import Cuda
 from tests.gpu.test_models import OPTIONS, prompt
 from tests.models import cached_tiny, reference
@@ -34,7 +35,7 @@ def test_what_the_host_computes_is_near_to_the_model(name, kernels):
         co_compute="auto", kernels=kernels,
     )  # fmt: skip
     try:
-        rates = model.greenroom.driver.scheduler.rates
+        rates = model.greenroom.driver.scheduler.option(CoCompute).rates
         rates.known(replace(rates._costs, host=Work.constant(1e-9)))
         model.generate(prompt(), **OPTIONS)
         with torch.inference_mode():

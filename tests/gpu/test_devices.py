@@ -40,7 +40,7 @@ def test_what_is_kept_in_host_memory_serves_both():
         model.generate(prompt(), **OPTIONS)
         stats = model.greenroom.stats()
         assert [link["link"] for link in stats.links][1:] == ["host -> cuda:0", "host -> cuda:1"]
-        assert [slots.capacity for slots in model.greenroom.driver.slots.each] == [
+        assert [slots.capacity for slots in model.greenroom.driver.slots.pools] == [
             stats.capacity // 2, stats.capacity // 2,
         ]  # fmt: skip
     finally:

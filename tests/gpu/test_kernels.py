@@ -10,11 +10,12 @@ from torch import nn
 pytest.importorskip("triton")
 
 from greenroom.core.layout import SlotLayout
-from greenroom.runtime.cuda.kernels import Triton, unread
-from greenroom.runtime.kernels import LayerExperts, Routing
 from greenroom.runtime.kernels.eager import Eager
-from tests.runtime.cuda.test_kernels import ENCODED, distance, encoded
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import Triton, unread
 from tests.runtime.kernels.toys import CLASSES, EXPERTS, ToySlots, experts, inputs, matrices
+from tests.runtime.kernels.triton.test_kernel import ENCODED, distance, encoded
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.hf import places
+from greenroom.hf.memory import devices as places
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu_report"
 

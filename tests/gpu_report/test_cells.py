@@ -23,9 +23,13 @@ PARTS = ("tests", "kernels", "models", "demo")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Several would wait for one another: the model is tiny, and other tests run beside."""
+    """Several would wait for one another: the model is tiny, and other tests run beside.
+
+    Its weights, and with them the experts that are chosen, come from a fixed seed.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
 
@@ -126,10 +130,16 @@ def test_the_baselines_compute_what_transformers_computes(report, args) -> None:
     with torch.inference_mode():
         with baselines.stock(bench.model, bench.names, experts, "eager"):
             wanted = bench.model(ids).logits
-        with baselines.copies(bench.model, bench.names, experts, 3) as counts:
-            got = bench.model(ids).logits
-    assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
-    assert 0 < counts["copied"] < counts["requests"]
+        copied = {}
+        for resident in (0, 3, len(experts.host[0])):
+            with baselines.copies(bench.model, bench.names, experts, resident) as counts:
+                got = bench.model(ids).logits
+            assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
+            copied[resident] = counts["copied"], counts["requests"]
+    requests = copied[0][1]
+    assert requests > 0
+    assert [n for n, _ in copied.values()] == [requests, copied[3][0], 0]
+    assert 0 <= copied[3][0] <= requests
     module = bench.model.get_submodule(bench.names[0])
     assert module.gate_up_proj is None
     assert bench.model.config._experts_implementation == "greenroom"

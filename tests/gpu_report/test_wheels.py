@@ -16,7 +16,8 @@ ROOT = FOLDER.parents[1]
 IMPORTS = """
 import sys
 sys.path[:0] = [{folder!r}, {replay!r}]
-import greenroom.hf.load, greenroom.cli.run, greenroom.runtime.cuda.kernels
+import greenroom.hf.load.load, greenroom.cli.run, greenroom.runtime.kernels.triton
+import greenroom.hf.load, greenroom.cli.run, greenroom.runtime.kernels.triton
 import pytest, xdist, pytest_timeout, tests.gpu.conftest, tests.gpu.test_models
 import __main__, page, worker, kernel_cells, model_cells, demo_cells, test_cells
 """

@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
-
-from greenroom.hf.build import IMPLEMENTATION
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _implementation() -> None:
-    """Models are built for an experts implementation that must exist; here it is never run."""
-    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, lambda experts, hidden, index, weights: None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -76,6 +76,6 @@ def test_what_a_predictor_takes():
 
 def test_observed_keeps():
     run = Observed(1.0, 0.5, 2.0, 3.0, 4.0)
-    assert Observed.from_json(run.as_json()) == run
+    assert Observed.from_json(asdict(run)) == run
     ahead = replace(run, predicted=True)
-    assert Observed.from_json(ahead.as_json()) == ahead
+    assert Observed.from_json(asdict(ahead)) == ahead

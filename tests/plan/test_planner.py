@@ -19,7 +19,7 @@ from greenroom.plan.page import page, said
 from greenroom.plan.planner import Plan, aim, choice, compare, outlook, plan, surely_faster
 from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
 from greenroom.policies import policy
-from greenroom.sim.proactive import proactive
+from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.timed import times
 from greenroom.trace import Trace, stream
 from tests.plan.models import COSTS, MIB, MODEL, trace
@@ -112,9 +112,9 @@ def test_splits_are_among_them_where_experts_are_packed_for_it():
     first = estimate._first(own, estimate.PLAYED)
     still = packed.of(replace(found["0.5"].setting, prefetch=OFF), 24)
     part = own.head(first)
-    played = proactive(
+    played = simulate_events(
         part, stream(part, "runtime"), 24, policy(found["0.5"].setting.policy), COSTS, MIB, OFF,
-        split=0.5,
+        EventOptions(split=0.5),
     )  # fmt: skip
     assert still.gaps[: played.times.gaps.size].tolist() == played.times.gaps.tolist()
     assert {e.setting.split for e in made().compared} == {OFF}
@@ -130,7 +130,7 @@ def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch
         seen.append((len(layers), budget, int(layers[0].top_k)))
         return made
 
-    monkeypatch.setattr(planner, "configure", chosen)
+    monkeypatch.setattr("greenroom.plan.recorded.configure", chosen)
     packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
     *alike, own = planner._cut(packed, DEFAULT, 24)
     assert [each.split for each in alike] == list(SPLITS)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenroom.core.cache import Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.policies import POLICIES, policy
 from tests.policies.reference import Step
 from tests.policies.streams import as_stream
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def evictions(

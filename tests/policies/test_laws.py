@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache import Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.errors import UsageError
 from greenroom.policies import POLICIES, policy
@@ -15,6 +15,7 @@ from greenroom.sim.replay import replay
 from tests.policies.reference import Step
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 ALL = OFFSETS[-1]
 PIECES = Pieces.whole(OFFSETS, [1] * LAYERS)
 BRINGS_IN = [name for name, p in POLICIES.items() if p.preload is None]  # demand paging

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache import Cache, split_capacity
+from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import split_capacity
 from greenroom.core.pieces import Pieces
 from greenroom.core.stream import Stream
 from greenroom.policies import policy

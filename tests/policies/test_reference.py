@@ -1,4 +1,4 @@
-"""Every compiled policy equals its slow, obvious reference, request by request."""
+"""Every policy equals its slow, obvious reference, request by request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.cache import Cache, split_capacity
+from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import split_capacity
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from tests.policies import reference
 from tests.policies.streams import LAYERS, OFFSETS, as_stream, steps
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 PIECES = Pieces.whole(OFFSETS, [1] * LAYERS)
 VARIANTS = [
     *reference.REFERENCES,

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenroom.core.buffer import Use
-from greenroom.core.foresight import Foresight
-from greenroom.core.guard import Guard
+from greenroom.core.cache.buffer import Use
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces
 from greenroom.core.predictor import Guess, PassBegins, Seen
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.prefetch.guard import Guard
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.store import DiskStore
+from greenroom.runtime.store.disk import DiskStore
 
 PATIENCE = 60.0  # seconds; what runs here takes a fraction of one
 
@@ -86,7 +86,7 @@ class Rig:
             self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead
         )
         self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
-        links = ("disk -> host", "host -> device")[: len(self.scheduler.queue.lanes)]
+        links = ("disk -> host", "host -> device")[: len(self.scheduler.transfers.queue.lanes)]
         self.driver = Driver(
             self.scheduler,
             self.store,
@@ -135,9 +135,9 @@ class Rig:
         until = time.monotonic() + seconds
         while True:
             with self.driver._changed:
-                if not len(self.scheduler.queue):
+                if not len(self.scheduler.transfers.queue):
                     return
-            assert time.monotonic() < until, f"still moving: {self.scheduler.queue.entries}"
+            assert time.monotonic() < until, f"still moving: {self.scheduler.transfers.entries}"
             time.sleep(0.001)
 
     def check(self) -> None:
@@ -145,17 +145,17 @@ class Rig:
         s, changed = self.scheduler, self.driver._changed
         with changed:
             assert s.step is None
-            assert not len(s.queue)
-            assert not s.cache.state.pinned.any()
-            residents = s.cache.residents().tolist()
-            held, free = s.buffer.held, int(s.cache.state.free_count.sum())
+            assert not len(s.transfers.queue)
+            assert not s.placement.cache.state.pinned.any()
+            residents = s.residents().tolist()
+            held, free = s.placement.buffer.held, int(s.placement.cache.state.free_count.sum())
             assert len(held) + free + len(residents) == s.capacity == self.slots.capacity
-            assert sorted(s.place) == list(range(s.capacity))
+            assert sorted(s.placement.place) == list(range(s.capacity))
             for piece in residents:
-                assert self.holds(int(s.place[s.cache.state.slot_of[piece]]), piece)
+                assert self.holds(s.placement.slot(piece), piece)
             for piece, each in held.items():
                 assert each.use is Use.AHEAD
-                assert self.holds(int(s.place[each.slot]), piece)
+                assert self.holds(int(s.placement.place[each.slot]), piece)
             c = s.counts
             over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
             assert over + len(held) == c.prefetches
@@ -183,3 +183,9 @@ class Ahead:
         return {}
 
     def restore(self, state: Any) -> None: ...
+
+
+def ahead(rig: Any, say: Any, *, capacity=8, experts=8, size=2, **kwargs: Any) -> Rig:
+    """A rig of `rig`'s make, whose predictor says what `say(layer)` does."""
+    """A rig that prefetches into two slots what `say(layer)` names."""
+    return rig(capacity, experts=experts, ahead=size, predictor=Ahead(say), **kwargs)

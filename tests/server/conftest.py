@@ -15,10 +15,10 @@ import httpx2
 import pytest
 
 from greenroom.config import ServeConfig
-from greenroom.server.connection import Connection
-from greenroom.server.listen import Server, address, listening, server
-from greenroom.server.served import RequestLog
-from greenroom.server.service import Service
+from greenroom.server.http.request_log import RequestLog
+from greenroom.server.http.service import Service
+from greenroom.server.web.connection import Connection
+from greenroom.server.web.listen import Server, address, listening, server
 from tests.server.fakes import FakeEngine
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

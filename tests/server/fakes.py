@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.errors import GreenroomError, TooLong
-from greenroom.server.requests import Busy, Finished, Listener, PromptTokens, Request, Token
+from greenroom.server.engine.requests import Busy, Finished, Listener, PromptTokens, Request, Token
 
 Script = Callable[[Request], Iterable[int]]
 

@@ -12,17 +12,17 @@ import torch
 from transformers import AutoTokenizer
 
 from greenroom.config import ServeConfig
-from greenroom.hf.attach import Greenroom
-from greenroom.hf.budget import Needs, Workspace
-from greenroom.hf.build import Draft
-from greenroom.hf.growth import Growth
-from greenroom.hf.kv_bytes import kv_bytes
-from greenroom.hf.parts import Parts
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.kv.sizes import kv_bytes
+from greenroom.hf.memory.budget import Needs, Workspace
+from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
 from greenroom.runtime.fakes import FakeStore
-from greenroom.runtime.store import DiskStore
-from greenroom.server.engine import ContinuousEngine, Loaded
-from greenroom.server.journal import Journal
-from greenroom.server.requests import (
+from greenroom.runtime.store.disk import DiskStore
+from greenroom.server.engine.journal import Journal
+from greenroom.server.engine.loop import ContinuousEngine, Loaded
+from greenroom.server.engine.requests import (
     Event,
     Finished,
     PromptTokens,
@@ -103,13 +103,16 @@ class Served:
             progress(0.0, "loading")
             draft = Draft.of(folder)
             sizes = kv_bytes(draft.model, block=512, room=context)
-            made = Parts(
-                draft.catalog, capacity=capacity, context=context, kv=sizes.kind, **(parts or {})
+            made = ModelSetup(
+                draft.catalog,
+                capacity=capacity,
+                context=context,
+                keys_values=sizes,
+                **(parts or {}),
             )
             self.store = FakeStore(DiskStore(draft.catalog), **(store or {}))
             model: Any = draft.load()
             model.greenroom = Greenroom(model, made, store=self.store)
-            model.greenroom.keys_values = sizes
             if leaving is not None:
                 growth = Growth(
                     1 << 40, Needs(0, 0, 0, 0, 0), draft.catalog, sizes, Workspace(0, 0, 0, 0),

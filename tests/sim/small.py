@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 import numpy as np
 
+from greenroom.core.build import build_scheduler
+from greenroom.core.cache.scope import Scope
+from greenroom.core.cost import FREE, Costs
+from greenroom.core.counts import Counts
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.rules.rates import Rates
+from greenroom.core.pieces import Pieces
+from greenroom.core.policy import Policy
 from greenroom.core.stream import Stream
-from greenroom.sim.simulate import TraceStep
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.sim.clock import Clock, TraceStep
 from greenroom.trace import Trace
 
 
@@ -62,3 +74,81 @@ def steps(trace: Trace, stream: Stream) -> list[TraceStep]:
                       int(tokens[number]))
         )  # fmt: skip
     return found
+
+
+@dataclass
+class Result:
+    """Counts in requests, times in seconds. `stall` is time with nothing to compute but a wait;
+    `on_host` misses were computed by the host's processor.
+
+    `pass_ends[i]` is when the i-th pass was over; with it go `bytes_moved` and `miss_ids`.
+    """
+
+    policy: str
+    capacity: int
+    requests: int = 0
+    misses: int = 0
+    seconds: float = 0.0
+    stall: float = 0.0
+    bytes_moved: int = 0
+    compute: float = 0.0
+    on_host: int = 0
+    miss_ids: list[int] = field(default_factory=list)
+    pass_ends: list[float] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def miss_ratio(self) -> float:
+        return self.misses / self.requests if self.requests else 0.0
+
+
+def simulate(
+    steps: Iterable[TraceStep],
+    pieces: Pieces,
+    capacity: int,
+    policy: Policy,
+    *,
+    costs: Costs = FREE,
+    scope: Scope = "shared",
+    pin: str = "step",
+    seed: int = 0,
+    host: HostTier | None = None,
+    thresholds: Thresholds | None = None,
+    rates: Rates | None = None,
+) -> Result:
+    """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
+
+    `host` keeps pieces between the two links of `costs`, and with `rates` misses are computed there
+    too. `pieces` says over how many devices they are spread; `costs` are those of each, and
+    `capacity` is of all together. `thresholds` let misses be served with less than the exact
+    expert.
+    """
+    scheduler = build_scheduler(
+        pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host,
+        thresholds=thresholds, rates=rates,
+    )  # fmt: skip
+    clock = Clock(scheduler, costs)
+    ends: list[float] = []
+    under_way = None
+    for step in steps:
+        if under_way not in (None, step.step):
+            ends.append(clock.now)
+        under_way = step.step
+        clock.run(step)
+    if under_way is not None:
+        ends.append(clock.now)
+    counts = scheduler.counts
+    return Result(
+        policy.name,
+        capacity,
+        counts.requests,
+        counts.misses,
+        clock.now,
+        clock.stall,
+        clock.bytes_moved,
+        clock.compute,
+        counts.on_host,
+        clock.fetched,
+        ends,
+        counts,
+    )

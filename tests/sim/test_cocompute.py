@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import Pieces
-from greenroom.core.rates import Rates
-from greenroom.core.tiers import HostTier
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
-from greenroom.sim.proactive import proactive
-from greenroom.sim.simulate import TraceStep, simulate
+from greenroom.sim.clock import TraceStep
+from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.trace import stream
 from tests.sim import small
+from tests.sim.small import simulate
 
 PIECES = Pieces.whole([0, 8], [1000])
 
@@ -64,9 +65,18 @@ def test_a_token_takes_no_longer_for_it(host_ms):
         host=Work(((1, host_ms * 1e-3),)),
     )
     options = {"host": 64, "chunk_bytes": 250}
-    alone = proactive(trace, asked, 16, policy("lru"), known, 1000, "off", **options)
-    both = proactive(
-        trace, asked, 16, policy("lru"), known, 1000, "off", co_compute=True, **options
+    alone = simulate_events(
+        trace, asked, 16, policy("lru"), known, 1000, "off", EventOptions(**options)
+    )
+    both = simulate_events(
+        trace,
+        asked,
+        16,
+        policy("lru"),
+        known,
+        1000,
+        "off",
+        EventOptions(co_compute=True, **options),
     )
     assert both.times.gaps.mean() <= 1.02 * alone.times.gaps.mean()
     if host_ms <= 1.0:
@@ -78,7 +88,16 @@ def test_a_token_takes_no_longer_for_it(host_ms):
 def test_what_stays_is_there_from_its_first_use():
     trace = small.trace([[*[1] * 40]], layers=1, experts=8, top_k=2)
     asked, known = stream(trace, "runtime"), costs(bus=1e-3, host=1e-3)
-    kept = proactive(trace, asked, 6, policy("fifo"), known, 1000, "off", host=8, stay=(0, 1, 2, 3))
+    kept = simulate_events(
+        trace,
+        asked,
+        6,
+        policy("fifo"),
+        known,
+        1000,
+        "off",
+        EventOptions(host=8, stay=(0, 1, 2, 3)),
+    )
     asked_for = [int((trace.experts == e).sum()) for e in range(8)]
     first = sum(n > 0 for n in asked_for[:4])
     assert first < sum(asked_for[:4])

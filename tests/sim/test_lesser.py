@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.core.gates import tails
-from greenroom.core.precision import Thresholds
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.rules.gates import tails
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim.event_driven import EventOptions, passes, simulate_events
 from greenroom.sim.lesser import Lesser, tails_of
-from greenroom.sim.proactive import passes, proactive
-from greenroom.sim.simulate import simulate
-from greenroom.sim.sweep import Cell, Study
+from greenroom.sim.study import Cell, Study
 from greenroom.trace import Trace, stream
 from tests.plan.models import trace
+from tests.sim.small import simulate
 
 COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
 BYTES = 4000
@@ -30,9 +30,9 @@ def weighed() -> Trace:
 
 
 def run(of: Trace, lesser: Lesser | None, capacity: int = 16, **options):
-    return proactive(
-        of, stream(of, "runtime"), capacity, policy("lru"), COSTS, BYTES, "off", lesser=lesser,
-        **options,
+    return simulate_events(
+        of, stream(of, "runtime"), capacity, policy("lru"), COSTS, BYTES, "off",
+        EventOptions(lesser=lesser, **options),
     )  # fmt: skip
 
 

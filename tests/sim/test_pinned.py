@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from greenroom.core.cache import Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.errors import BudgetError, UnknownName, UsageError
 from greenroom.policies import policy

@@ -6,9 +6,10 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim import sweep as sweeping
-from greenroom.sim.proactive import proactive
+from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.replay import replay
-from greenroom.sim.sweep import Cell, Study, capacities, counts, grid, names, sweep, sweep_on_ray
+from greenroom.sim.study import Cell, Study, capacities, counts, grid, names
+from greenroom.sim.sweep import sweep, sweep_on_ray
 from greenroom.trace import stream
 from tests.sim import small
 
@@ -22,9 +23,9 @@ AHEAD = [Cell("lru", 8), *(Cell("lru", 8, prefetch=name) for name in ("markov", 
 
 
 def played(cell: Cell) -> dict[str, object]:
-    found = proactive(
+    found = simulate_events(
         TIMED.trace, TIMED.requests, cell.capacity, policy(cell.policy), COSTS, 1000, cell.prefetch,
-        ahead=2,
+        EventOptions(ahead=2),
     )  # fmt: skip
     return {"prefetch": cell.prefetch, **found.as_json()}
 

@@ -10,10 +10,10 @@ import pytest
 from greenroom.core.cost import COOLED, Costs, Link, Work
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
-from greenroom.sim.simulate import simulate
 from greenroom.sim.timed import Times, by_request, times
 from greenroom.trace import stream
 from tests.sim import small
+from tests.sim.small import simulate
 
 NBYTES = 1000
 MIXED = [[-5, 1, 1, 1], [-1, 1], [-3, -9, 1, 1], [1, 1], [-20, 1, 1, 1, 1]]

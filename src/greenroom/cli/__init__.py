@@ -2,72 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
 import sys
-from typing import Any, NoReturn
 
 from greenroom import __version__
+from greenroom.cli.options.parser import Parser, add_commands
 from greenroom.environment import check_platform, large_pages, wait_briefly
-from greenroom.errors import GreenroomError, UsageError, VerifyError
+from greenroom.errors import GreenroomError, VerifyError
 from greenroom.interrupts import INTERRUPTED, InterruptWatch, caught
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose own errors are one line, as all others are; options are not abbreviated.
-
-    A command with many options names those that people use; --help-all shows the others too.
-    """
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})  # type: ignore[arg-type]
-        self._common: tuple[str, ...] = ()
-
-    def show_first(self, *names: str) -> None:
-        """Have --help show only these options, beside those that must be given."""
-        self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
-        self._common = (*names, "help", "help_all")
-
-    def format_help(self) -> str:
-        rare = [
-            action
-            for action in self._actions
-            if action.option_strings and not action.required and action.dest not in self._common
-        ]
-        if not self._common:
-            return super().format_help()
-        texts = [action.help for action in rare]
-        self.epilog = f"{len(rare)} more options: {self.prog} --help-all"
-        try:
-            for action in rare:
-                action.help = argparse.SUPPRESS
-            return super().format_help()
-        finally:
-            self.epilog = None
-            for action, text in zip(rare, texts, strict=True):
-                action.help = text
-
-    def format_all(self) -> str:
-        """The help with every option, in groups."""
-        return super().format_help()
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-class _HelpAll(argparse.Action):
-    """--help-all"""
-
-    def __init__(self, option_strings: Any, dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        print(parser.format_all(), end="")
-        parser.exit()
 
 
 def parser() -> Parser:
@@ -81,19 +27,20 @@ def parser() -> Parser:
         run,
         serve,
         simulate,
-        trace,
         train_predictor,
         tune,
         verify,
     )
+    from greenroom.cli.trace import group as trace
 
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
-    top.set_defaults(main=lambda args: print(top.format_help(), end=""))
-    commands = top.add_subparsers(dest="command", metavar="COMMAND")
-    asked = (run, chat, serve, doctor, plan, tune, bench, verify, pack, models)
-    for command in (*asked, simulate, trace, train_predictor):
-        command.add_to(commands)
+    commands = {
+        "run": run, "chat": chat, "serve": serve, "doctor": doctor, "plan": plan, "tune": tune,
+        "bench": bench, "verify": verify, "pack": pack, "models": models, "simulate": simulate,
+        "trace": trace, "train-predictor": train_predictor,
+    }  # fmt: skip
+    add_commands(top, "command", commands)
     return top
 
 

@@ -9,25 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.early import check_early
-from greenroom.cli.options import add_options, given, take
-from greenroom.cli.progress import Progress, quiet
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.options.fields import add_model, add_options, given, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress, quiet
 from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.hf.contest import Entry
-    from greenroom.hf.stage import Stage
+    from greenroom.hf.measure.entries import Entry
+    from greenroom.hf.measure.harness import Harness
     from greenroom.trace.prompts import Prompt
 
 HELP = "measure named systems against each other, on this machine and model"
 DEFAULT = "greenroom,llru,mixtral-offloading,moe-infinity"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("bench", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     parser.add_argument(
         "--system", metavar="S[,S...]", default=DEFAULT,
         help="by name, the first is what others are compared with (default: %(default)s);"
@@ -36,9 +36,8 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     add_options(parser, ContestConfig, "measuring")
-    add_options(parser, LoadConfig, "memory and machine")
-    parser.show_first("system", "memory", "cache", "device", "tokens", "rounds", "seconds", "json")
-    parser.set_defaults(main=main)
+    add_options(parser, LoadConfig)
+    parser.show("system", "json")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -68,8 +67,8 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     """What the model is loaded with, and the systems as settings of a run. Of several each has the
     parts that are its own, and one that cannot be put together says why; a single one has all that
     was given, and is a UsageError then."""
-    from greenroom.hf.contest import Entry
-    from greenroom.plan.systems import check_parts, options, systems
+    from greenroom.hf.measure.entries import Entry
+    from greenroom.plan.systems.table import check_parts, options, systems
 
     known, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in given(args).items() if name in known}
@@ -106,7 +105,7 @@ def shared(args: argparse.Namespace, own: list[dict[str, Any]]) -> LoadConfig:
 
 
 def prompts_of(how: ContestConfig) -> list[Prompt]:
-    from greenroom.hf.contest import PROMPTS
+    from greenroom.hf.measure.rounds import PROMPTS
     from greenroom.trace.prompts import read_prompts
 
     return list(PROMPTS) if how.prompts is None else read_prompts(Path(how.prompts))
@@ -119,20 +118,20 @@ def play(
     entries: list[Entry],
     prompts: list[Prompt],
     progress: Progress,
-) -> Stage:
+) -> Harness:
     """Load the model, have every entry its turns, and end it."""
-    from greenroom.hf.contest import contest
-    from greenroom.hf.stage import Stage
+    from greenroom.hf.measure.harness import Harness
+    from greenroom.hf.measure.rounds import run_rounds
 
     quiet(progress)
-    stage = Stage(args.model, load, progress.of(args.model))
+    stage = Harness(args.model, load, progress.of(args.model))
     try:
         if stage.capacity >= stage.experts:
             raise UsageError(
                 f"all {stage.experts:,} experts of {args.model} fit into memory: there is nothing"
                 " to choose; give less --memory or --cache"
             )
-        contest(
+        run_rounds(
             stage, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
             seconds=how.seconds or float("inf"), said=progress.say,
         )  # fmt: skip
@@ -141,9 +140,9 @@ def play(
     return stage
 
 
-def table(rows: list[dict[str, Any]], stage: Stage) -> str:
+def table(rows: list[dict[str, Any]], stage: Harness) -> str:
     """For people: means and 95 % intervals over rounds that were played in turns."""
-    from greenroom.cli.output import columns
+    from greenroom.cli.terminal.files import columns
 
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",

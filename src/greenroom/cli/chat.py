@@ -5,26 +5,26 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.early import check_early
-from greenroom.cli.options import add_options, add_verbose, take
-from greenroom.cli.progress import Progress, quiet
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.early.compilation import compile_ahead
+from greenroom.cli.options.fields import add_options, add_verbose, take
+from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
-from greenroom.cli.terminal import Session, Terminal
+from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.session import Session, Terminal
 from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.server.talk import Talker
+    from greenroom.server.chat.backend import Talker
 
 HELP = "talk to a model in the terminal, or to a server that has one"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("chat", help=HELP, description=HELP)
+def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a Hugging Face folder, a hub id, or demo; with --url, one of the server's",
@@ -37,11 +37,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
-    add_options(parser, LoadConfig, "memory and machine")
-    parser.show_first(
-        "memory", "cache", "device", "context", "system", "temperature", "url", "verbose"
-    )
-    parser.set_defaults(main=main)
+    add_options(parser, LoadConfig)
+    parser.show("system", "url")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -61,8 +58,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _remote(args: argparse.Namespace, sampling: SamplingConfig) -> tuple[Talker, str]:
-    from greenroom.server.keys import key_of
-    from greenroom.server.remote import Remote
+    from greenroom.server.chat.remote import Remote
+    from greenroom.server.http.keys import key_of
 
     talker = Remote(args.url, key_of(args.api_key_file), sampling, args.model)
     return talker, f"{talker.model} at {args.url}"
@@ -77,8 +74,8 @@ def _local(
     with Progress(f"{args.model}: starting") as progress:
         compile_ahead(args.model, load)
 
-        from greenroom.server.start import start
-        from greenroom.server.voice import Voice, loaded
+        from greenroom.server.chat.local import Voice, loaded
+        from greenroom.server.engine.start import start
 
         quiet(progress)
         once = ServeConfig(max_batch=1, max_queue=1)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.progress import Progress, quiet
+from greenroom.cli.estimate.machine import default_profile, machine_of, measure
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import columns
+from greenroom.cli.terminal.progress import Progress
 from greenroom.config import show_bytes
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.core.machine import Machine, Table
+    from greenroom.core.cost import Link
+    from greenroom.core.machine import Machine, Processor, Table
 
 HELP = "what this machine can do and what limits it; with MODEL, whether and how fast it runs"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help=HELP, description=HELP)
+def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a folder, a GGUF file, a hub id (of which only config and headers are read) or demo:"
@@ -38,13 +40,6 @@ def add_to(commands: Any) -> None:
         f" {default_profile()})",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the profile, nothing else")
-    parser.set_defaults(main=main)
-
-
-def default_profile() -> Path:
-    """The profile of this machine, in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "greenroom" / "machine.json"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -68,44 +63,16 @@ def main(args: argparse.Namespace) -> None:
     return None
 
 
-def measure(
-    path: Path | None, quick: bool, progress: Progress, output: Path | None = None
-) -> Machine:
-    """This machine, measured now and saved. UsageError, OutputError."""
-    from greenroom.cli.output import check_target, write_whole
-
-    target = output or default_profile()
-    if output is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    check_target(target)
-
-    from greenroom.hf.rehearse import rehearsed
-    from greenroom.runtime import doctor
-    from greenroom.runtime.doctor import QUICK, THOROUGH, examine, model_files, models_folder
-
-    def say(text: str) -> None:
-        progress.say(f"measuring {text}")
-
-    machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
-    say("a small model")
-    quiet()
-    # Beside the disk that was measured, but never into a model's folder.
-    own = path is not None and path.is_dir() and not model_files(path)
-    machine = rehearsed(machine, path if own and path is not None else models_folder())
-    progress.clear()
-    write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
-    return machine
-
-
 def of_model(args: argparse.Namespace, progress: Progress) -> None:
     """What a model would do here, before anything of it is downloaded."""
-    from greenroom.cli.plan import described, estimator_of, machine_of, shown_curve
+    from greenroom.cli.estimate.estimator import described, estimator_of
+    from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
-    from greenroom.hf.budget import budget_bytes
+    from greenroom.hf.memory.budget import budget_bytes
     from greenroom.plan import words
     from greenroom.plan.evidence import stand_ins
     from greenroom.plan.planner import outlook
-    from greenroom.runtime.memory import available_bytes, rss_bytes
+    from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
     config = LoadConfig()
     model = described(args.model, config)
@@ -142,9 +109,6 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
 
 def table(machine: Machine) -> str:
     """All figures, for people."""
-    from greenroom.cli.output import columns
-    from greenroom.core.cost import COOLED
-
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
     lines = [
@@ -159,21 +123,7 @@ def table(machine: Machine) -> str:
         ),
         "",
     ]  # fmt: skip
-    rates = {(read["nbytes"], read["threads"]): read["bandwidth"] for read in disk["reads"]}
-    threads = sorted({n for _, n in rates})
-    kind = "past the page cache" if disk["direct"] else "through the page cache, cold"
-    lines += [
-        columns(
-            ("disk, GB/s", *(f"{n} thread{'s' * (n > 1)}" for n in threads)),
-            [
-                (show_bytes(size), *(f"{rates[size, n] / 1e9:.2f}" for n in threads))
-                for size in sorted({size for size, _ in rates})
-            ],
-        ),
-        f"random reads {kind}, in {disk['path']}; as a link: {link.bandwidth / 1e9:.2f} GB/s,"
-        f" latency {link.latency * 1e6:.0f} us, {link.lanes} lanes",
-        "",
-    ]
+    lines += _disk(disk, link)
     if (device := measured.get("device")) is not None:
         lines += [
             columns(
@@ -187,25 +137,50 @@ def table(machine: Machine) -> str:
             "",
         ]  # fmt: skip
     for processor in machine.processors:
-        lines += [
-            _times(f"{processor.name}, one expert", processor.expert),
-            "",
-            _times(f"{processor.name}, one dense layer", processor.dense),
-            "",
-        ]
-        if processor.layer:
-            handled = processor.fetch + processor.copy * processor.expert.nbytes[0]
-            lines += [
-                f"beyond that: {processor.layer * 1e3:.2f} ms a layer, {handled * 1e3:.2f} ms for"
-                f" an expert of {show_bytes(processor.expert.nbytes[0])} that is fetched,"
-                f" {processor.wake * COOLED * 1e3:.2f} ms after each wait of {COOLED * 1e3:g} ms",
-                "",
-            ]
+        lines += _processor(processor)
     return "\n".join([*lines, f"{measured['seconds']:.1f} s"])
 
 
+def _disk(disk: dict[str, Any], link: Link) -> list[str]:
+    rates = {(read["nbytes"], read["threads"]): read["bandwidth"] for read in disk["reads"]}
+    threads = sorted({n for _, n in rates})
+    kind = "past the page cache" if disk["direct"] else "through the page cache, cold"
+    return [
+        columns(
+            ("disk, GB/s", *(f"{n} thread{'s' * (n > 1)}" for n in threads)),
+            [
+                (show_bytes(size), *(f"{rates[size, n] / 1e9:.2f}" for n in threads))
+                for size in sorted({size for size, _ in rates})
+            ],
+        ),
+        f"random reads {kind}, in {disk['path']}; as a link: {link.bandwidth / 1e9:.2f} GB/s,"
+        f" latency {link.latency * 1e6:.0f} us, {link.lanes} lanes",
+        "",
+    ]
+
+
+def _processor(processor: Processor) -> list[str]:
+    from greenroom.core.cost import COOLED
+
+    lines = [
+        _times(f"{processor.name}, one expert", processor.expert),
+        "",
+        _times(f"{processor.name}, one dense layer", processor.dense),
+        "",
+    ]
+    if processor.layer:
+        size = processor.expert.nbytes[0]
+        handled = processor.fetch + processor.copy * size
+        lines += [
+            f"beyond that: {processor.layer * 1e3:.2f} ms a layer, {handled * 1e3:.2f} ms for"
+            f" an expert of {show_bytes(size)} that is fetched,"
+            f" {processor.wake * COOLED * 1e3:.2f} ms after each wait of {COOLED * 1e3:g} ms",
+            "",
+        ]
+    return lines
+
+
 def _times(title: str, times: Table) -> str:
-    from greenroom.cli.output import columns
 
     return columns(
         (f"{title}, ms", *(f"{n} token{'s' * (n > 1)}" for n in times.tokens)),

@@ -7,24 +7,22 @@ import json
 import textwrap
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
-from greenroom.cli.progress import Progress
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress
 
 HELP = "list the architectures that are served, and how"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("models", help=HELP, description=HELP)
+def add_to(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON list, nothing else")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
-    from greenroom.cli.output import columns
+    from greenroom.cli.terminal.files import columns
 
     with Progress("reading transformers' architectures"):
-        from greenroom.hf.models import architectures
+        from greenroom.hf.model.architectures import architectures
 
         rows = architectures()
     if args.json:

@@ -6,17 +6,16 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from greenroom.cli.progress import Progress, quiet
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress, quiet
 from greenroom.config import show_bytes
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("pack", help=HELP, description=HELP)
+def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a Hugging Face folder, a GGUF file, a hub id, or demo"
     )
@@ -42,7 +41,6 @@ def add_to(commands: Any) -> None:
         "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -10,28 +10,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.early import check_early
-from greenroom.cli.options import add_options, add_verbose, take
-from greenroom.cli.output import check_target
-from greenroom.cli.progress import Progress, quiet
-from greenroom.cli.systems import ONE as SYSTEM
-from greenroom.cli.systems import apply
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.early.compilation import compile_ahead
+from greenroom.cli.options.fields import add_model, add_options, add_verbose, given, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import check_target
+from greenroom.cli.terminal.progress import Progress, quiet
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
+from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.hf.generate import Answer
-    from greenroom.plan.kept import Loss
-    from greenroom.runtime.stats import Stats
+    from greenroom.hf.text.generate import Answer
+    from greenroom.plan.history.records import Loss
+    from greenroom.runtime.driver.stats import Stats
 
 HELP = "answer a prompt with a model that need not fit in memory"
+SYSTEM = (
+    f"put the parts together as a paper does: {', '.join(SYSTEMS)}; options given beside it"
+    " override its row"
+)
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("run", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?",
         help="read from standard input, without its final newline, if not given",
@@ -54,11 +57,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
-    add_options(parser, LoadConfig, "memory and machine")
-    parser.show_first(
-        "memory", "cache", "device", "context", "max_new_tokens", "temperature", "json", "verbose"
-    )
-    parser.set_defaults(main=main)
+    add_options(parser, LoadConfig)
+    parser.show("json")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -77,6 +77,17 @@ def main(args: argparse.Namespace) -> None:
         _run(args, load, sampling, prompt, progress)
 
 
+def apply(args: argparse.Namespace) -> None:
+    """Have a run take the options of `--system`, as far as the user gave no others. UsageError
+    names the parts that are missing."""
+    from greenroom.plan.systems.table import options, system
+
+    known = LoadConfig.__dataclass_fields__
+    mine = {name: value for name, value in given(args).items() if name in known}
+    for name, value in options(system(args.system), mine, known).items():
+        setattr(args, name, value)
+
+
 def _run(
     args: argparse.Namespace,
     load: LoadConfig,
@@ -84,11 +95,11 @@ def _run(
     prompt: str,
     progress: Progress,
 ) -> None:
-    from greenroom.cli.live import LiveLine, status
-    from greenroom.hf.generate import answer
-    from greenroom.hf.load import load_with
-    from greenroom.hf.loss import loss_line, loss_of
-    from greenroom.hf.report import startup_line
+    from greenroom.cli.terminal.live import LiveLine, status
+    from greenroom.hf.check.loss import loss_line, loss_of
+    from greenroom.hf.load.load import load_with
+    from greenroom.hf.load.report import startup_line
+    from greenroom.hf.text.generate import answer
 
     quiet(progress)
     model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
@@ -218,8 +229,8 @@ def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
 
 def closing_line(result: Answer, stats: Stats) -> str:
     """One line: tokens, times, hits, prefetches, bytes, memory."""
-    from greenroom.cli.live import prefetched
-    from greenroom.cli.summary import inexact_line, shared_line
+    from greenroom.cli.terminal.live import prefetched
+    from greenroom.cli.terminal.summary import inexact_line, shared_line
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",

@@ -12,39 +12,33 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.ahead import compile_ahead
-from greenroom.cli.early import check_early
-from greenroom.cli.options import add_options, add_verbose, take
-from greenroom.cli.progress import Progress, quiet
-from greenroom.config import LoadConfig, ServeConfig, thresholds_of
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.early.compilation import compile_ahead
+from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError, UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.server.service import Service
+    from greenroom.server.http.service import Service
 
 FAILED_S = 3.0  # for which a server whose model has failed still answers
 HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("serve", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     add_options(parser, ServeConfig, "server")
     add_verbose(parser)
-    add_options(parser, LoadConfig, "memory and machine")
-    parser.show_first(
-        "memory", "cache", "device", "context", "host", "port", "api_key_file", "max_batch",
-    )  # fmt: skip
-    parser.set_defaults(main=main)
+    add_options(parser, LoadConfig)
 
 
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
     check_early(load)
-    if config.batch_invariant and any(
-        thresholds_of(load.miss_precision, load.low_below, load.skip_below, load.substitute_below)
-    ):
+    if config.batch_invariant and any(load.thresholds()):
         raise UsageError(
             "--batch-invariant promises the same answer beside any others, and misses that are"
             " served with less depend on what those left in the cache: give one of them"
@@ -61,16 +55,16 @@ def main(args: argparse.Namespace) -> None:
 def _serve(
     args: argparse.Namespace, load: LoadConfig, config: ServeConfig, progress: Progress | None
 ) -> None:
-    from greenroom.server.keys import check_address, key_of
+    from greenroom.server.http.keys import check_address, key_of
 
     key = key_of(config.api_key_file)
     check_address(config.host, key)
     compile_ahead(args.model, load)
 
-    from greenroom.server.listen import address, listening, serve
-    from greenroom.server.served import Records, RequestLog
-    from greenroom.server.service import Service
-    from greenroom.server.start import start
+    from greenroom.server.engine.start import start
+    from greenroom.server.http.request_log import Records, RequestLog
+    from greenroom.server.http.service import Service
+    from greenroom.server.web.listen import address, listening, serve
 
     quiet()
     sock = listening(config.host, config.port)

@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from greenroom.cli.options import add_options, take
-from greenroom.cli.progress import Progress
+from greenroom.cli.options.fields import add_model, add_options, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress
 from greenroom.config import TrainConfig
 from greenroom.errors import UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 HELP = "train the predictor `learned` of a model from a recording"
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("train-predictor", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     parser.add_argument(
         "--trace", metavar="T", required=True, type=Path,
         help="a recording of this model, made with --gate-inputs",
@@ -28,7 +28,6 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_options(parser, TrainConfig, "training")
-    parser.set_defaults(main=main)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -46,14 +45,14 @@ def _train(args: argparse.Namespace, config: TrainConfig, progress: Progress) ->
     """Train, and write the file; what is to be said of it."""
     import torch
 
-    from greenroom.hf.checkpoint import Checkpoint, resolve
-    from greenroom.hf.fingerprint import fingerprint
-    from greenroom.runtime import learned_file
-    from greenroom.runtime.training import about, train
+    from greenroom.hf.checkpoint.fingerprint import fingerprint
+    from greenroom.hf.checkpoint.resolve import find_checkpoint
+    from greenroom.plan.history.files import save_predictor
+    from greenroom.runtime.recording.training import about, train
     from greenroom.trace import load
 
     trace = load(args.trace)
-    digest = fingerprint(Checkpoint.open(resolve(args.model)))
+    digest = fingerprint(find_checkpoint(args.model))
     recorded = trace.meta.get("fingerprint")
     if recorded != digest:
         other = "does not say of which model it is" if recorded is None else "is of another model"
@@ -63,7 +62,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, progress: Progress) ->
         trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
     )
     said = about(trace, config, trained)
-    learned_file.save(args.out, trained.tensors, digest, said)
+    save_predictor(args.out, trained.tensors, digest, said)
     return said
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.bench import play, prompts_of, table
-from greenroom.cli.early import check_early
-from greenroom.cli.options import add_options, take
-from greenroom.cli.progress import Progress
-from greenroom.config import ContestConfig, LoadConfig, thresholds_of
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.options.fields import add_model, add_options, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress
+from greenroom.config import ContestConfig, LoadConfig, changed, flag
 from greenroom.errors import UsageError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.hf.contest import Entry
+    from greenroom.hf.measure.entries import Entry
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.settings import Setting
 
@@ -26,9 +28,8 @@ FEW = 2  # of a plan's best, beside plain LRU and the default
 CHOSEN = ("policy", "scope", "split", "prefetch", "predictor", "no_guard")  # what is tuned
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("tune", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     parser.add_argument(
         "--trace", metavar="FILE", type=Path,
         help="this model's own routing, for choosing what is measured (default: stand-ins)",
@@ -36,21 +37,20 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--machine", metavar="FILE", default="auto", help="as of `greenroom plan`")
     parser.add_argument("--json", action="store_true", help="print one object")
     add_options(parser, ContestConfig, "measuring")
-    add_options(parser, LoadConfig, "memory and machine")
-    parser.show_first("memory", "cache", "device", "context", "trace", "prompts", "seconds", "json")
-    parser.set_defaults(main=main, seconds=180.0)
+    add_options(parser, LoadConfig)
+    parser.show("trace", "json")
+    parser.set_defaults(seconds=180.0)
 
 
 def main(args: argparse.Namespace) -> None:
     load, how = take(args, LoadConfig), take(args, ContestConfig)
-    for name in CHOSEN:
-        if getattr(load, name) != LoadConfig.__dataclass_fields__[name].default:
+    for name in changed(load):
+        if name in CHOSEN:
             raise UsageError(
-                f"--{name.replace('_', '-')} is what tune chooses: leave it out; greenroom bench"
+                f"{flag(name)} is what tune chooses: leave it out; greenroom bench"
                 " measures a setting that you name"
             )
-    if any(thresholds_of(load.miss_precision, load.low_below, load.skip_below,
-                         load.substitute_below)):  # fmt: skip
+    if any(load.thresholds()):
         raise UsageError(
             "tune keeps what gives the same output: leave out --miss-precision, --skip-below and"
             " --substitute-below; greenroom bench measures what they give"
@@ -64,8 +64,9 @@ def main(args: argparse.Namespace) -> None:
 def _tune(
     args: argparse.Namespace, load: LoadConfig, how: ContestConfig, progress: Progress
 ) -> None:
-    from greenroom.cli.plan import described, estimator_of, evidence_of, machine_of
-    from greenroom.hf.contest import winner
+    from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+    from greenroom.cli.estimate.machine import machine_of
+    from greenroom.hf.measure.entries import winner
     from greenroom.plan.settings import PLAIN
 
     model = described(args.model, load)
@@ -92,7 +93,7 @@ def _tune(
 def capacity_of(load: LoadConfig, model: Any) -> int:
     """Slots that the options come to, before anything is loaded."""
     from greenroom.config import Amount
-    from greenroom.hf.budget import budget_bytes
+    from greenroom.hf.memory.budget import budget_bytes
 
     if load.cache is None:
         return int(model.slots(budget_bytes(load.memory)))
@@ -113,7 +114,7 @@ def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
 
 
 def _entry(setting: Setting, load: LoadConfig) -> Entry:
-    from greenroom.hf.contest import entry
+    from greenroom.hf.measure.entries import Entry
     from greenroom.plan.settings import OFF, PLAIN, SCOPES
 
     scope = setting.scope if setting.scope in SCOPES else "sizes by layer"
@@ -121,7 +122,7 @@ def _entry(setting: Setting, load: LoadConfig) -> Entry:
     name += ", prefetching" if setting.prefetch != OFF else ""
     if setting.split != OFF:
         name += f", split {'by layer' if ',' in setting.split else f'at {setting.split}'}"
-    return entry(name, load, setting.options())
+    return Entry(name, replace(load, **setting.options()))
 
 
 def keep(
@@ -132,25 +133,30 @@ def keep(
     import numpy as np
 
     from greenroom.core.machine import name_of
-    from greenroom.hf.settled import device_of
-    from greenroom.plan import kept
-    from greenroom.runtime.measure import host
+    from greenroom.hf.defaults import device_of
+    from greenroom.plan.history.files import update_records
+    from greenroom.plan.history.records import OPTIONS, Records, StoredSetting
+    from greenroom.runtime.measure.bandwidth import host
 
     if load.read_limit is not None or load.host_memory is not None:
         return None
     device = device_of(stage.parts)
     machine = name_of(host())
-    options = {name: getattr(best.config, name) for name in kept.OPTIONS}
+    options = {name: getattr(best.config, name) for name in OPTIONS}
     if options["split"] == "off":  # as a plan leaves it
         del options["split"]
-    found = kept.Kept(
+    found = StoredSetting(
         stage.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
         date.today().isoformat(), device,
     )  # fmt: skip
-    known = kept.load(fingerprint, machine).with_setting(found)
-    if device == "cpu":  # whose costs a plan takes runs for
+
+    def measured(records: Records) -> Records:
+        records = records.with_setting(found)
+        if device != "cpu":  # a plan takes runs for the costs of the CPU
+            return records
         size = stage.parts.catalog.expert_bytes // stage.experts
         for entry in entries:
-            known = known.with_runs(tuple(entry.observed(size)))
-        known = known.with_load(stage.process_bytes) if stage.process_bytes else known
-    return kept.save(fingerprint, machine, known)
+            records = records.with_runs(tuple(entry.observed(size)))
+        return records.with_load(stage.process_bytes) if stage.process_bytes else records
+
+    return update_records(fingerprint, machine, measured)

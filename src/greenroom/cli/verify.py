@@ -11,29 +11,33 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from greenroom.cli.options import choices_of
-from greenroom.cli.progress import Progress, quiet
+from greenroom.cli.options.fields import add_model, add_options, given
+from greenroom.cli.options.parser import Parser
 from greenroom.cli.run import text_of
-from greenroom.config import LoadConfig
+from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.config import INEXACT, LoadConfig, flag, options_in
 from greenroom.errors import UsageError, VerifyError
-from greenroom.hf.names import check_name
+from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
-    from greenroom.hf.verify import Verdict
+    from greenroom.hf.check.verify import Verdict
 
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
-LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
-          "substitute_below")  # fmt: skip
+LESSER = tuple(each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT)
 QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
+TEXTS = {
+    "kernels": "judge these beside transformers' eager",
+    "kv": "keep keys and values so; like --kernels, of the model alone and not of"
+    " its original (default: %(default)s)",
+}
 
 
-def add_to(commands: Any) -> None:
-    parser = commands.add_parser("verify", help=HELP, description=HELP)
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+def add_to(parser: Parser) -> None:
+    add_model(parser)
     parser.add_argument(
         "--cache", default="10%", metavar="SIZE",
         help="the expert cache: 25%% of the experts, or 2GiB (default: 10%%)",
@@ -43,14 +47,7 @@ def add_to(commands: Any) -> None:
         help=f"greedy tokens to compare (default: {TOKENS})",
     )  # fmt: skip
     parser.add_argument("--prompt", metavar="TEXT", help="what to begin with (default: a sentence)")
-    parser.add_argument(
-        "--dtype", default="auto", metavar=choices_of(LoadConfig, "dtype"),
-        help="compute in this type instead of the checkpoint's (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kernels", default="auto", metavar=choices_of(LoadConfig, "kernels"),
-        help="judge these beside transformers' eager (default: %(default)s)",
-    )  # fmt: skip
+    add_options(parser, LoadConfig, "options", names=("dtype", "kernels"), texts=TEXTS)
     parser.add_argument(
         "--layers", action="store_true", help="compare layer by layer even if the model would fit"
     )
@@ -65,37 +62,18 @@ def add_to(commands: Any) -> None:
     quality.add_argument(
         "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
     )
-    quality.add_argument(
-        "--kv", metavar=choices_of(LoadConfig, "kv"),
-        help="keep keys and values so; like --kernels, of the model alone and not of its original",
-    )  # fmt: skip
-    for name in LESSER:
-        _add(quality, name)
+    add_options(parser, LoadConfig, "quality", names=("kv", *LESSER), texts=TEXTS)
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-    parser.set_defaults(main=main)
-
-
-def _add(group: Any, name: str) -> None:
-    """An option of a run, for the model and not for what it is compared with."""
-    option = LoadConfig.__dataclass_fields__[name]
-    if option.default is False:
-        group.add_argument(
-            f"--{name.replace('_', '-')}", action="store_true", default=None,
-            help=option.metadata["help"],
-        )  # fmt: skip
-        return
-    group.add_argument(
-        f"--{name.replace('_', '-')}", help=option.metadata["help"],
-        type=str if "str" in str(option.type) else float,
-        metavar=choices_of(LoadConfig, name) or option.metadata["metavar"],
-    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> None:
     wrong = PROOF if args.quality is not None else QUALITY
-    if name := next((n for n in wrong if getattr(args, n) not in (None, False)), None):
+    own = {
+        name for name in (*PROOF, "against", "tokens") if getattr(args, name) not in (None, False)
+    }
+    if name := next((each for each in wrong if each in own | given(args).keys()), None):
         which = "does not go with" if args.quality is not None else "is for"
-        raise UsageError(f"--{name.replace('_', '-')} {which} --quality")
+        raise UsageError(f"{flag(name)} {which} --quality")
     if args.quality is not None:
         _quality(args)
     else:
@@ -124,12 +102,12 @@ def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]
 
 
 def _measured(args: argparse.Namespace, progress: Progress) -> None:
-    from greenroom.cli.summary import inexact_line
-    from greenroom.hf.loss import keep_loss
-    from greenroom.hf.quality import quality, text_in
+    from greenroom.cli.terminal.summary import inexact_line
+    from greenroom.hf.check.loss import keep_loss
+    from greenroom.hf.check.quality import quality, text_in
 
     quiet(progress)
-    lesser = {n: getattr(args, n) for n in LESSER if getattr(args, n) is not None}
+    lesser = {name: value for name, value in given(args).items() if name in LESSER}
     found = quality(
         args.model,
         text_in(args.quality),
@@ -137,7 +115,7 @@ def _measured(args: argparse.Namespace, progress: Progress) -> None:
         cache=args.cache,
         dtype=args.dtype,
         tokens=args.tokens,
-        kv=args.kv or "dynamic",
+        kv=args.kv,
         kernels=args.kernels,
         lesser=lesser,
         say=_said(args, progress),
@@ -166,7 +144,7 @@ def _proof(args: argparse.Namespace) -> None:
 
 
 def _judged(args: argparse.Namespace, prompt: str | None, progress: Progress) -> None:
-    from greenroom.hf.verify import PROMPT, verify
+    from greenroom.hf.check.verify import PROMPT, verify
 
     quiet(progress)
     verdict = verify(

@@ -1,43 +1,17 @@
-"""Every default and every check, once. The command line takes its defaults and help from here."""
+"""Every default and every check, once. The command line makes its options from here."""
 
-from greenroom.config.amounts import (
-    UNITS,
-    Amount,
-    show_bytes,
-    write_bytes,
-)
-from greenroom.config.load import (
-    LoadConfig,
-)
-from greenroom.config.option import (
-    options_checked,
-)
-from greenroom.config.serve import (
-    SamplingConfig,
-    ServeConfig,
-    bounded_temperature,
-)
-from greenroom.config.study import (
-    ContestConfig,
-    RecordConfig,
-    TrainConfig,
-)
-from greenroom.config.synth import (
-    SynthConfig,
-    TopicsConfig,
-    ZipfConfig,
-)
+from greenroom.config.amounts import UNITS, Amount, show_bytes, write_bytes
+from greenroom.config.load import LoadConfig
+from greenroom.config.option import changed, flag, options_checked, options_in
+from greenroom.config.scheduler import GROUPS, INEXACT, SchedulerConfig
+from greenroom.config.serve import SamplingConfig, ServeConfig, bounded_temperature
+from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
+from greenroom.config.study import ContestConfig, RecordConfig, TrainConfig
+from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
 from greenroom.config.values import (
     BUDGETS,
-    CO_COMPUTE,
-    DEVICES,
-    KERNELS,
-    KV,
-    LOW_BELOW,
     LOW_SHARE,
-    PRECISIONS,
     SCOPES,
-    budgets_file,
     devices_of,
     scope_of,
     share_of,
@@ -47,29 +21,32 @@ from greenroom.config.values import (
 
 __all__ = [
     "BUDGETS",
-    "CO_COMPUTE",
-    "DEVICES",
-    "KERNELS",
-    "KV",
-    "LOW_BELOW",
+    "GROUPS",
+    "INEXACT",
     "LOW_SHARE",
-    "PRECISIONS",
+    "ORDERS",
+    "PINS",
     "SCOPES",
     "UNITS",
     "Amount",
+    "BudgetsConfig",
     "ContestConfig",
     "LoadConfig",
     "RecordConfig",
     "SamplingConfig",
+    "SchedulerConfig",
     "ServeConfig",
+    "SimulateConfig",
     "SynthConfig",
     "TopicsConfig",
     "TrainConfig",
     "ZipfConfig",
     "bounded_temperature",
-    "budgets_file",
+    "changed",
     "devices_of",
+    "flag",
     "options_checked",
+    "options_in",
     "scope_of",
     "share_of",
     "show_bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from greenroom.errors import BudgetError, UsageError
@@ -53,6 +54,18 @@ class Amount:
             return int(whole * self.share + 1e-9)
         assert self.nbytes is not None
         return self.nbytes
+
+
+def nbytes(what: str) -> Callable[[str | int, str], int]:
+    """A check that an amount is bytes; `what` says in the error what they are, with an example."""
+
+    def check(value: str | int, name: str) -> int:
+        found = Amount.parse(value, name).nbytes
+        if found is None:
+            raise UsageError(f"{name} is {what}: {value!r}")
+        return found
+
+    return check
 
 
 def show_bytes(n: float) -> str:

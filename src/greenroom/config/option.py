@@ -1,10 +1,10 @@
-"""An option: its default, its help, and the checks that many have in common."""
+"""An option: a dataclass field that carries its help, its check and its place in the help."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, field, fields
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,23 +12,101 @@ from greenroom.errors import UnknownName, UnknownOption, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Called with a value and the option as users write it; raises UsageError for what is wrong.
+Check = Callable[[Any, str], object]
+REQUIRED = MISSING
 
 
-def option(default: Any, text: str, metavar: str | None = None, choices: Any = None) -> Any:
-    return field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
+def option(
+    default: Any,
+    text: str,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    *,
+    check: Check | None = None,
+    needs: str | None = None,
+    group: str | None = None,
+    shown: bool = False,
+) -> Any:
+    """A field that is an option of every command that has its config.
+
+    check: of the value, called unless it is None
+    needs: the option without which this one does nothing
+    group: its heading in the help, in place of the config's
+    shown: `--help` shows it, else only `--help-all`
+    """
+    about = {
+        "help": text, "metavar": metavar, "choices": choices, "check": check, "needs": needs,
+        "group": group, "shown": shown,
+    }  # fmt: skip
+    return field(default=default, metadata=about)
 
 
-def at_least(config: Any, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not least <= value < float("inf"):
-        raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+def options_in(config: Any) -> list[Field[Any]]:
+    """The fields of a config, or of its class, that are options."""
+    return [each for each in fields(config) if "help" in each.metadata]
 
 
-def check_choices(config: Any) -> None:
-    for option in fields(config):
-        choices, value = option.metadata["choices"], getattr(config, option.name)
-        if choices and value not in choices:
-            raise UnknownName(option.name, value, choices)
+def flag(name: str) -> str:
+    """A field's name as users write it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The options of a config that are not their defaults."""
+    found = ((each, getattr(config, each.name)) for each in options_in(config))
+    return {each.name: value for each, value in found if value != each.default}
+
+
+def check_options(config: Any) -> None:
+    """Each option by itself: its choices, its check, and the option that it needs."""
+    for each in options_in(config):
+        value, check = getattr(config, each.name), each.metadata["check"]
+        choices = each.metadata["choices"]
+        if value is not None and choices and value not in choices:
+            raise UnknownName(each.name, value, choices)
+        if value is not None and check:
+            check(value, flag(each.name))
+    for each in options_in(config):
+        if each.metadata["needs"]:
+            check_needed(config, each, each.metadata["needs"])
+
+
+def check_needed(config: Any, option: Field[Any], needed: str) -> None:
+    """UsageError where an option is given without the one that gives it something to do."""
+    if getattr(config, option.name) == option.default:
+        return
+    if getattr(config, needed) is None:
+        raise UsageError(f"{flag(option.name)} is of use with {flag(needed)} only")
+    if getattr(config, needed) == "off":
+        raise UsageError(f"{flag(option.name)} is for {flag(needed)}, which is off: give both")
+
+
+def at_least(least: float, most: float | None = None, unit: str = "") -> Check:
+    def check(value: Any, name: str) -> None:
+        if not least <= value < float("inf"):
+            raise UsageError(f"{name} must be at least {least}{unit and ' '}{unit}, got {value}")
+        if most is not None and value > most:
+            raise UsageError(f"{name} must be at most {most}, got {value}")
+
+    return check
+
+
+def within(least: float, most: float) -> Check:
+    def check(value: Any, name: str) -> None:
+        if not least <= value <= most:
+            raise UsageError(f"{name} must be from {least} to {most}, got {value}")
+
+    return check
+
+
+def above(least: float, below: float = float("inf")) -> Check:
+    def check(value: Any, name: str) -> None:
+        if not least < value < below:
+            limit = f" and below {below:g}" if below < float("inf") else ""
+            raise UsageError(f"{name} must be above {least}{limit}, got {value}")
+
+    return check
 
 
 def options_checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.option import at_least, option
+from greenroom.config.option import at_least, check_options, option
 from greenroom.errors import UsageError
 
 
@@ -12,21 +12,20 @@ from greenroom.errors import UsageError
 class SynthConfig:
     """What every synthetic trace has."""
 
-    layers: int = option(32, "MoE layers", "N")
-    experts: int = option(8, "experts of a layer", "N")
-    top_k: int = option(1, "experts that a token uses in each layer", "N")
-    tokens: int = option(10_000, "tokens, shared out evenly among the requests", "N")
-    requests: int = option(1, "requests", "N")
-    prompt_tokens: int = option(0, "tokens of each request that are one prefill pass", "N")
-    seed: int = option(0, "makes the trace repeatable", "N")
+    layers: int = option(32, "MoE layers", "N", check=at_least(1))
+    experts: int = option(8, "experts of a layer", "N", check=at_least(1, 1 << 16))
+    top_k: int = option(1, "experts that a token uses in each layer", "N", check=at_least(1))
+    tokens: int = option(
+        10_000, "tokens, shared out evenly among the requests", "N", check=at_least(1)
+    )
+    requests: int = option(1, "requests", "N", check=at_least(1))
+    prompt_tokens: int = option(
+        0, "tokens of each request that are one prefill pass", "N", check=at_least(0)
+    )
+    seed: int = option(0, "makes the trace repeatable", "N", check=at_least(0))
 
     def __post_init__(self) -> None:
-        for name in ("layers", "experts", "top_k", "tokens", "requests"):
-            at_least(self, name, 1)
-        for name in ("prompt_tokens", "seed"):
-            at_least(self, name, 0)
-        if self.experts > 1 << 16:
-            raise UsageError(f"--experts must be at most {1 << 16}, got {self.experts}")
+        check_options(self)
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} needs more than {self.experts} experts")
         if self.requests > self.tokens:
@@ -45,13 +44,10 @@ class ZipfConfig(SynthConfig):
     has 32 layers of 8 experts and a from 0 to 8; one expert a layer both.
     """
 
-    a: float = option(1.0, "exponent of the Zipf law; 0 is uniform", "A")
-    b: float = option(0.0, "shift of the Zipf law; makes the first experts more alike", "B")
-
-    def __post_init__(self) -> None:
-        SynthConfig.__post_init__(self)
-        for name in ("a", "b"):
-            at_least(self, name, 0)
+    a: float = option(1.0, "exponent of the Zipf law; 0 is uniform", "A", check=at_least(0))
+    b: float = option(
+        0.0, "shift of the Zipf law; makes the first experts more alike", "B", check=at_least(0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +59,17 @@ class TopicsConfig(SynthConfig):
     topic's tastes (softmax). All tastes drift from one request to the next: 0 never, 1 anew.
     """
 
-    layers: int = option(16, "MoE layers", "N")
-    experts: int = option(64, "experts of a layer", "N")
-    top_k: int = option(8, "experts that a token uses in each layer", "N")
-    requests: int = option(50, "requests", "N")
-    topics: int = option(8, "topics; each request has one", "N")
-    stickiness: float = option(0.3, "chance that the next token uses an expert again", "P")
-    drift: float = option(0.02, "how far tastes move from request to request, 0 to 1", "D")
-    skew: float = option(1.0, "how strong tastes are; 0 likes all experts alike", "S")
-
-    def __post_init__(self) -> None:
-        SynthConfig.__post_init__(self)
-        at_least(self, "topics", 1)
-        at_least(self, "skew", 0)
-        for name in ("stickiness", "drift"):
-            at_least(self, name, 0)
-            if getattr(self, name) > 1:
-                raise UsageError(f"--{name} must be at most 1, got {getattr(self, name)}")
+    layers: int = option(16, "MoE layers", "N", check=at_least(1))
+    experts: int = option(64, "experts of a layer", "N", check=at_least(1, 1 << 16))
+    top_k: int = option(8, "experts that a token uses in each layer", "N", check=at_least(1))
+    requests: int = option(50, "requests", "N", check=at_least(1))
+    topics: int = option(8, "topics; each request has one", "N", check=at_least(1))
+    stickiness: float = option(
+        0.3, "chance that the next token uses an expert again", "P", check=at_least(0, 1)
+    )
+    drift: float = option(
+        0.02, "how far tastes move from request to request, 0 to 1", "D", check=at_least(0, 1)
+    )
+    skew: float = option(
+        1.0, "how strong tastes are; 0 likes all experts alike", "S", check=at_least(0)
+    )

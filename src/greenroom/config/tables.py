@@ -1,4 +1,4 @@
-"""Names of policies and predictors, checked before anything that has them is imported.
+"""Names of policies, predictors and systems, known before anything that has them is imported.
 
 Importing the policies imports Numba. tests/config/test_tables.py holds these against them.
 """
@@ -14,6 +14,11 @@ POLICIES = (
 PREDICTORS = (
     "auto", "off", "none", "popularity", "token", "markov", "eamc", "routing-path", "next-gate",
     "learned", "pregated",
+)  # fmt: skip
+# Papers' systems, which put our own parts together.
+SYSTEMS = (
+    "mixtral-offloading", "adapmoe", "moe-infinity", "promoe", "moepic", "pre-gated", "hobbit",
+    "fate", "hybrimoe", "fiddler", "llru", "static", "greenroom",
 )  # fmt: skip
 # They look into the rest of a trace: a run has none.
 TRACE_POLICIES = ("opt", "static")

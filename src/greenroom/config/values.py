@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +54,7 @@ def scope_of(scope: str) -> str | tuple[float, ...]:
     """
     if scope in SCOPES:
         return scope
-    if Path(scope).suffix == ".json" or Path(scope).is_file():
+    if Path(scope).suffix == ".json" or os.path.isfile(scope):
         return _numbers_in(scope, "slots")
     if not re.fullmatch(r"[0-9.,\s]+", scope):
         raise UnknownName("scope", scope, [*SCOPES, "N,N,...", "FILE"])
@@ -68,7 +69,7 @@ def split_of(split: str) -> float | tuple[float, ...] | str | None:
     """
     if split in ("off", "auto"):
         return None if split == "off" else split
-    if Path(split).suffix == ".json" or Path(split).is_file():
+    if Path(split).suffix == ".json" or os.path.isfile(split):
         found = _numbers_in(split, "split")
     else:
         found = _numbers(split.split(","), "--split")
@@ -84,18 +85,9 @@ def thresholds_of(
     miss_precision: str, low_below: float | None, skip_below: float, substitute_below: float
 ) -> tuple[float, float, float]:
     """(low, skip, substitute): tails below which misses get less; 0 where that is off. UsageError
-    for what is no share, and where one of them leaves another nothing to do."""
-    named = {
-        "low-below": low_below, "skip-below": skip_below, "substitute-below": substitute_below,
-    }  # fmt: skip
-    for name, value in named.items():
-        if value is not None and not 0 <= value <= 1:
-            raise UsageError(f"--{name} is a share of the gate weights, from 0 to 1: {value}")
-    if miss_precision == "off":
-        if low_below is not None:
-            raise UsageError("--low-below is for --miss-precision, which is off: give both")
-        low = 0.0
-    else:
+    where one of them leaves another nothing to do."""
+    low = 0.0
+    if miss_precision != "off":
         low = LOW_BELOW if low_below is None else low_below
         if low == 0:
             raise UsageError("--low-below 0 serves no miss from its copy: leave out both")
@@ -108,11 +100,16 @@ def thresholds_of(
     return low, skip_below, substitute_below
 
 
-def share_of(value: str, what: str) -> float:
+def gate_share(value: float, name: str) -> None:
+    if not 0 <= value <= 1:
+        raise UsageError(f"{name} is a share of the gate weights, from 0 to 1: {value}")
+
+
+def share_of(value: str | int, name: str, example: str = "12.5%") -> float:
     """A share, written as 12.5%. UsageError for what is none."""
-    share = Amount.parse(value, what).share
+    share = Amount.parse(value, name).share
     if share is None:
-        raise UsageError(f"{what} is a share, as 12.5%: {value!r}")
+        raise UsageError(f"{name} is a share, as {example}: {value!r}")
     return share
 
 

@@ -202,13 +202,13 @@ def _route(value: Any, where: str) -> Route:
     if bandwidth == 0:
         raise Malformed(f"{where}.bandwidth must be more than 0")
     link = Link(bandwidth, entry.number("latency"), entry.whole("lanes", least=1, most=MOST_LANES))
-    return Route(entry.text("source"), entry.text("target"), link)
+    return Route(entry.name("source"), entry.name("target"), link)
 
 
 def _processor(value: Any, where: str) -> Processor:
     entry = JsonObject(value, where)
     return Processor(
-        entry.text("name"), entry.text("memory"),
+        entry.name("name"), entry.name("memory"),
         _table(entry.object("expert"), where), _table(entry.object("dense"), where),
         **{name: entry.number(name, 0.0) for name in BEYOND},
     )  # fmt: skip

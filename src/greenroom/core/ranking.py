@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Machine code is kept on disk where there is a folder that can be written."""
-    try:
-        return njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        return njit(nogil=True)(function)
-
-
-@_compiled
+@jit
 def top(scores: NDArray[Any], width: int, above: float = -np.inf) -> NDArray[np.int64]:
     """The columns of the `width` highest scores of each row, highest first: [T, E] -> [T, width].
 

@@ -9,7 +9,7 @@ give both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,7 @@ class Observed:
     @classmethod
     def from_json(cls, found: Any, where: str = "a run") -> Observed:
         """Malformed where it is none."""
-        entry = JsonObject(found, where)
-        return cls(
-            entry.number("seconds"),
-            entry.number("stall"),
-            entry.number("fetched"),
-            entry.number("carried"),
-            entry.number("busy"),
-            entry.flag("predicted", False),
-        )
-
-    def as_json(self) -> dict[str, float]:
-        return asdict(self)
+        return cls(**JsonObject(found, where).fields_of(cls))
 
     def computed(self, wake: float) -> float:
         """Seconds that are no stall, and not longer because of one: what was fetched was waited

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.config import scope_of, split_of, thresholds_of
-from greenroom.core.cache import group_sizes
+from greenroom.core.cache.state import group_sizes
 from greenroom.core.cost import Costs
-from greenroom.core.precision import Thresholds
+from greenroom.core.options.precision import Thresholds
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError
 from greenroom.plan.evidence import Evidence
@@ -19,8 +19,9 @@ from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
 from greenroom.policies import choose, policy
 from greenroom.predictors import predictor
+from greenroom.sim.event_driven import EventOptions, parts_of, simulate_events
+from greenroom.sim.foresight import automatic, chosen
 from greenroom.sim.lesser import Lesser, check_weights
-from greenroom.sim.proactive import automatic, chosen, parts_of, proactive
 from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
 
@@ -163,12 +164,15 @@ class Estimator:
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
         assert not isinstance(shares, str)  # a plan has shares to split at
-        played = proactive(
+        played = simulate_events(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
-            self.model.expert_bytes, name, scope=scope_of(setting.scope), split=shares,
-            lesser=self._lesser if setting.miss_precision != OFF else None,
-            host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
-            co_compute=setting.co_compute != OFF,
+            self.model.expert_bytes, name,
+            EventOptions(
+                scope=scope_of(setting.scope), split=shares,
+                lesser=self._lesser if setting.miss_precision != OFF else None,
+                host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
+                co_compute=setting.co_compute != OFF,
+            ),
         ).times  # fmt: skip
         found = _Run.of(played, part)
         n = found.gaps.size

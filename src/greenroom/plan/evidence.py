@@ -70,7 +70,7 @@ def enough(trace: Trace | None) -> bool:
 
 
 def earlier(trace: Trace | None) -> Evidence | None:
-    """The routing that earlier runs left (hf/recent.py), where it is enough."""
+    """The routing that earlier runs left (plan/history/recent.py), where it is enough."""
     if trace is None or not enough(trace):
         return None
     return Evidence(

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 
 from greenroom.config import show_bytes
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.planner import Plan, Point, Target
-from greenroom.sim.report import show_time
+from greenroom.sim.report import card, document, show_time
 
 WIDE, HIGH = 1000, 500
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
     """`facts` are (name, value) of model, machine and evidence."""
-    style = (files("greenroom.sim") / "page" / "report.css").read_text()
     sections = [
-        _card("Take", _flags(plan.best)),
-        _card("Speed against memory", _curve(plan)),
-        _card("What was compared", _table(plan.compared)),
-        _card("Made by", f"<pre>{escape(command)}</pre>{_facts(facts)}"),
+        card("Take", "", _flags(plan.best)),
+        card("Speed against memory", "", _curve(plan)),
+        card("What was compared", "", _table(plan.compared)),
+        card("Made by", "", f"<pre>{escape(command)}</pre>{_facts(facts)}"),
     ]
     if plan.target is not None:
-        sections.insert(1, _card("Target", f"<p>{escape(said(plan.target))}</p>"))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}: plan</title><style>\n{style}</style></head>\n<body><main>"
-        f"<h1>{escape(title)}</h1>{''.join(sections)}</main></body></html>\n"
-    )
+        sections.insert(1, card("Target", "", f"<p>{escape(said(plan.target))}</p>"))
+    return document(f"{title}: plan", f"<h1>{escape(title)}</h1>{''.join(sections)}")
 
 
 def said(target: Target) -> str:
@@ -46,10 +39,6 @@ def said(target: Target) -> str:
         f"a TPOT of {asked} takes at least {show_bytes(target.least.memory)}"
         f" ({target.least.estimate.capacity:,} experts in memory)"
     )
-
-
-def _card(title: str, body: str) -> str:
-    return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>'
 
 
 def _flags(best: Estimate) -> str:

@@ -1,9 +1,9 @@
 """The best settings for a budget, speed against memory, and the least memory for a target.
 
-Plain LRU and the default are always among what is compared. What a run takes that is told nothing
-is what was measured (`tune`), else what a quick plan says (plan/quick.py). Another setting is
-chosen instead only where that is sure: it must be faster by MARGIN, pass by pass over the model's
-own routing (a bootstrap over requests' passes); stand-ins are never sure of that.
+Plain LRU and the default are always compared too. The defaults of a run are a setting that `tune`
+measured, else the one of a quick plan (plan/defaults.py). Another setting is chosen instead only
+where it is surely faster: by MARGIN, pass by pass over the model's own routing (a bootstrap over
+requests' passes). A synthetic workload never overrides the defaults.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.errors import UsageError
 from greenroom.plan.budgets import marginal, miss_tables
-from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.plan.configurator import Latency
 from greenroom.plan.estimate import Estimate, Estimator
-from greenroom.plan.recorded import activity_of
+from greenroom.plan.recorded import Configured, activity_of
 from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SCOPES, SPLITS, Setting, grid
 from greenroom.trace import Trace, stream
 
@@ -67,8 +67,8 @@ def plan(
     target: float | None = None,
     taken: Callable[[int], tuple[Setting, bool]] = lambda capacity: (DEFAULT, False),
 ) -> Plan:
-    """`taken` says what a run with so many slots takes that is told nothing, and whether that was
-    measured. BudgetError where the model does not fit, UsageError for a target that is no time."""
+    """`taken` gives the default setting of a run with so many slots, and whether it was measured.
+    BudgetError where the model does not fit, UsageError for a target that is no time."""
     if target is not None and not 0 < target < float("inf"):
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
@@ -117,13 +117,12 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     half = _first_half(estimator)
     if half is None or half.pass_prefill.all():
         return found
-    layers = layers_of(activity_of(half.head(WATCHED)))
     latency = Latency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
-    chosen = configure(layers, float(capacity), latency)
-    if all(round(8 * each.ratio) >= 8 for each in chosen):
+    chosen = Configured.of(activity_of(half.head(WATCHED)), capacity, latency)
+    if chosen.split is None:
         return found
-    scope = ",".join(f"{each.budget:.4g}" for each in chosen)
-    return [*found, replace(best, scope=scope, split=",".join(f"{c.ratio:.3g}" for c in chosen))]
+    scope = ",".join(f"{budget:.4g}" for budget in chosen.scope)
+    return [*found, replace(best, scope=scope, split=",".join(f"{r:.3g}" for r in chosen.split))]
 
 
 def _first_half(estimator: Estimator) -> Trace | None:

@@ -1,8 +1,8 @@
-"""The quick form of a plan: what a run begins with that is told nothing, where nothing is kept.
+"""A quick plan: the default setting, or LRU in its place, where no setting is stored for a run.
 
-It asks one question, in the time of a second: does the default's policy miss fewer experts than
-plain LRU, on the model's own routing where earlier runs left some, else on a stand-in? What is
-fetched ahead is decided while the model runs (core/guard.py).
+It takes about a second, and compares the misses of both policies on the model's own routing where
+earlier runs left some, else on a synthetic workload. Whether experts are fetched ahead is decided
+while the model runs (core/prefetch/guard.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from greenroom.errors import UnknownName
 from greenroom.plan.budgets import miss_tables, optimal
 from greenroom.plan.configurator import Latency, configure, layers_of
 from greenroom.predictors import OFF
-from greenroom.sim.proactive import foresight_of, passes
+from greenroom.sim.event_driven import passes
+from greenroom.sim.foresight import foresight_of
 from greenroom.trace import Trace, stream
 
 EIGHTHS = 8  # a ratio that is nearer to 1 than to 7/8 is 1: a simulation cuts at eighths

@@ -51,7 +51,7 @@ class Setting:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in named)
 
 
-DEFAULT = Setting()  # what a run takes that is told nothing
+DEFAULT = Setting()  # of a run without options
 PLAIN = Setting("lru", "shared", OFF)
 
 

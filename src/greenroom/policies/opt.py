@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids, Now, Policy, Setup, State, compiled
 from greenroom.policies import bitsets, lists
@@ -35,7 +35,7 @@ class Own(NamedTuple):
     finished: Lists  # those never requested again, one list a group
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _look_ahead(
     pieces: Ids,
     group_of: Ints,
@@ -57,7 +57,7 @@ def _look_ahead(
             asks[end[group]] = piece
 
 
-@njit(nogil=True, cache=True)
+@jit
 def next_uses(pieces: Ids, count: int) -> Ints:
     """For each request the index of the next one for the same piece; ids are below `count`.
 

@@ -23,14 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, compiled, for_all, taken
+from greenroom.predictors.ranks import Floats, as_ids, for_all, taken
 
 
-@compiled
+@jit
 def add(experts: Ids, begin: int, eam: Ids, counts: Ids, dots: Ids, whole: Ids) -> None:
     """Tokens used `experts` [T, K] of the layer whose pieces begin there. `whole` is the request's
     EAM, `eam` the one that is matched, both [P]; `counts` [P, C] those of the collection, and
@@ -45,7 +46,7 @@ def add(experts: Ids, begin: int, eam: Ids, counts: Ids, dots: Ids, whole: Ids) 
                 dots[place] += counts[piece, place]
 
 
-@compiled
+@jit
 def expect(
     counts: Ids,
     dots: Ids,

@@ -14,13 +14,13 @@ quarter less time than float32 where the experts have just emptied the processor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
@@ -54,15 +54,7 @@ def doubled(values: Halves) -> Floats:
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
-def _fast(function: Callable[..., Any]) -> Any:
-    """Compiled with sums in any order, so that they are vectors; kept on disk where that works."""
-    try:
-        return njit(nogil=True, cache=True, fastmath=True)(function)
-    except RuntimeError:
-        return njit(nogil=True, fastmath=True)(function)
-
-
-@_fast
+@jit(fastmath=True)  # sums in any order, so that they are vectors
 def forward(
     x: Inputs, up: Halves, up_bias: Floats, down: Floats, down_bias: Floats, scores: Floats
 ) -> None:

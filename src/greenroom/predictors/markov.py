@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, compiled, guess, same, taken
+from greenroom.predictors.ranks import Floats, as_ids, guess, same, taken
 
 PRIOR = 0.1  # what a pair that was never seen counts
 
 
-@compiled
+@jit
 def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
     """Tokens that used `before` [T, K] used `after` [T, K]. `pairs` [E, E], `totals` [E] are
     logarithms of counts.
@@ -42,7 +43,7 @@ def learn(pairs: Floats, totals: Floats, before: Ids, after: Ids) -> None:
             totals[expert] += log1p(before.shape[1] * exp(-totals[expert]))
 
 
-@compiled
+@jit
 def score(pairs: Floats, totals: Floats, seen: Ids, experts: int, scores: Floats) -> None:
     """`scores` [T, E] of the layer's experts, after `seen` [T, K]."""
     for token in range(seen.shape[0]):

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Ids
 from greenroom.predictors.kind import Kind, Setting
 from greenroom.predictors.oracle import NO_ID, truth
-from greenroom.predictors.ranks import compiled
 from greenroom.predictors.recorded import Recorded
 
 NEAR, FAR, TOKEN = 0.905, 0.545, 0.54  # d = 1, d = 8, and where only the token's id helps
@@ -36,7 +36,7 @@ def promoe(distance: int) -> float:
     return max(between, TOKEN)
 
 
-@compiled
+@jit
 def disturb(truth: NDArray[Any], sizes: Ids, accuracy: float, seed: int, named: Any) -> None:
     """Write to `named` what replaces `truth`, both [tokens, layers, top_k]; `sizes` [layers]."""
     np.random.seed(seed)

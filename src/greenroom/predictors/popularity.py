@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, compiled, for_all, guess, taken
+from greenroom.predictors.ranks import Floats, as_ids, for_all, guess, taken
 
 
-@compiled
+@jit
 def count(counts: Floats, experts: Ids, decay: float) -> None:
     """Add tokens, `experts` [T, K], to a layer's counts [E]."""
     for token in range(experts.shape[0]):

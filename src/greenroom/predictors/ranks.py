@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
 from greenroom.core.predictor import Guess, Ids
 from greenroom.core.ranking import top
 
 Floats = NDArray[np.float32]
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """The function compiled, and its machine code kept on disk where a folder can be written.
-
-    Numba looks for changes in the file of the function alone: it must call none of another file.
-    """
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        return njit(nogil=True)(function)
 
 
 def guess(layer: int, scores: Floats, width: int, above: float = 0.0) -> Guess:

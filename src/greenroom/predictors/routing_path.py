@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
 from greenroom.predictors.places import Places
-from greenroom.predictors.ranks import Floats, compiled, guess, same, taken
+from greenroom.predictors.ranks import Floats, guess, same, taken
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)
@@ -49,7 +50,7 @@ class Model(NamedTuple):
     known: Floats  # [places, L, E]
 
 
-@compiled
+@jit
 def add(row: Ids, table: Floats, logits: Floats) -> None:
     """The rows of a table [E, E] that experts [K] stand for; -1 is not known."""
     for i in range(row.size):
@@ -59,7 +60,7 @@ def add(row: Ids, table: Floats, logits: Floats) -> None:
                 logits[expert] += weights[expert]
 
 
-@compiled
+@jit
 def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
     """Move these rows along a step [E]."""
     for i in range(row.size):
@@ -69,7 +70,7 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
                 weights[expert] += rate * step[expert]
 
 
-@compiled
+@jit
 def source(layer: int, distance: int, m: int, layers: int) -> tuple[int, int]:
     """(tokens back, layer) of link m; more than one token back is not kept."""
     at = layer - distance - m
@@ -79,7 +80,7 @@ def source(layer: int, distance: int, m: int, layers: int) -> tuple[int, int]:
     return back, at
 
 
-@compiled
+@jit
 def logits_of(
     model: Model, path: Ids, token: int, place: int, layer: int, distance: int,
     early: Floats, passed: Floats,
@@ -101,7 +102,7 @@ def logits_of(
             add(path[token - back, at], model.link[m, layer], passed)
 
 
-@compiled
+@jit
 def expect(
     model: Model, path: Ids, places: Ids, first: int, layer: int, corrected: bool, distance: int,
     scores: Floats,
@@ -117,7 +118,7 @@ def expect(
             logits_of(model, path, token, place, layer, distance, scores[i], other)
 
 
-@compiled
+@jit
 def expect_all(model: Model, path: Ids, places: Ids, distance: int, scores: Floats) -> None:
     """`scores` [L * T, E], of all layers when a pass begins; those of a layer lie together."""
     tokens = places.size
@@ -126,7 +127,7 @@ def expect_all(model: Model, path: Ids, places: Ids, distance: int, scores: Floa
         expect(model, path, places, 1, layer, layer < distance, distance, rows)
 
 
-@compiled
+@jit
 def error(logits: Floats, used: Ids, step: Floats) -> None:
     """What was used less what was expected, [E]: the gradient of the logistic loss, downwards."""
     for expert in range(logits.size):
@@ -135,7 +136,7 @@ def error(logits: Floats, used: Ids, step: Floats) -> None:
         step[used[i]] += 1
 
 
-@compiled
+@jit
 def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance: int) -> None:
     """Move the weights towards what the tokens from row `first` on used in a layer."""
     size = model.bias.shape[1]

@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
 from greenroom.predictors.places import Places
-from greenroom.predictors.ranks import Floats, as_ids, compiled, taken
+from greenroom.predictors.ranks import Floats, as_ids, taken
 
 FULL = 60_000  # counts are halved when one gets there: they are uint16
 Counts = NDArray[np.uint16]
 
 
-@compiled
+@jit
 def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids) -> None:
     """Tokens at these places [T] (-1: id not known) used `experts` [T, K] of a layer."""
     for token in range(experts.shape[0]):
@@ -42,7 +43,7 @@ def count(table: Counts, overall: Floats, layer: int, places: Ids, experts: Ids)
                         table[place, layer, other] //= 2
 
 
-@compiled
+@jit
 def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
     """`scores` [L * T, E]: those of a layer's T tokens lie together."""
     layers, experts = overall.shape

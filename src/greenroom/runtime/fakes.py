@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 
 from greenroom.errors import StoreError
-from greenroom.runtime.copier import Store
-from greenroom.runtime.line import Line
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import Chunk, Staging
+from greenroom.runtime.driver.copier import Store
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import Chunk, Staging
+from greenroom.runtime.store.throttle import Throttle
 
 POISON = 0xFF  # every floating-point type reads NaN
 
@@ -53,7 +53,7 @@ class FakeStore:
         self._store, self._fails = store, fails
         self._latency, self._jitter = latency, jitter
         self._random, self._lock = random.Random(seed), threading.Lock()
-        self.line = Line(bandwidth)
+        self.line = Throttle(bandwidth)
         self.reads = 0
 
     def chunks(self, expert_id: int) -> tuple[Chunk, ...]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.gates import of_experts
+from greenroom.core.cache.all_resident import Tables
+from greenroom.core.options.rules.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
-from greenroom.core.whole import Tables
 from greenroom.errors import ClosedError
-from greenroom.runtime.cuda.both import Both
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.direct import Direct
-from greenroom.runtime.kernels.fused import Step
+from greenroom.runtime.kernels.dense.decoder import Key
+from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.no_gradient import without_gradient
 
@@ -47,7 +46,14 @@ class Binding:
     computed: Callable[[Sequence[int]], None] | None = None
     chosen: Callable[[int, Ids], None] | None = None  # is told what each step's tokens chose
     # By top_k and the weights' type; None where the layer is not of this kind.
-    direct: dict[tuple[int, torch.dtype], Direct | None] = field(default_factory=dict)
+    one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
+
+    def of_one_token(self, top_k: int, weights: torch.dtype) -> OneTokenExperts | None:
+        """What computes the experts of one token, made once."""
+        key = top_k, weights
+        if key not in self.one_token:
+            self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
+        return self.one_token[key]
 
     def seen(self, experts: Ids, inputs: bool) -> Seen:
         """What predictors are told: the experts chosen, [T, K], and what the router was given."""
@@ -103,51 +109,60 @@ def experts_onto(
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
         return residual + experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    key = top_k_index.shape[-1], top_k_weights.dtype
-    if key not in binding.direct:
-        binding.direct[key] = Direct.of(binding.kernel, binding.experts, *key)
-    if (direct := binding.direct[key]) is not None:
-        ask = partial(binding.driver.at_once, binding.layer)
-        done = direct(ask, hidden_states, top_k_index, top_k_weights, residual)
-        if done is not None:
-            return done
+    if binding.driver.resident:
+        one = binding.of_one_token(top_k_index.shape[-1], top_k_weights.dtype)
+        if one is not None:
+            ask = partial(binding.driver.at_once, binding.layer)
+            done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
+            if done is not None:
+                return done
     number = int(module.num_experts)  # type: ignore[arg-type]
     return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
+class FusedExperts:
     """The experts of layers that follow one another, for one token in one region."""
 
-    driver: Driver
-    layers: Sequence[int]
-    direct: Sequence[Direct]
+    def __init__(self, bindings: Sequence[Binding], keys: Sequence[Key]) -> None:
+        self._bindings, self._keys = bindings, keys
+        self._driver = bindings[0].driver
+        self._layers = [binding.layer for binding in bindings]
 
     @property
+    def ready(self) -> bool:
+        """Has every expert a slot?"""
+        return self._driver.resident
+
+    @cached_property
+    def each(self) -> Sequence[OneTokenExperts] | None:
+        """Those of each layer; None where one of them is not computed in one region."""
+        found: list[OneTokenExperts] = []
+        for binding, (_, top_k, dtype) in zip(self._bindings, self._keys, strict=True):
+            one = binding.of_one_token(top_k, dtype)
+            if one is None or not one.takes(dtype):
+                return None
+            found.append(one)
+        return found
+
+    @cached_property
     def firsts(self) -> Sequence[int]:
         """The layers' first pieces."""
-        offsets = self.driver.scheduler.pieces.offsets
-        return [int(offsets[layer]) for layer in self.layers]
+        offsets = self._driver.scheduler.pieces.offsets
+        return [int(offsets[layer]) for layer in self._layers]
 
     def several(self, first: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
-        return self.driver.several(self.layers[first:], find)
+        """`Driver.several` for the layers from number `first` on."""
+        return self._driver.several(self._layers[first:], find)
 
 
-def experts_ahead(keys: Sequence[tuple[nn.Module, int, torch.dtype]]) -> Ahead | None:
-    """Those of these modules, of each of which so many are chosen, with weights of a type; None
-    where one of them is not computed in one region."""
+def experts_of_layers(keys: Sequence[Key]) -> FusedExperts | None:
+    """Those of these modules; None where one of them is not bound, or to another driver."""
     bindings: list[Binding] = [
         binding for module, _, _ in keys if (binding := getattr(module, BINDING, None)) is not None
     ]
     if len(bindings) < len(keys) or len({id(each.driver) for each in bindings}) != 1:
         return None
-    found: list[Direct] = []
-    for (_, top_k, dtype), binding in zip(keys, bindings, strict=True):
-        direct = Direct.of(binding.kernel, binding.experts, top_k, dtype)
-        if direct is None or not direct.takes(dtype):
-            return None
-        found.append(direct)
-    return Ahead(bindings[0].driver, [binding.layer for binding in bindings], found)
+    return FusedExperts(bindings, keys)
 
 
 def _step(
@@ -164,9 +179,7 @@ def _step(
     if binding.chosen is not None:
         binding.chosen(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
-    joins = residual is not None and isinstance(step, Step)
-    if joins:
-        step.residual = residual
+    step.residual = residual
 
     def wave(experts: Any, slots: Any, *part: int) -> None:
         kernel.wave(step, experts.tolist(), slots.tolist(), *part)
@@ -176,8 +189,8 @@ def _step(
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.on_host(step, experts.tolist(), slots.tolist())
 
+    both = kernel.on_host is not None
     rows, sums = (None, None) if weights is None else routing.counted(weights)
-    both = isinstance(kernel, Both)
     if both and rows is None:
         rows = routing.counts()
     binding.driver.step(
@@ -191,5 +204,4 @@ def _step(
         meanwhile=binding.meanwhile,
         on_host=on_host if both else None,
     )
-    result = kernel.combine(step)
-    return result if residual is None or joins else residual + result
+    return kernel.combine(step)

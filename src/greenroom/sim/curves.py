@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.cache.scope import Scope, split_capacity
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids
-from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
 from greenroom.policies.opt import next_uses
-from greenroom.sim.checked import check_stream, layers_of
+from greenroom.sim.replay import check_stream, layers_of, step_parts
 
 
 class Curve(NamedTuple):
@@ -66,12 +66,8 @@ def _curve(
     first = (np.cumsum(sizes) - sizes).astype(np.int64)
     # One row of counts a group: how many requests are hits from 1, 2, ... slots on.
     hits = np.zeros((groups, layer.size + 1), np.int64)
-    cuts = np.flatnonzero(np.diff(stream.request)) + 1 if reset else np.empty(0, np.int64)
-    ends = stream.starts[np.append(cuts, stream.layer.size)]
-    begin = 0
-    for end in ends.tolist():
-        depths(stream.pieces[begin:end], group_of, first, hits)
-        begin = end
+    for part in parts_of(stream, reset):
+        depths(stream.pieces[part], group_of, first, hits)
     below = hits.cumsum(axis=1)
     requests = stream.pieces.size
     capacities = np.arange(least, layer.size + 1, dtype=np.int64)
@@ -79,6 +75,11 @@ def _curve(
     slots = np.minimum(np.array(given, np.int64), layer.size)
     found = below[np.arange(groups), slots].sum(axis=1)
     return Curve(capacities, requests - found, requests)
+
+
+def parts_of(stream: Stream, reset: bool) -> list[slice]:
+    """The requests that are served by one cache."""
+    return [slice(*stream.starts[list(steps)]) for steps in step_parts(stream, reset)]
 
 
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
@@ -90,10 +91,8 @@ def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
     first = (np.cumsum(sizes) - sizes).astype(np.int64)
     hits = np.zeros((sizes.size, layer.size + 1), np.int64)
     found = np.zeros(stream.pieces.size, np.int64)
-    cuts = np.flatnonzero(np.diff(stream.request)) + 1 if reset else np.empty(0, np.int64)
-    ends = stream.starts[np.append(cuts, stream.layer.size)].tolist()
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        _lru_stack(stream.pieces[begin:end], layer, first, hits, found[begin:end])
+    for part in parts_of(stream, reset):
+        _lru_stack(stream.pieces[part], layer, first, hits, found[part])
     return found
 
 
@@ -101,7 +100,7 @@ WINDOW = 8  # times as many places as pieces
 ONE, FULL = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _ones(word: Any) -> Any:
     """Bits of a word that are set."""
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -111,7 +110,7 @@ def _ones(word: Any) -> Any:
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _lru_stack(pieces: Ids, group_of: Ints, first: Ints, hits: Ints, found: Ints) -> None:
     """`_lru_depths`, and in `found` each request's depth, where it has room for them: 0 for the
     first one of a piece.
@@ -163,7 +162,7 @@ def _lru_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
     _lru_stack(pieces, group_of, first, hits, np.empty(0, np.int64))
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _compact(begin: int, end: int, marks: Ints, marked: Ints, holder: Ints, place: Ints) -> int:
     """Move a row's marks to its beginning, in their order. The place after the last."""
     kept = 64 * begin
@@ -183,7 +182,7 @@ def _opt_depths(pieces: Ids, group_of: Ints, first: Ints, hits: Ints) -> None:
     _opt_stack(pieces, next_uses(pieces, group_of.size), group_of, first, hits)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _opt_stack(pieces: Ids, following: Ints, group_of: Ints, first: Ints, hits: Ints) -> None:
     """Add each request to the count of its depth in OPT's stack.
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.gates import of_experts
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.rules.gates import of_experts
 from greenroom.core.pieces import Copies, Pieces
-from greenroom.core.precision import Thresholds
 from greenroom.errors import UsageError
 from greenroom.trace import Trace
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from greenroom.core.cache.pins import Pins, Task
 from greenroom.core.pieces import Ints
-from greenroom.core.pins import Pins, Task
 from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName, UsageError
 from greenroom.trace import Trace

@@ -5,7 +5,7 @@ The whole stream is served in one compiled call, by the functions that serve a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache import bind, check_pin, empty_state, preload
-from greenroom.core.kept import kept
+from greenroom.core.cache.bound import bind
+from greenroom.core.cache.cache import check_pin
+from greenroom.core.cache.scope import Scope, split_capacity
+from greenroom.core.cache.state import empty_state, preload
+from greenroom.core.compiling.compile_cache import jit, with_parts
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, State
-from greenroom.core.scope import Scope, split_capacity
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError, UsageError
-from greenroom.sim.checked import check_stream, layers_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def replay(
     misses = 0
     if reset and kept:
         raise UsageError("with an empty cache for each request nothing stays: pin, or reset")
-    for begin, end in _parts(stream, reset):
+    for begin, end in step_parts(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         own = policy.memory(setup)
@@ -94,7 +95,57 @@ def check_capacity(capacity: int, experts: int) -> None:
         raise UsageError(f"capacity must be between 1 and all {experts} experts: {capacity}")
 
 
-def _parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
+def layers_of(offsets: Ints) -> Ints:
+    """The layer of each dense id; `offsets` [layers + 1]."""
+    ends = np.asarray(offsets, np.int64)
+    counts = ends[1:] - ends[:-1]
+    return np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+
+
+def check_stream(stream: Stream, layer: Ints) -> None:
+    """UsageError unless every step asks for distinct experts of its layer, and arrays fit.
+
+    `layer` [P] is the layer of each dense id.
+    """
+    steps, requests = stream.layer.size, stream.pieces.size
+    per_step = (stream.now, stream.token, stream.request, stream.prefill)
+    per_request = (stream.rows, stream.weights)
+    if (
+        stream.starts.size != steps + 1
+        or stream.starts[0] != 0
+        or stream.starts[-1] != requests
+        or any(array.size != steps for array in per_step)
+        or any(array.size not in (0, requests) for array in per_request)
+    ):
+        raise UsageError(f"a stream's arrays do not fit: {steps} steps, {requests} requests")
+    wrong = _first_wrong(stream.pieces, stream.starts, stream.layer, layer)
+    if wrong < 0:
+        return
+    step = int(np.searchsorted(stream.starts, wrong, side="right")) - 1
+    piece, where = int(stream.pieces[wrong]), f"step {step} (layer {stream.layer[step]})"
+    if not 0 <= piece < layer.size:
+        raise UsageError(f"{where} asks for expert {piece}, of {layer.size}")
+    if layer[piece] != stream.layer[step]:
+        raise UsageError(f"{where} asks for expert {piece}, which is of layer {layer[piece]}")
+    raise UsageError(f"{where} asks twice for expert {piece}")
+
+
+@jit
+def _first_wrong(pieces: Ints, starts: Ints, step_layer: Ints, layer: Ints) -> int:
+    """Index of the first request that cannot be right, or -1."""
+    asked_in = np.full(layer.size, -1, np.int64)
+    for s in range(starts.size - 1):
+        for i in range(starts[s], starts[s + 1]):
+            piece = pieces[i]
+            if piece < 0 or piece >= layer.size:
+                return i
+            if layer[piece] != step_layer[s] or asked_in[piece] == s:
+                return i
+            asked_in[piece] = s
+    return -1
+
+
+def step_parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
     """Runs of steps [begin, end) that are served by one cache: all, or a prompt's each."""
     steps = stream.layer.size
     if not reset or steps == 0:
@@ -116,7 +167,7 @@ def _bound_loop(policy: Policy) -> Any:
     return _loop(bind(policy).miss, policy.on_hit, policy.on_step, policy.on_request)
 
 
-# Stand-ins for the parts of the loop, which `kept` puts in their place.
+# The parts of the loop: `with_parts` puts compiled functions in their place.
 miss: Any = None
 on_hit: Any = None
 on_step: Any = None
@@ -126,61 +177,57 @@ on_request: Any = None
 @cache
 def _loop(miss: Any, on_hit: Any, on_step: Any, on_request: Any) -> Any:
     parts = {"miss": miss, "on_hit": on_hit, "on_step": on_step, "on_request": on_request}
-    return kept(_make_loop, parts)
+    return jit(with_parts(loop, parts), _nrt=False)
 
 
-def _make_loop(stamp: int) -> Callable[..., int]:
-    def loop(
-        state: State,
-        own: Any,
-        stream: Stream,
-        begin: int,
-        end: int,
-        pin: bool,
-        missed: NDArray[np.bool_],
-        open_to: Ints,
-        anew: bool,
-    ) -> int:
-        """Serve steps begin .. end - 1. How many requests were misses.
+def loop(
+    state: State,
+    own: Any,
+    stream: Stream,
+    begin: int,
+    end: int,
+    pin: bool,
+    missed: NDArray[np.bool_],
+    open_to: Ints,
+    anew: bool,
+) -> int:
+    """Serve steps begin .. end - 1. How many requests were misses.
 
-        `open_to` [G] are the slots of each group that are nobody's for good; pieces that stay are
-        pinned already. `anew`: a prompt begins with the first step, whosever it was before.
-        """
-        stamp  # noqa: B018 - part of the key on disk
-        # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
-        misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0
-        for s in range(begin, end):
-            a, b = stream.starts[s], stream.starts[s + 1]
-            clock, token, layer = stream.now[s], stream.token[s], stream.layer[s] + 0
-            now = Now(clock, token, stream.request[s] + 0, layer, a)
-            if stream.request[s] != request or (anew and s == begin):
-                request = stream.request[s] + 0
-                on_request(state, own, now)
-            on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
-            pinned = False
-            for i in range(a, b):
-                piece = stream.pieces[i] + 0
-                at = Now(clock, token, request, layer, i)
-                if state.slot_of[piece] >= 0:
-                    on_hit(state, own, piece, at)
-                    continue
-                misses += 1
-                if missed.size:
-                    missed[i] = True
-                group = state.group_of[piece]
-                if pin and not pinned and state.free_count[group] == 0:
-                    # Only now does it matter: until a victim is sought, pins change nothing.
-                    others = 0
-                    for j in range(a, b):
-                        others += state.pinned[stream.pieces[j]] == 0
-                    pinned = others <= open_to[group]
-                    if pinned:
-                        for j in range(a, b):
-                            state.pinned[stream.pieces[j]] += 1
-                miss(state, own, piece, at)
-            if pinned:
+    `open_to` [G] are the slots of each group that are nobody's for good; pieces that stay are
+    pinned already. `anew`: a prompt begins with the first step, whosever it was before.
+    """
+    # + 0 makes 32 bits the 64 that numbers have in a run: a policy is compiled once for both.
+    misses, request = 0, -1 if begin == 0 else stream.request[begin - 1] + 0
+    for s in range(begin, end):
+        a, b = stream.starts[s], stream.starts[s + 1]
+        clock, token, layer = stream.now[s], stream.token[s], stream.layer[s] + 0
+        now = Now(clock, token, stream.request[s] + 0, layer, a)
+        if stream.request[s] != request or (anew and s == begin):
+            request = stream.request[s] + 0
+            on_request(state, own, now)
+        on_step(state, own, stream.pieces[a:b], stream.rows[a:b], stream.weights[a:b], now)
+        pinned = False
+        for i in range(a, b):
+            piece = stream.pieces[i] + 0
+            at = Now(clock, token, request, layer, i)
+            if state.slot_of[piece] >= 0:
+                on_hit(state, own, piece, at)
+                continue
+            misses += 1
+            if missed.size:
+                missed[i] = True
+            group = state.group_of[piece]
+            if pin and not pinned and state.free_count[group] == 0:
+                # Only now does it matter: until a victim is sought, pins change nothing.
+                others = 0
                 for j in range(a, b):
-                    state.pinned[stream.pieces[j]] -= 1
-        return misses
-
-    return loop
+                    others += state.pinned[stream.pieces[j]] == 0
+                pinned = others <= open_to[group]
+                if pinned:
+                    for j in range(a, b):
+                        state.pinned[stream.pieces[j]] += 1
+            miss(state, own, piece, at)
+        if pinned:
+            for j in range(a, b):
+                state.pinned[stream.pieces[j]] -= 1
+    return misses

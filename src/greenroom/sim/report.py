@@ -66,16 +66,16 @@ class Report:
         floor = Curve(FLOOR, self.floor, -1)
         setting = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         sections = [
-            _card("Miss ratio by capacity", f"{setting}{', without prefetching' * self._ahead}."
-                  " Shaded: where no policy can come.",
-                  keys([*curves, floor]) + chart(curves, floor, self.experts)),
+            card("Miss ratio by capacity", f"{setting}{', without prefetching' * self._ahead}."
+                 " Shaded: where no policy can come.",
+                 keys([*curves, floor]) + chart(curves, floor, self.experts)),
             *self._times(),
-            _card("Which experts are used", "One row a layer, one column an expert, by how many"
-                  " tokens chose it.", heat(self.counts)),
-            _card("Results", "The cells that were asked for. Above floor: misses beyond those of"
-                  " OPT without pinning, which knows the future." + AHEAD * self._ahead,
-                  self._table()),
-            _card("Made by", "", f"<pre>{escape(self.command)}</pre>{_facts(self.facts)}"),
+            card("Which experts are used", "One row a layer, one column an expert, by how many"
+                 " tokens chose it.", heat(self.counts)),
+            card("Results", "The cells that were asked for. Above floor: misses beyond those of"
+                 " OPT without pinning, which knows the future." + AHEAD * self._ahead,
+                 self._table()),
+            card("Made by", "", f"<pre>{escape(self.command)}</pre>{_facts(self.facts)}"),
         ]  # fmt: skip
         points = {n for curve in curves for n, _ in curve.points}
         beside = [point for point in self.floor if point[0] in points]
@@ -88,18 +88,14 @@ class Report:
             ],
             "counts": [list(row) for row in self.counts],
         }
-        page = files("greenroom.sim") / "page"
         about = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in self.facts[1:6])
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{escape(self.title)}: expert caching</title>"
-            f"<style>\n{(page / 'report.css').read_text()}</style></head>\n<body><main>"
+        return document(
+            f"{self.title}: expert caching",
             f'<h1>{escape(self.title)}</h1><p class="about">{about}</p>'
-            f"{self._tiles()}{''.join(sections)}</main>"
-            f'<div class="tip" role="status"></div>'
+            f"{self._tiles()}{''.join(sections)}",
+            '<div class="tip" role="status"></div>'
             f'<script type="application/json" id="data">{_json(data)}</script>'
-            f"<script>\n{(page / 'report.js').read_text()}</script></body></html>\n"
+            f"<script>\n{_asset('report.js')}</script>",
         )
 
     def _curves(self) -> list[Curve]:
@@ -132,7 +128,7 @@ class Report:
         note = (
             "TPOT by capacity: the median, and a line at the 95th percentile. Pale: no prefetching."
         )
-        return [_card("Time of a token", note, bars(drawn))]
+        return [card("Time of a token", note, bars(drawn))]
 
     def _share(self, capacity: int) -> str:
         return f"{100 * capacity / self.experts:.0f}\u00a0%"
@@ -229,7 +225,22 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _card(title: str, note: str, body: str) -> str:
+def document(title: str, main: str, tail: str = "") -> str:
+    """A whole page, complete in itself."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>\n{_asset('report.css')}</style></head>\n"
+        f"<body><main>{main}</main>{tail}</body></html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("greenroom.sim") / "page" / name).read_text()
+
+
+def card(title: str, note: str, body: str) -> str:
+    """A section of a page."""
     text = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
 

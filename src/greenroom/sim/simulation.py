@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, overload
 
 from greenroom.config import options_checked, scope_of
-from greenroom.core.cost import Costs
 from greenroom.core.machine import Machine
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
-from greenroom.sim.proactive import automatic, foresight_of
-from greenroom.sim.sweep import OFF, Cell, Row, Study, capacities, names, sweep
+from greenroom.predictors import OFF
+from greenroom.sim.foresight import automatic, foresight_of
+from greenroom.sim.study import Cell, Row, Study, capacities, names
+from greenroom.sim.sweep import sweep
 from greenroom.trace import ORDERS, Trace, load
 
 PINS = ("step", "none")
@@ -159,33 +160,47 @@ def simulate(
     ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run in new
     processes: a script that has them needs `if __name__ == "__main__"`.
     """
+    data = _loaded(trace, limit)
+    order = order or ("natural" if machine is None else "runtime")
+    _check(order, pin, machine is not None, prefetch, workers)
+    cells = _cells(data, policy, capacity, prefetch, pin, seed)
+    timing = _timing(data, machine, expert_bytes, dense_bytes)
+    study = Study.of(data, order, scope=scope_of(scope), seed=seed, reset=reset, **timing)
+    return Simulation(data, sweep(study, cells, workers=workers))
+
+
+def _loaded(trace: str | os.PathLike[str] | Trace, limit: int | None) -> Trace:
+    """The first `limit` tokens of a trace, or of a file."""
     data = trace if isinstance(trace, Trace) else load(Path(trace))
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be at least 1 token, got {limit}")
-    data = data if limit is None else data.head(limit)
-    order = order or ("natural" if machine is None else "runtime")
-    _check(order, pin, machine is not None, prefetch, workers)
+    return data if limit is None else data.head(limit)
+
+
+def _cells(
+    trace: Trace,
+    policy: str | Sequence[str],
+    capacity: str | int | Sequence[str | int],
+    prefetch: str | Sequence[str],
+    pin: str,
+    seed: int,
+) -> list[Cell]:
+    """Every policy with every predictor at every capacity; each name is tried on the trace."""
     policies = _listed("policy", policy)
     for name in policies:
         named_policy(name)
     slots = [
         size
         for each in ([capacity] if isinstance(capacity, str | int) else capacity)
-        for size in capacities(str(each), int(data.offsets[-1]))
+        for size in capacities(str(each), int(trace.offsets[-1]))
     ]
     if not slots:
         raise UsageError("capacity is an empty list: give slots as 64, or a share as 25%")
-    predictors = [automatic(data) if p == "auto" else p for p in _listed("prefetch", prefetch)]
+    predictors = [automatic(trace) if p == "auto" else p for p in _listed("prefetch", prefetch)]
     for name in predictors:
         if name != OFF:
-            foresight_of(data, name, seed)
-    expert, costs = _costs(data, machine, expert_bytes, dense_bytes)
-    study = Study.of(
-        data, order, scope=scope_of(scope), seed=seed, reset=reset, costs=costs,
-        expert_bytes=expert,
-    )  # fmt: skip
-    cells = [Cell(p, size, pin, ahead) for p in policies for ahead in predictors for size in slots]
-    return Simulation(data, sweep(study, cells, workers=workers))
+            foresight_of(trace, name, seed)
+    return [Cell(p, size, pin, ahead) for p in policies for ahead in predictors for size in slots]
 
 
 def _listed(what: str, given: str | Sequence[str]) -> list[str]:
@@ -211,22 +226,23 @@ def _check(
         raise UsageError(f"workers must be at least 1, got {workers}")
 
 
-def _costs(
+def _timing(
     trace: Trace,
     machine: str | os.PathLike[str] | Machine | None,
     expert_bytes: int | None,
     dense_bytes: int | None,
-) -> tuple[int, Costs | None]:
-    """(an expert's size, what everything costs); nothing without a machine."""
+) -> dict[str, Any]:
+    """An expert's size and what everything costs, as options of a study; none without a machine."""
     if machine is None:
         if expert_bytes is not None or dense_bytes is not None:
             raise UsageError("expert_bytes and dense_bytes are of use with a machine only")
-        return 0, None
+        return {}
     found = machine if isinstance(machine, Machine) else Machine.load(Path(machine))
     expert = _nbytes(trace, "expert_bytes", expert_bytes)
     if not expert:
         raise UsageError("the trace does not say how large an expert is: give expert_bytes")
-    return expert, found.costs(expert, _nbytes(trace, "dense_bytes", dense_bytes))
+    costs = found.costs(expert, _nbytes(trace, "dense_bytes", dense_bytes))
+    return {"costs": costs, "expert_bytes": expert}
 
 
 def _nbytes(trace: Trace, name: str, given: int | None) -> int:

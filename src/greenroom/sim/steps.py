@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import COOLED, Costs, Work
 from greenroom.core.pieces import Ints
-from greenroom.core.queue import staging_seats
+from greenroom.core.transfers.queue import staging_seats
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -58,7 +58,7 @@ def _points(work: Work) -> tuple[Ints, Floats]:
     return np.array(tokens, np.int64), np.array(seconds, np.float64)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _work(at: Ints, seconds: Floats, tokens: int) -> float:
     """`Work.seconds`."""
     above = np.searchsorted(at, tokens)
@@ -70,7 +70,7 @@ def _work(at: Ints, seconds: Floats, tokens: int) -> float:
     return s + float(seconds[above] - s) * (tokens - t) / (float(at[above]) - t)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _step_times(
     starts: Ints,
     missed: Bools,

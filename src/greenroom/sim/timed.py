@@ -2,7 +2,7 @@
 
 Who is missed is decided first, by the compiled replay. Then the steps are timed: in one compiled
 call, and where a step waits for slots of its own by the event machine of the runtime, which is
-given these decisions. `simulate.simulate` runs the event machine over everything; it gives the same
+given these decisions. `event_driven.py` runs the event machine over everything; it gives the same
 times, a thousand times slower.
 """
 
@@ -14,16 +14,16 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.cache import Cache, Served
+from greenroom.core.cache.cache import Cache, Served
+from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.pieces import Ints, Pieces
 from greenroom.core.policy import Policy
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.scope import Scope, split_capacity
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.policies import policy as policy_of
+from greenroom.sim.clock import Clock, TraceStep
 from greenroom.sim.replay import replay
-from greenroom.sim.simulate import Clock, TraceStep
 from greenroom.sim.steps import step_times
 from greenroom.trace import Trace
 
@@ -189,7 +189,7 @@ class Chunked:
         pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
         scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
         self._script = _Script(layers)
-        scheduler.cache = self._script  # type: ignore[assignment]
+        scheduler.placement.cache = self._script  # type: ignore[assignment]
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
@@ -197,8 +197,10 @@ class Chunked:
         own = np.arange(step.experts.size, dtype=np.int64) + (1 << 40)
         given = np.unique(np.where(slots < 0, own, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
-        self._clock.scheduler.place = np.arange(step.experts.size)
-        self._script.served = Served(given, hits, np.full_like(given, -1), False)
+        self._clock.scheduler.placement.place = np.arange(step.experts.size)
+        self._script.served = Served(
+            given, hits, np.full_like(given, -1), False, int((hits == 0).sum())
+        )
         clock = self._clock
         before = clock.now, clock.stall, clock.compute
         clock.run(step)

@@ -28,8 +28,9 @@ METADATA = "__metadata__"
 MOST_AXES = 16
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 DTYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "I32": np.int32, "I64": np.int64,
-    "F16": np.float16, "F32": np.float32,
+    "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
+    "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
+    "F16": np.float16, "F32": np.float32, "F64": np.float64,
 }  # fmt: skip
 _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 _ALIGNMENT = 64  # bytes, of the first tensor
@@ -100,12 +101,13 @@ def read(
 
     `damaged` is raised, which says that the file is not a `what`, where it cannot be right.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open(path, "rb") as file:  # once: another file may take its place meanwhile
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
             raise damaged(f"{path}: not a {what}, or cut off in its header")
         written = file.read(length)
+        mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
     try:
         header = JsonObject(parse(written, LONGEST))
         own = header.object(METADATA, {})
@@ -116,7 +118,6 @@ def read(
     data = 8 + length
     if (end := data + max((entry[3] for entry in table.values()), default=0)) > size:
         raise damaged(f"{path}: truncated: its data end at byte {end}, but the file has {size}")
-    mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
     arrays = {}
     for name, (dtype, shape, begin, stop) in table.items():
         raw = mapped[data + begin : data + stop]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.config import ZipfConfig
-from greenroom.core.cache import Cache
+from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.core.policy import Policy
 from greenroom.errors import UsageError

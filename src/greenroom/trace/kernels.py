@@ -7,20 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 
 Ints = NDArray[np.int64]
 
 
-def _compiled(function: Any) -> Any:
-    """The function compiled, and its machine code kept on disk where a folder can be written."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        return njit(nogil=True)(function)
-
-
-@_compiled
+@jit
 def reuse(ids: NDArray[Any], experts: int, distances: Ints, gaps: Ints) -> None:
     """Reuse of one layer's experts; `ids` [tokens, top_k].
 
@@ -49,7 +41,7 @@ def reuse(ids: NDArray[Any], experts: int, distances: Ints, gaps: Ints) -> None:
             last[expert] = token
 
 
-@_compiled
+@jit
 def windows(ids: NDArray[Any], starts: Ints, m: int, values: Ints, ranks: Ints) -> int:
     """Every window of m tokens inside a request; `ids` [tokens, n], distinct in a row.
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.config import ORDERS
 from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName
 from greenroom.trace.trace import Trace, starts_of
 
-ORDERS = ("natural", "rounds", "runtime")
 Counted = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 _BINS = 1 << 18  # passes x experts that are counted at a time: they fit in a core's cache
 

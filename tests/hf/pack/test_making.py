@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from greenroom.errors import CheckpointError, OutputError, UnknownName, UsageError
-from greenroom.hf.attach import Greenroom
-from greenroom.hf.build import Draft
-from greenroom.hf.checkpoint import Checkpoint
-from greenroom.hf.fingerprint import fingerprint
-from greenroom.hf.header import read_header
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.checkpoint.fingerprint import fingerprint
+from greenroom.hf.checkpoint.header import read_header
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.reference import whole_model
 from greenroom.hf.pack import benches, data, making
 from greenroom.hf.pack.making import pack
-from greenroom.hf.parts import Parts
-from greenroom.hf.reference import whole_model
-from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.slots.host import HostSlots
 from tests.gguf_models import write
+from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import experts, fill, header, packed, source
-from tests.hf.test_parity import assert_same, ids, streamed
 from tests.quantised import compressed, fp8, mxfp4
 
 KINDS = ("int8", "int4", "fp8", "same")
@@ -111,7 +111,7 @@ def test_from_every_format(made: str, kind: str, tmp_path: Path) -> None:
         assert_same(model, whole, ids(2, 9))
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name)), name
-    assert fingerprint(Checkpoint.open(tmp_path / "pack")) == fingerprint(Checkpoint.open(origin))
+    assert fingerprint(open_checkpoint(tmp_path / "pack")) == fingerprint(open_checkpoint(origin))
 
 
 def test_a_gguf_in_parts_becomes_one(tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_the_layout_on_disk() -> None:
         (copy,) = extent.copies
         assert copy.contiguous
         assert copy.nbytes == extent.length == catalog.layouts[0].nbytes
-    before = Checkpoint.open(source())
+    before = open_checkpoint(source())
     (name,) = [file["name"] for file in head["dense"]]
     for key in read_header(folder / name, 0):
-        assert torch.equal(before.read(key), Checkpoint.open(folder).read(key))
+        assert torch.equal(before.read(key), open_checkpoint(folder).read(key))
     assert not any(".experts." in key for key in read_header(folder / name, 0))
     for small in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (folder / small).read_bytes() == (source() / small).read_bytes()
@@ -201,7 +201,7 @@ def test_another_type_to_compute_in(kind: str) -> None:
     if kind == "int4":
         fill(whole, packed(kind), "float32")
     model = draft.load()
-    model.greenroom = Greenroom(model, Parts(draft.catalog, capacity=3, kernels="eager"))
+    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, capacity=3, kernels="eager"))
     try:
         assert_same(model, whole, ids(1, 9))
     finally:

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from greenroom.core.build import build_scheduler
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy, Extent
-from greenroom.core.rates import Rates
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.tiers import HostTier
+from greenroom.core.options.rules.rates import Rates
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import StoreError
 from greenroom.policies import policy
-from greenroom.runtime.beside import Beside
 from greenroom.runtime.cuda.engine import Host
 from greenroom.runtime.cuda.slab import PlacedSlots, Slab, in_place
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.driver.host_worker import HostWorker
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import Chunk, DiskStore, cut
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import Chunk, DiskStore, cut
 from tests.runtime.cuda.test_host import chunks_of
 from tests.runtime.rig import Rig, in_time
 
@@ -56,7 +56,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
 
 
 def _staging():
-    from greenroom.runtime.store import Staging
+    from greenroom.runtime.store.disk import Staging
 
     return Staging()
 
@@ -84,7 +84,7 @@ def test_a_chunk_is_carried_as_far_as_it_goes():
 
 
 def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
-    beside, done, order = Beside(), [], []
+    beside, done, order = HostWorker(), [], []
     inference = []
 
     def job() -> None:
@@ -121,12 +121,12 @@ class Backstage(Rig):
             host=Work.constant(host_s),
         )  # fmt: skip
         self.tier = HostTier(self.pieces, kept, policy("lru"))
-        self.scheduler = Scheduler(
+        self.scheduler = build_scheduler(
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=2, host=self.tier,
             rates=Rates(costs, nbytes),
         )  # fmt: skip
         self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
-        self.slab = Slab(Host(), chunks, self.scheduler.queue.seats, kept, nbytes)
+        self.slab = Slab(Host(), chunks, self.scheduler.transfers.queue.seats, kept, nbytes)
         self.driver = Driver(
             self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
             between=self.slab,
@@ -173,8 +173,8 @@ def test_real_threads_compute_every_expert_from_its_own_bytes(disk, host_s):
     in_time(play)
     rig.settle()
     assert rig.on_host == rig.scheduler.counts.on_host > 0
-    for piece in rig.scheduler.cache.residents().tolist():
-        at = rig.scheduler.place[rig.scheduler.cache.state.slot_of[piece]]
+    for piece in rig.scheduler.residents().tolist():
+        at = rig.scheduler.placement.place[rig.scheduler.placement.cache.state.slot_of[piece]]
         assert rig.holds(int(at), piece)
     assert not rig.tier.cache.state.pinned.any()
     rig.driver.close()
@@ -201,7 +201,7 @@ def test_reads_that_fail_end_their_step_alone(disk):
     assert failed
     assert rig.on_host > 0
     assert not rig.tier.cache.state.pinned.any()
-    assert not rig.scheduler.cache.state.pinned.any()
+    assert not rig.scheduler.placement.cache.state.pinned.any()
     rig.driver.close()
 
 

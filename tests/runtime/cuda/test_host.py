@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from greenroom.core.events import StartChunk
-from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.tiers import HostTier
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import DeviceError, StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Host, device_errors, first_line
 from greenroom.runtime.cuda.host import HostMemory, sizes
 from greenroom.runtime.cuda.ids import to_host
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.store import BLOCK, DiskStore, cut
+from greenroom.runtime.store.disk import BLOCK, DiskStore, cut
 from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
@@ -123,7 +123,7 @@ class Tiers(Rig):
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> device"),
-            between=HostMemory(Host(), chunks, self.scheduler.queue.seats, kept),
+            between=HostMemory(Host(), chunks, self.scheduler.transfers.queue.seats, kept),
         )
         self.layer, self.computed = 0, []
 

@@ -17,7 +17,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.cuda import slots as module
 from greenroom.runtime.cuda.engine import Host
 from greenroom.runtime.cuda.slots import DeviceSlots
-from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.slots.host import HostSlots
 
 
 class Noted(Host):

@@ -7,19 +7,23 @@ import random
 import pytest
 import torch
 
-from greenroom.core.foresight import Foresight
 from greenroom.core.pieces import Pieces
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.tiers import HostTier
-from greenroom.errors import DeviceError, StoreError
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Host
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.cuda.spread import Spread, SpreadSlots
-from greenroom.runtime.driver import Driver
+from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
-from greenroom.runtime.kernels import Kernel, LayerExperts, Routing, kernel
-from greenroom.runtime.store import DiskStore
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.slots.tier import Pools
+from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
 from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
 from tests.runtime.rig import Ahead, Rig, in_time
@@ -45,21 +49,21 @@ class Two(Rig):
         each = [
             FakeSlots(n, catalog.slot_bytes, catalog.experts) for n in self.pieces.shares(capacity)
         ]
-        self.slots = SpreadSlots(each, self.pieces.shares)
+        self.slots = Pools(each, capacity, self.pieces.shares)
         self.driver = Driver(
             self.scheduler,
             self.store,
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
-            between=HostMemory(Host(), chunks, self.scheduler.queue.seats, kept),
+            between=HostMemory(Host(), chunks, self.scheduler.transfers.queue.seats, kept),
         )
         self.layer, self.computed = 0, []
 
     def holds(self, slot: int, piece: int) -> bool:
         """Whether a slot of the piece's own device holds it, whole."""
         layout = self.catalog.layouts[self.catalog.layer_of(piece)]
-        device = self.slots.each[slot % 2]
+        device = self.slots.pools[slot % 2]
         assert slot % 2 == self.pieces.home[piece]
         parts = (("up", piece), ("down", piece + 0.5))
         return all(bool((device.tensor(slot // 2, layout[n]) == v).all()) for n, v in parts)
@@ -95,63 +99,12 @@ def test_every_expert_is_computed_at_home_from_its_own_bytes(disk, kept, failing
     rig.settle()
     assert (lost > 0) == (failing > 0)
     s = rig.scheduler
-    assert [slots.capacity for slots in rig.slots.each] == rig.pieces.shares(s.capacity)
-    for piece in s.cache.residents().tolist():
-        assert rig.holds(int(s.place[s.cache.state.slot_of[piece]]), piece)
+    assert [slots.capacity for slots in rig.slots.pools] == rig.pieces.shares(s.capacity)
+    for piece in s.residents().tolist():
+        assert rig.holds(s.placement.slot(piece), piece)
     carried = [link.nbytes for link in rig.driver.meter.links]
     assert min(carried[1:]) > 0.3 * sum(carried[1:])
     in_time(rig.driver.close)
-
-
-class Full(FakeSlots):
-    """A device that has no room for more than five slots."""
-
-    def trim(self, capacity: int) -> None:
-        if capacity > 5:
-            raise DeviceError("the GPU has no room")
-        super().trim(capacity)
-
-
-def test_where_one_device_has_no_room_all_stay_as_they_were():
-    slots = SpreadSlots([FakeSlots(2, 64, 9), Full(2, 64, 9)], SHARES)
-    slots.trim(10)
-    assert [each.capacity for each in slots.each] == [5, 5]
-    with pytest.raises(DeviceError, match="no room"):
-        slots.trim(14)
-    assert [each.capacity for each in slots.each] == [5, 5]
-    assert slots.capacity == 10
-    slots.trim(3)
-    assert [each.capacity for each in slots.each] == [2, 1]
-
-
-class Coarse(FakeSlots):
-    """Gives memory back four slots at a time."""
-
-    def fitting(self, capacity: int) -> int:
-        return max(4, capacity // 4 * 4)
-
-
-def test_what_fits_fits_on_every_device():
-    slots = SpreadSlots([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], SHARES)
-    fitting = slots.fitting(15)
-    assert SHARES(15) == [8, 7]
-    assert SHARES(fitting)[1] == 4
-    assert SHARES(fitting + 1)[1] == 5 or SHARES(fitting + 2)[1] == 5
-
-
-def test_marks_are_left_on_the_devices_that_computed():
-    class Marked(FakeSlots):
-        def __init__(self) -> None:
-            super().__init__(4, 64, 9)
-            self.marks: list[list[int]] = []
-
-        def computed(self, slots: list[int]) -> None:
-            self.marks.append(slots)
-
-    each = [Marked(), Marked(), FakeSlots(4, 64, 9)]
-    SpreadSlots(each, SHARES).computed([0, 3, 4, 9, 5])
-    assert each[0].marks == [[0, 1, 3]]
-    assert each[1].marks == [[1]]
 
 
 # ---- bits
@@ -163,13 +116,13 @@ def toys(family: str, seed: int) -> tuple[LayerExperts, list[int]]:
     return layer_of(experts(family, torch.bfloat16, HIDDEN, INNER), seed=seed)
 
 
-def spread(family: str, kind: Kernel) -> tuple[Spread, object, list[int]]:
+def spread(family: str, kind: Kernel) -> tuple[SpreadKernel, object, list[int]]:
     """A layer's experts over two devices with slots of their own, and each one's slot."""
     first, places = toys(family, seed=1)
     second, others = toys(family, seed=2)
-    slots = SpreadSlots([first.slots, second.slots], SHARES)  # type: ignore[list-item]
-    over = Spread(kind, slots)
-    over.over(first, [torch.device("cpu")] * 2)
+    slots = Pools([first.slots, second.slots], 2 * TOYS, SHARES)  # type: ignore[list-item]
+    over = SpreadKernel(kind, slots, [torch.device("cpu")] * 2)
+    over.prepare(first)
     at = [2 * (others[e] if e % 2 else places[e]) + e % 2 for e in range(TOYS)]
     for expert in range(TOYS):  # what is not at home is not there
         away, slot = (first, places[expert]) if expert % 2 else (second, others[expert])

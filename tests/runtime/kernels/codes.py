@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels import LayerExperts
+from greenroom.runtime.kernels.layer import LayerExperts
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
 ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "ct_int4": "int32"}

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import UnknownName
-from greenroom.runtime.kernels import KERNELS, Routing, kernel
+from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused, plan_of
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import KERNELS, kernel
 from tests.runtime.kernels.toys import CLASSES, DTYPES, EXPERTS, compute, experts, inputs, layer_of
 
 TOKENS = (1, 2, 3, 5, 33)
@@ -46,7 +47,7 @@ def test_numba_is_as_near_to_eager_as_grouped_mm(family, dtype):
         module.config._experts_implementation = "grouped_mm"
         theirs = max(theirs, distance(module(*case), want))
         module.config._experts_implementation = "eager"
-        ours = max(ours, distance(compute(Fused(), layer, places, *case), want))
+        ours = max(ours, distance(compute(CpuKernel(), layer, places, *case), want))
     unit = torch.finfo(dtype).eps
     # Some classes sum in float32, as grouped_mm does: it has eager's bits there, and no distance
     # to compare with. A tenth of a rounding unit is what a few other last bits come to.
@@ -60,11 +61,11 @@ def test_float32_default_is_eager_and_numba_is_near(family):
     for tokens in TOKENS:
         case = inputs(torch.float32, tokens, seed=tokens)
         want = module(*case)
-        assert torch.equal(compute(Fused(), layer, places, *case), want)
+        assert torch.equal(compute(CpuKernel(), layer, places, *case), want)
         exact = experts(family, torch.float64)(
             *(t.double() if t.is_floating_point() else t for t in case)
         )
-        got = compute(Fused(float32=True), layer, places, *case)
+        got = compute(CpuKernel(float32=True), layer, places, *case)
         assert distance(got, exact) < 4e-7
 
 
@@ -91,7 +92,7 @@ def waves_of(data: st.DataObject, count: int) -> list[list[int]]:
 def test_waves_order_and_slots_do_not_change_a_bit(family, name, data):
     dtype = data.draw(st.sampled_from(DTYPES))
     module = experts(family, dtype)
-    make = (lambda: Fused(float32=True)) if name == "numba" else Eager
+    make = (lambda: CpuKernel(float32=True)) if name == "numba" else Eager
     case = inputs(dtype, data.draw(st.sampled_from(TOKENS)), seed=data.draw(st.integers(0, 99)))
     layer, places = layer_of(module)
     want = compute(make(), layer, places, *case)
@@ -112,7 +113,7 @@ def test_an_expert_can_be_cut_at_any_block(family, dtype):
     pairs = 2 if whole.has_gate else 1
     for tokens in (1, 33):
         case = inputs(dtype, tokens)
-        fused = Fused(float32=True)
+        fused = CpuKernel(float32=True)
         want = compute(fused, whole, places, *case)
         for cuts in ([0, 64, 192], [0, 128, 192], [0, 64, 128, 192]):
             routing = Routing.of(case[1].numpy(), EXPERTS)
@@ -129,12 +130,8 @@ def test_an_expert_can_be_cut_at_any_block(family, dtype):
                 rest = down.narrow(1 if whole.transposed else 2, a, b - a)
                 tensors = {up_name: piece.contiguous(), "down_proj": rest.contiguous()}
                 part, slots = layer_of(module, tensors, seed=7, first=a)
-                fused.wave(
-                    step,
-                    routing.experts.tolist(),
-                    [slots[e] for e in routing.experts],
-                    part=part,
-                    carry=a > 0,
+                step.part(
+                    routing.experts.tolist(), [slots[e] for e in routing.experts], part, a > 0
                 )
             assert torch.equal(fused.combine(step), want), (tokens, cuts)
 
@@ -144,15 +141,15 @@ def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(f
     layer, places = layer_of(experts(family, torch.bfloat16))
     x, index, weights = inputs(torch.bfloat16, 33)
     threads = torch.get_num_threads()
-    want = compute(Fused(), layer, places, x, index, weights)
+    want = compute(CpuKernel(), layer, places, x, index, weights)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert torch.equal(compute(Fused(), layer, places, x, index, weights), want)
+            assert torch.equal(compute(CpuKernel(), layer, places, x, index, weights), want)
     finally:
         torch.set_num_threads(threads)
     alone = [
-        compute(Fused(), layer, places, x[t:][:1], index[t:][:1], weights[t:][:1])
+        compute(CpuKernel(), layer, places, x[t:][:1], index[t:][:1], weights[t:][:1])
         for t in range(33)
     ]
     assert torch.equal(torch.cat(alone), want)
@@ -178,7 +175,7 @@ def test_nan_and_infinity_propagate_as_in_eager(family, dtype, bad):
     x[1, 0] = bad
     layer, places = layer_of(module)
     want = module(x, index, weights)
-    got = compute(Fused(float32=True), layer, places, x, index, weights)
+    got = compute(CpuKernel(float32=True), layer, places, x, index, weights)
     assert not want[1].isfinite().all()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.isinf(), want.isinf())

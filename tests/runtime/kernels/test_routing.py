@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from greenroom.runtime.kernels import Routing
+from greenroom.runtime.kernels.routing import Routing
 
 
 @given(

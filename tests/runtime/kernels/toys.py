@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
-from greenroom.runtime.kernels import Kernel, LayerExperts, Routing
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
 
 HIDDEN, INNER, EXPERTS = 88, 200, 6  # no multiples of a vector or of a tile: tails everywhere
 
@@ -83,6 +85,9 @@ class ToySlots:
         self.stride = -(-layout.nbytes // 64) * 64 + 64
         self.memory = torch.full((count * self.stride + 64,), 0xFF, dtype=torch.uint8)
         self.base = -(-self.memory.data_ptr() // 64) * 64
+
+    def address(self, slot: int) -> int:
+        return self.base + slot * self.stride
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
         start = self.base - self.memory.data_ptr() + slot * self.stride + spec.offset

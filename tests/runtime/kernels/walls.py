@@ -66,6 +66,9 @@ class WalledSlots:
         for slot in range(count):
             _forbid(self._memory.ctypes.data + slot * self.stride + pages * PAGE, PAGE)
 
+    def address(self, slot: int) -> int:
+        return self.base + slot * self.stride
+
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
         start = slot * self.stride + self._shift + spec.offset
         raw = torch.from_numpy(self._memory[start : start + spec.nbytes])

@@ -22,17 +22,19 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels import attention, encoded, scores, stored
-from greenroom.runtime.kernels.accelerate import linear_forward, norm_forward, stored_forward
-from greenroom.runtime.kernels.attention import OneToken, Room
+from greenroom.runtime.kernels.codegen.entries import scores
+from greenroom.runtime.kernels.codegen.formats import encoded
+from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS
+from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
+from greenroom.runtime.kernels.dense import attention, stored
+from greenroom.runtime.kernels.dense.accelerate import linear_forward, norm_forward
+from greenroom.runtime.kernels.dense.attention import OneToken, Room
+from greenroom.runtime.kernels.dense.stored import Stored
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.emit import COLUMNS
-from greenroom.runtime.kernels.fused import Fused, Rounded, plan_of
+from greenroom.runtime.kernels.launch.openmp import body
 from greenroom.runtime.kernels.matrix import Matrix, unread
-from greenroom.runtime.kernels.openmp import body
-from greenroom.runtime.kernels.stored import Stored
 from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
-from tests.runtime.kernels.test_attention import FITTING, make
+from tests.runtime.kernels.dense.test_attention import FITTING, make
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs, layer_of
 from tests.runtime.kernels.walls import WalledSlots, moved, nan_memory, walled
 
@@ -42,6 +44,7 @@ MANY = 70
 # Widths in blocks: each remainder of a turn (4 blocks) and of a vector of scales (8, 16) on either
 # side of the first and the second vector, and those that gave NaN once.
 FEW = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 18, 19, 25, 31, 32, 33, 49)
+EXPERTS = (1, 5, 8, 17, 33)  # of these in whole steps: their products have all widths
 WIDE = Style("int4", "float16", (1, 64))  # read as int4.wide
 Case = tuple[str, "Outcome"]
 
@@ -123,11 +126,7 @@ class _Nan:
         return self._memory.data_ptr(), stride
 
 
-class NanFused(_Nan, Fused):
-    pass
-
-
-class NanRounded(_Nan, Rounded):
+class NanFused(_Nan, CpuKernel):
     pass
 
 
@@ -144,8 +143,8 @@ def of_experts(
     for count in tokens:
         x, index, weights = inputs(torch.bfloat16, count, hidden=hidden, seed=count)
         x = moved(x)
-        want = compute(NanRounded(True), case.plain, case.places, x, index, weights)
-        for kernel in (NanFused(True), NanRounded(True)):
+        want = compute(NanFused(True, True), case.plain, case.places, x, index, weights)
+        for kernel in (NanFused(True), NanFused(True, True)):
             got = compute(kernel, case.layer, case.places, x, index, weights)
             packs = any(m.packs for m in plan_of(case.layer, kernel.rounded).matrices)
             near = 0.0 if kernel.rounded and not packs else 2e-2
@@ -204,7 +203,7 @@ def of_stored(style: Style, width: int, outputs: int = 70) -> Iterator[Case]:
     layer, values = nn.Linear(width, outputs, bias=False), matrix.decoded()
     layer.register_parameter("weight", None)
     for rounded in (False, True):
-        forward = stored_forward(layer, matrix, rounded)
+        forward = linear_forward(layer, matrix, rounded)
         for count in (1, 2, 4, 5, 16):
             _forget()
             x = moved(torch.randn(count, width).bfloat16())
@@ -257,7 +256,8 @@ def of_style(style: Style, whole: bool) -> Iterator[Case]:
             for rounded in (False, True):
                 for at_end in (True, False) if whole else (True,):
                     yield from rows_of(style, dtype, rounded, count * unit, at_end)
-    for count in blocks if unit < 256 else range(1, 9 if whole else 3):
+    many = blocks if whole else EXPERTS
+    for count in many if unit < 256 else range(1, 9 if whole else 3):
         # The other width is one that leaves its turn unfinished too, or all but its first vector.
         for other in (3, 31) if whole and count in FEW and unit < 256 else (3,):
             yield from of_experts(style, count * unit, other * unit, tokens)

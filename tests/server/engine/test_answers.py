@@ -11,8 +11,8 @@ from greenroom.errors import (
     TooLong,
     UsageError,
 )
-from greenroom.server.journal import Journal, Pass
-from greenroom.server.requests import Busy, Sampling
+from greenroom.server.engine.journal import Journal, Pass
+from greenroom.server.engine.requests import Busy, Sampling
 from tests.server.engine.conftest import MIXED
 from tests.server.rig import PATIENCE, Served, draw, greedy
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.server.journal import Journal, Reuse
-from greenroom.server.requests import Sampling
+from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.requests import Sampling
 from tests.models import cached_tiny
 from tests.server.engine.conftest import MIXED
 from tests.server.rig import Served, draw
@@ -15,9 +15,9 @@ from tests.server.rig import Served, draw
 
 def replayed(folder: Any, journal: Journal, **options: Any) -> dict[int, list[int]]:
     """The tokens of a journal's requests in the same passes, over another cache of experts."""
-    from greenroom.hf.together import Batch
-    from greenroom.server.journal import replay
-    from greenroom.server.sampling import Sampler
+    from greenroom.hf.kv.batch import Batch
+    from greenroom.server.engine.journal import replay
+    from greenroom.server.engine.tokens.sampling import Sampler
 
     other = Served(folder, **options)
     try:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from greenroom.errors import ClosedError, DeviceError
-from greenroom.server.engine import ContinuousEngine
-from greenroom.server.failures import PASSES_THROUGH, RequestFailed, as_error, contained
-from greenroom.server.requests import NotFinite, Sampling
+from greenroom.server.engine.failures import PASSES_THROUGH, RequestFailed, as_error, contained
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import NotFinite, Sampling
 from tests.server.rig import PATIENCE, Heard, draw, greedy
 
 
@@ -135,7 +135,7 @@ def test_a_cache_of_experts_that_broke_is_the_end_of_the_engine(served: Any) -> 
     s.ask(draw(6), 2).end()
     driver = s.engine.greenroom.driver
     with driver._changed:
-        driver._break(ValueError("a bug"))
+        driver._orders.break_off(ValueError("a bug"))
     assert isinstance(s.ask(draw(6, 1), 4).end().error, ClosedError)
     s.engine._thread.join(PATIENCE)
     assert s.engine.state()[0] == "failed"

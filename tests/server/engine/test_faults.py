@@ -15,9 +15,9 @@ from greenroom.errors import (
     NotAModel,
     StoreError,
 )
-from greenroom.server.engine import ContinuousEngine
-from greenroom.server.requests import Busy
-from greenroom.server.start import start
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import Busy
+from greenroom.server.engine.start import start
 from tests.server.rig import PATIENCE, draw, greedy
 
 

@@ -13,12 +13,12 @@ from greenroom.errors import (
     BudgetError,
     UsageError,
 )
-from greenroom.hf.build import Draft
-from greenroom.hf.kv_bytes import kv_bytes
-from greenroom.server.journal import Journal, Reuse
-from greenroom.server.kv_memory import kv_limit
-from greenroom.server.requests import Request, Sampling
-from greenroom.server.start import start
+from greenroom.hf.kv.sizes import kv_bytes
+from greenroom.hf.model.draft import Draft
+from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.kv_memory import kv_limit
+from greenroom.server.engine.requests import Request, Sampling
+from greenroom.server.engine.start import start
 from tests.server.rig import PATIENCE, Heard, draw, greedy
 
 
@@ -89,7 +89,7 @@ def test_keys_and_values_stay_within_their_memory(served: Any) -> None:
 def test_slots_make_room_for_all_requests_and_come_back(
     served: Any, folder: Any, model: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("greenroom.hf.growth.BLOCK", 32)
+    monkeypatch.setattr("greenroom.hf.memory.growth.BLOCK", 32)
     one = kv_bytes(Draft.of(folder).model, block=512, room=600).total(600)
     s = served(capacity=16, context=600, leaving=4, max_batch=3, prefill_chunk=64,
                kv_memory=one, prefix_share="100%")  # fmt: skip
@@ -130,8 +130,11 @@ def test_memory_for_keys_and_values_that_cannot_be(given: str, most: Any, said: 
 def attached(most: int | None) -> Any:
     """A model's cache of experts whose contexts take 10 KiB, in a budget of 1 MiB if in any."""
     return SimpleNamespace(
-        keys_values=SimpleNamespace(total=lambda tokens: 10 << 10),
-        parts=SimpleNamespace(context=100, budget_bytes=None if most is None else 1 << 20),
+        parts=SimpleNamespace(
+            context=100,
+            budget_bytes=None if most is None else 1 << 20,
+            keys_values=SimpleNamespace(total=lambda tokens: 10 << 10),
+        ),
         growth=None if most is None else SimpleNamespace(most=lambda: most),
     )
 

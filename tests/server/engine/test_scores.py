@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from greenroom.errors import ModelError
-from greenroom.server import scores
-from greenroom.server.journal import Journal, Pass
-from greenroom.server.requests import Token
-from greenroom.server.scores import PromptScores
+from greenroom.server.engine.journal import Journal, Pass
+from greenroom.server.engine.requests import Token
+from greenroom.server.engine.tokens import scores
+from greenroom.server.engine.tokens.scores import PromptScores
 from tests.server.rig import PATIENCE, Heard, Served, draw
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
-from greenroom.hf.adapters.socket import Adapter
+from greenroom.hf.adapters.helpers.socket import Adapter
 
 # By the folder of their code in transformers; each has a file of that name here.
 ADAPTERS = (

@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from greenroom.hf.adapters.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
 
 
 class DbrxExperts(Experts):

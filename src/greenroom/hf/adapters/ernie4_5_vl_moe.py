@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 )
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.socket import Adapter
+from greenroom.hf.adapters.helpers.socket import Adapter
 
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
-from greenroom.hf.adapters.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:

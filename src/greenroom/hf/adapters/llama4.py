@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
 
 
 class Llama4Experts(Experts):

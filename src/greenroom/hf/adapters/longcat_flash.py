@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
 
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
 
-from greenroom.hf.adapters.socket import Adapter, Experts
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts
 
 NAMES = {"fc1.weight": "up_proj", "fc2.weight": "down_proj"}
 NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.socket import Adapter, decorated, plug
+from greenroom.hf.adapters.helpers.socket import Adapter, decorated, plug
 
 
 def adapt(experts: Any, model: PreTrainedModel) -> None:

@@ -12,13 +12,13 @@ from queue import SimpleQueue
 import torch
 
 from greenroom.core.layout import Catalog, TensorSpec
-from greenroom.hf.pack.checked import checked
-from greenroom.hf.pack.crc import checksums
+from greenroom.hf.checkpoint.pack.checked import checked
+from greenroom.hf.checkpoint.pack.crc import checksums
+from greenroom.hf.checkpoint.pack.format import Layer
 from greenroom.hf.pack.data import Data
-from greenroom.hf.pack.format import Layer
 from greenroom.hf.pack.target import Lookup
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import DiskStore, Staging
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import DiskStore, Staging
 
 Make = Callable[[Lookup, Lookup, int], None]  # (source, target, number) of an expert
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from greenroom.hf.checkpoint.pack.format import BLOCK, Header
 from greenroom.hf.pack.dense import unwritable
-from greenroom.hf.pack.format import BLOCK, Header
-from greenroom.runtime.slots import HostSlots
+from greenroom.runtime.slots.host import HostSlots
 
 
 class Data:

@@ -16,9 +16,9 @@ from io import FileIO
 from pathlib import Path
 
 from greenroom.errors import CheckpointError, OutputError
-from greenroom.hf.checkpoint import INDEX, Checkpoint
-from greenroom.hf.header import DTYPES, Stored
-from greenroom.hf.pack.format import HEADER, File
+from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
+from greenroom.hf.checkpoint.header import DTYPES, Stored
+from greenroom.hf.checkpoint.pack.format import HEADER, File
 
 SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
 PIECE = 4 << 20

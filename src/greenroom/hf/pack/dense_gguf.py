@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenroom.core.layout import PLAIN
-from greenroom.hf.gguf import Gguf
-from greenroom.hf.gguf_file import ENCODED, PLAIN_TYPES, Cursor
-from greenroom.hf.header import Stored
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf_file import ENCODED, PLAIN_TYPES, Cursor
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.pack.format import File
 from greenroom.hf.pack.dense import Advance, copy_bytes, written
-from greenroom.hf.pack.format import File
 
 NAME = "dense.gguf"
 SPLIT = "split."  # metadata of a model in parts

@@ -21,18 +21,10 @@ import numpy as np
 from greenroom.config import show_bytes
 from greenroom.core.layout import SlotLayout
 from greenroom.errors import OutputError, UnknownName, UsageError
-from greenroom.hf import bindings as _registers_the_experts_implementation  # noqa: F401
-from greenroom.hf.build import Draft
-from greenroom.hf.checkpoint import Checkpoint, resolve
-from greenroom.hf.fingerprint import fingerprint
-from greenroom.hf.gguf import Gguf
-from greenroom.hf.pack import dense
-from greenroom.hf.pack.benches import Benches
-from greenroom.hf.pack.crc import checksums
-from greenroom.hf.pack.data import Data
-from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
-from greenroom.hf.pack.dense_gguf import copy_gguf
-from greenroom.hf.pack.format import (
+from greenroom.hf.checkpoint.fingerprint import fingerprint
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.pack.crc import checksums
+from greenroom.hf.checkpoint.pack.format import (
     DATA,
     KINDS,
     File,
@@ -42,14 +34,22 @@ from greenroom.hf.pack.format import (
     check_free,
     lay_out,
 )
-from greenroom.hf.pack.header_file import read
-from greenroom.hf.pack.journal import NAME as JOURNAL
-from greenroom.hf.pack.journal import Journal
-from greenroom.hf.pack.low import PRECISIONS, Low, low_of, with_copy
-from greenroom.hf.pack.reading import BESIDE, crc32_of, dense_parts, is_pack
+from greenroom.hf.checkpoint.pack.header_file import read
+from greenroom.hf.checkpoint.pack.journal import NAME as JOURNAL
+from greenroom.hf.checkpoint.pack.journal import Journal
+from greenroom.hf.checkpoint.pack.low import PRECISIONS, Low
+from greenroom.hf.checkpoint.pack.reading import BESIDE, crc32_of, dense_parts, is_pack
+from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.model.draft import Draft
+from greenroom.hf.pack import dense
+from greenroom.hf.pack.benches import Benches
+from greenroom.hf.pack.copy_makers import low_of, with_copy
+from greenroom.hf.pack.data import Data
+from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
+from greenroom.hf.pack.dense_gguf import copy_gguf
 from greenroom.hf.pack.target import Maker, target_layout
-from greenroom.runtime.cutting import Cutting
-from greenroom.runtime.memory import peak_rss_bytes
+from greenroom.runtime.memory.system import peak_rss_bytes
+from greenroom.runtime.slots.cutting import Cutting
 
 SYNC_BYTES, SYNC_S = 256 << 20, 1.0  # what a kill may lose
 MARGIN = 16 << 20  # bytes; for the header, the journal and what file systems need
@@ -101,7 +101,7 @@ def pack(
     if precision is not None and segments > 1:
         raise UsageError("--segments cuts experts that have no copies: leave out --miss-precision")
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
-    checkpoint = Checkpoint.open(resolve(source))
+    checkpoint = find_checkpoint(source)
     inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.compiled_files import njit
+from greenroom.core.compiling.compile_cache import jit
 
 F32 = NDArray[np.float32]
 
@@ -47,19 +47,19 @@ E4M3_SHIFT = np.float32(
 E4M3_SHIFTED = np.int32(0x46800000)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _nearest(x: np.float32) -> np.int32:
     """The nearest integer to a number of less than 2^22, ties to even."""
     return np.int32(np.float32(x + SHIFT).view(np.int32) - SHIFTED)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _size(x: np.float32) -> np.int32:
     """The bits of a number without its sign; in the order of sizes, infinities and NaN last."""
     return np.int32(np.float32(x).view(np.int32) & 0x7FFFFFFF)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _as_half(scale: np.float32, bits: int) -> np.float32:
     """The nearest float16 of `bits` significant bits, as float32; not beyond the largest."""
     if scale < TINY:
@@ -70,7 +70,7 @@ def _as_half(scale: np.float32, bits: int) -> np.float32:
     return min(np.int32(word >> drop << drop).view(np.float32), LARGEST)
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@jit(fastmath=FAST)
 def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
     """w, codes [n, columns], scales [n, columns / group]."""
     finite = True
@@ -90,7 +90,7 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
     return finite
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _scale_up(scale: np.float32) -> np.float32:
     """The least number of 5 significant bits, and a float16, that is no smaller."""
     if scale < TINY:
@@ -100,7 +100,7 @@ def _scale_up(scale: np.float32) -> np.float32:
     return np.float32(np.int32(word >> drop << drop).view(np.float32))
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@jit(fastmath=FAST)
 def nested(
     w: F32, group: int, high: NDArray[np.uint8], low: NDArray[np.uint8], scales: F32
 ) -> bool:
@@ -130,13 +130,13 @@ def nested(
     return finite
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _nested(x: np.float32) -> np.int32:
     """A code that has an h from -7 to 7."""
     return min(max(_nearest(x), np.int32(-119)), np.int32(119))
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@jit(fastmath=FAST)
 def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
     """w [n, columns], codes [n, columns / 2], scales [n, columns / group]."""
     finite = True
@@ -156,7 +156,7 @@ def int4(w: F32, group: int, codes: NDArray[np.uint8], scales: F32) -> bool:
     return finite
 
 
-@njit(inline="always")
+@jit(inline="always")
 def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
     """Codes plus 8 of a group, and its scale: NaN where a weight is not finite."""
     most, size = np.int32(0), np.int32(0)  # compared as integers: loops become vectors
@@ -188,12 +188,12 @@ def _int4_group(x: F32, count: int, out: NDArray[np.uint8]) -> np.float32:
     return best
 
 
-@njit(inline="always")
+@jit(inline="always")
 def _int4_code(x: np.float32) -> np.int32:
     return min(max(_nearest(x), np.int32(-8)), np.int32(7))
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@jit(fastmath=FAST)
 def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) -> bool:
     """w, codes [n, K], scales [n / rows, K / columns], where a block is rows x columns."""
     finite = True
@@ -216,7 +216,7 @@ def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) 
     return finite
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _e4m3(x: np.float32) -> np.uint8:
     """The code of the nearest float8_e4m3fn; 448 where it is larger."""
     value = np.float32(min(abs(x), np.float32(448)))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.pack import quantise
-from greenroom.runtime.cutting import Cutting
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
+from greenroom.runtime.slots.cutting import Cutting
 
 SIDE = 128  # of a block of fp8
 VECTOR = 32  # inputs; what the compiled kernels want a scale to cover a multiple of

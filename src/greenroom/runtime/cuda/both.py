@@ -9,154 +9,87 @@ those of the device alone; a GPU's matrix products round otherwise than a CPU's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine, Mark
-from greenroom.runtime.cuda.spread import Spread, bring, copied, partial_wave
-from greenroom.runtime.kernels import base, eager, fused
-from greenroom.runtime.kernels.base import Kernel, LayerExperts
-from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused
+from greenroom.runtime.cuda.spread import copied
+from greenroom.runtime.kernels import base
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.tier import Slots
 
 CPU = torch.device("cpu")
 
 
-@dataclass(slots=True)
-class Step:
-    """A step under way: the device's, the host's once it has a part in it, and what that needs."""
+class Step(base.Step):
+    """A step under way: the device's, and the host's once it has a part in it."""
 
-    layer: LayerExperts
-    device: Any
-    x: Tensor
-    routing: Routing
-    weights: Tensor
-    inputs: list[tuple[Tensor, Mark]] | None = None  # x and weights on their way down
-    kernel: Any = None  # what the host computes with
-    host: Any = None
-    experts: list[int] = field(default_factory=list)  # computed on the host
+    def __init__(self, device: base.Step, there: LayerExperts, engine: Engine) -> None:
+        """`there` is the layer as the host has it."""
+        super().__init__(device.layer, device.x, device.routing, device.weights)
+        self.device, self._there, self._engine = device, there, engine
+        self._inputs: list[tuple[Tensor, Mark]] = []  # x and weights on their way down
+        self._kernel: Kernel | None = None  # what the host computes with
+        self._host: base.Step | None = None
+        self._experts: list[int] = []  # computed on the host
 
+    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts of the step on the device."""
+        self.device.wave(experts, slots)
 
-@dataclass(slots=True)
-class Rows:
-    """A step of `Plain`: each expert's outputs [n, H] before routing weights and norm."""
+    def on_host(self, experts: Sequence[int], slots: Sequence[int]) -> Callable[[], None]:
+        """See `CoComputeKernel.on_host`."""
+        if self._kernel is None:
+            self._inputs = [self._engine.down(tensor) for tensor in (self.x, self.weights)]
+            # The device's step is this thread's alone.
+            self._kernel = self.device.first.host_kernel(self._there)
+        return partial(self._compute, list(experts), list(slots))
 
-    layer: LayerExperts
-    x: Tensor
-    routing: Routing
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    def _compute(self, experts: list[int], slots: list[int]) -> None:
+        if self._host is None:
+            assert self._kernel is not None
+            for _, mark in self._inputs:
+                self._engine.wait(mark)
+            (x, _), (weights, _) = self._inputs
+            self._host = self._kernel.begin(self._there, x, self.routing, weights)
+        self._host.part(experts, slots, self._there)
+        self._experts += experts
 
-
-class Plain:
-    """Experts one by one with torch's own products: for what the compiled kernel does not know."""
-
-    name = "plain"
-
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Rows:
-        """Start a step: x [T, H]."""
-        return Rows(layer, x, routing)
-
-    def wave(self, step: Rows, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step from their slots."""
-        layer = step.layer
-        for expert, slot in zip(experts, slots, strict=True):
-            rows = torch.from_numpy(step.routing.tokens[step.routing.entries(expert)])
-            up, down = (eager.matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
-            h = eager.project(layer, step.x[rows], up, layer.up_bias, expert)
-            h = eager.cast(layer, layer.gate(h))
-            step.outputs[expert] = eager.project(layer, h, down, layer.down_bias, expert)
+    def total(self) -> Tensor:
+        if self._experts:
+            first = self.device.first
+            first.wave([], [])  # some kernels send the routing with the first wave
+            first.take(self._host, self._experts, self._engine.up)
+        return self.device.combine()
 
 
-class Both:
+class CoComputeKernel(Kernel):
     """A device's kernel with the host's beside it."""
 
-    def __init__(self, kernel: Kernel | Spread, engine: Engine, slots: base.Slots) -> None:
+    def __init__(self, kernel: Kernel, engine: Engine, slots: Slots) -> None:
         """`slots` are those of host memory; `engine` is the first device's."""
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
         self._layers: dict[int, LayerExperts] = {}  # by the identity of the device's
 
-    def over(self, layer: LayerExperts) -> LayerExperts:
-        """Have a layer computed on the host too. Returns it as the host has it."""
+    def prepare(self, layer: LayerExperts) -> None:
+        """Have a layer computed on the host too."""
+        self.kernel.prepare(layer)
         module = copied(layer.module, CPU)
-        found = LayerExperts(module, layer.layout, self._slots, recipe=layer.recipe)
-        self._layers[id(layer)] = found
-        return found
+        self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
 
     def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
         """Start a step: x [T, H], weights [T, K], on the first device."""
         own = self.kernel.begin(layer, x, routing, weights)
-        return Step(self._layers[id(layer)], own, x, routing, weights)
-
-    def wave(self, step: Step, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step on the device."""
-        self.kernel.wave(step.device, experts, slots)
+        return Step(own, self._layers[id(layer)], self._engine)
 
     def on_host(
         self, step: Step, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
         """A wave of the host's processor, to be called in its thread; the inputs begin to come down
         now. `slots` are those of host memory."""
-        if step.inputs is None:
-            step.inputs = [self._engine.down(tensor) for tensor in (step.x, step.weights)]
-            step.kernel = self._kernel(step)  # the device's step is this thread's alone
-        return partial(self._compute, step, list(experts), list(slots))
-
-    def _compute(self, step: Step, experts: list[int], slots: list[int]) -> None:
-        if step.host is None:
-            assert step.inputs is not None
-            for _, mark in step.inputs:
-                self._engine.wait(mark)
-            (x, _), (weights, _) = step.inputs
-            step.host = step.kernel.begin(step.layer, x, step.routing, weights)
-        partial_wave(step.kernel, step.host, experts, slots)
-        step.experts += experts
-
-    def _kernel(self, step: Step) -> Any:
-        """What the host computes with, so that its outputs fit the device's."""
-        own = self._first(step)
-        if isinstance(own, eager.Step):
-            return Eager()
-        if isinstance(own, fused.Step):
-            return self.kernel.kernel if isinstance(self.kernel, Spread) else self.kernel
-        compiled = Fused()
-        return compiled if compiled.fuses(step.layer) else Plain()
-
-    def _first(self, step: Step) -> Any:
-        """The step as the first device has it."""
-        return self.kernel.first(step.device) if isinstance(self.kernel, Spread) else step.device
-
-    def combine(self, step: Step) -> Tensor:
-        """The sum over each token's experts [T, H], by ascending id, on the first device."""
-        if step.experts:
-            first = self._first(step)
-            kernel = self.kernel.kernel if isinstance(self.kernel, Spread) else self.kernel
-            kernel.wave(first, [], [])  # some kernels send the routing with the first wave
-            if isinstance(first, eager.Step | fused.Step):
-                bring(first, step.host, step.experts)
-            else:
-                self._bring_up(first, step)
-        return self.kernel.combine(step.device)
-
-    def _bring_up(self, first: Any, step: Step) -> None:
-        """Outputs of the host into a GPU's step, which has one row an entry."""
-        each = [outputs_of(step.host, expert) for expert in step.experts]
-        there = self._engine.up(torch.cat(each).to(first.out.dtype))
-        for expert, rows in zip(step.experts, there.split([len(e) for e in each]), strict=True):
-            first.out[step.routing.entries(expert)].copy_(rows, non_blocking=True)
-
-
-def outputs_of(step: Rows | fused.Step, expert: int) -> Tensor:
-    """An expert's outputs [n, H], its bias added, before routing weights and norm."""
-    if isinstance(step, Rows):
-        return step.outputs[expert]
-    layer, routing = step.layer, step.routing
-    (tokens, top_k), entries = routing.shape, routing.entries(expert)
-    out = step.matrix(step.out, tokens * top_k, layer.hidden)
-    h = out[torch.from_numpy(routing.rows[entries])].to(layer.recipe.compute or layer.dtype)
-    return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
+        return step.on_host(experts, slots)

@@ -14,12 +14,12 @@ import torch
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.layout import Copy
-from greenroom.runtime.cuda.both import Both, Step
+from greenroom.runtime.cuda.both import CoComputeKernel, Step
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.slab import PlacedSlots
-from greenroom.runtime.driver import Slots
-from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.slots.tier import Tier
 
 DISK, BUS, DEVICE, HOST = 1e9, 10e9, 200e9, 10e9  # bytes a second of ordinary ones
 TOKENS = (1, 16, 64)
@@ -35,7 +35,7 @@ def nominal(nbytes: int) -> Costs:
 
 
 def calibrate(
-    both: Both, layer: LayerExperts, engine: Engine, slots: Slots, slab: PlacedSlots
+    both: CoComputeKernel, layer: LayerExperts, engine: Engine, slots: Tier, slab: HostSlots
 ) -> Costs:
     """The costs of a layer's experts, as large as a slot of `slab`."""
     touched = min(TOUCHED, slab.capacity)
@@ -59,7 +59,7 @@ def calibrate(
     return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))
 
 
-def _step(both: Both, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
+def _step(both: CoComputeKernel, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
     """A step of which every token wants expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)

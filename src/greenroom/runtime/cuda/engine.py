@@ -17,7 +17,7 @@ from torch import Tensor
 
 from greenroom.config import show_bytes
 from greenroom.errors import DeviceError
-from greenroom.runtime.numa import node_of
+from greenroom.runtime.memory.numa import node_of
 
 Mark = Any  # a point in what is computed; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
@@ -83,12 +83,12 @@ class Host:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        from greenroom.runtime.memory import available_bytes
+        from greenroom.runtime.memory.system import available_bytes
 
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        from greenroom.runtime.memory import trim_heap
+        from greenroom.runtime.memory.system import trim_heap
 
         trim_heap()
 

@@ -21,10 +21,11 @@ from greenroom.config import show_bytes
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError
-from greenroom.runtime import numa
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.memory import reservation
-from greenroom.runtime.store import BLOCK, Chunk
+from greenroom.runtime.memory import numa
+from greenroom.runtime.memory.system import reservation
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import BLOCK, Chunk
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Place:
 
 class HostMemory:
     """`seats` places for a chunk, then `capacity` slots for all chunks of an expert."""
+
+    slots: HostSlots | None = None  # where these are laid out as kernels read them
 
     def __init__(
         self,

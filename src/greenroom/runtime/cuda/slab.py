@@ -19,8 +19,8 @@ from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.slots import HostSlots
-from greenroom.runtime.store import Chunk, Staging
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.store.disk import Chunk, Staging
 
 
 class PlacedSlots(HostSlots):
@@ -35,6 +35,8 @@ class PlacedSlots(HostSlots):
 
 class Slab(HostMemory):
     """`seats` as they are, then `capacity` slots of `stride` bytes as a layer's layout has them."""
+
+    slots: HostSlots
 
     def __init__(
         self,

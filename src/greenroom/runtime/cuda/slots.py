@@ -19,11 +19,12 @@ from torch import Tensor
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
+from greenroom.runtime.slots.tier import OnePool
 
 SEGMENT_BYTES = 256 << 20
 
 
-class DeviceSlots:
+class DeviceSlots(OnePool):
     """Slots on an engine's device. `stride` bytes each, a multiple of the alignment."""
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
@@ -47,15 +48,10 @@ class DeviceSlots:
         return self._segments[number][at : at + self.stride]
 
     def address(self, slot: int) -> int:
-        """Where a slot begins in the device's memory."""
+        """Where a slot begins in the device's memory; others need not follow it."""
         number = bisect_right(self._firsts, slot) - 1
         segment = self._segments[number].data_ptr()
         return segment + (slot - self._firsts[number]) * self.stride
-
-    @property
-    def base(self) -> int:
-        """Where slot 0 begins; others need not follow it."""
-        return self.address(0)
 
     def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
         """A tensor of the expert in a slot, as a view."""
@@ -103,9 +99,6 @@ class DeviceSlots:
         if found is None or found.numel() < nbytes:
             found = self._scratch[thread] = self.engine.empty(-(-nbytes // ALIGNMENT) * ALIGNMENT)
         return found
-
-    def clear(self, slot: int) -> None:
-        """A new piece is about to come into this slot."""
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot to another, once what was computed from either has been."""

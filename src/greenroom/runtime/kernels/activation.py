@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from greenroom.runtime.kernels.base import LayerExperts
-from greenroom.runtime.kernels.gating import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
+from greenroom.runtime.kernels.codegen.entries.gating import CLAMPED, RAW, RELU2, SILU, SILU_FLOAT
+from greenroom.runtime.kernels.layer import LayerExperts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,150 +1,98 @@
-"""What the expert kernels know of one layer: its module, its layout in a slot, its arithmetic."""
+"""How a step's experts are computed: a kernel begins a step, waves compute it, a sum ends it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.kernels.routing import Routing
 
-
-class Slots(Protocol):
-    """Equal slots in one reservation of memory; slot s starts at `base + s * stride`."""
-
-    stride: int
-
-    @property
-    def base(self) -> int: ...
-
-    def tensor(self, slot: int, spec: TensorSpec) -> Tensor: ...
+if TYPE_CHECKING:
+    from greenroom.runtime.kernels.layer import LayerExperts
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Where an experts class departs from the common arithmetic, which is all in one type.
-
-    compute:    the type of the matrix products and of all between them; None: the model's
-    accumulate: the type of the sum over a token's experts; None: the model's; "weights": that
-                of the routing weights
-    """
-
-    compute: torch.dtype | None = None
-    accumulate: torch.dtype | str | None = None
-
-    def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
-        """The type of the sum for these inputs."""
-        if self.accumulate == "weights":
-            return weights.dtype
-        return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
-
-
-# In the order tried; see recipes.py.
-RECIPES = (
-    Recipe(),
-    Recipe(accumulate="weights"),
-    Recipe(accumulate=torch.float32),
-    Recipe(compute=torch.float32, accumulate=torch.float32),
-)
-
-
-class LayerExperts:
-    """One layer's experts, whose weights lie in slots. Built once, when a model is attached.
-
-    module: a transformers experts module, or anything with its flags and resident parameters
-    layout: how the expert's matrices lie in a slot
-    slots:  where the slots are
-    first:  where the layout is that of a piece: the first of its intermediate channels
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: SlotLayout,
-        slots: Slots,
-        recipe: Recipe | None = None,
-        first: int = 0,
-    ) -> None:
-        self.module, self.layout, self.slots = module, layout, slots
-        self.num_experts = int(module.num_experts)  # type: ignore[arg-type]
-        self.has_gate = bool(module.has_gate)
-        self.transposed = bool(module.is_transposed)
-        self.interleaved = self.has_gate and not module.is_concatenated
-        self.up_weight = layout.weight("gate_up_proj" if self.has_gate else "up_proj")
-        self.down_weight = layout.weight("down_proj")
-        self.up, self.down = self.up_weight.parts[0], self.down_weight.parts[0]
-        self.dtype: torch.dtype = getattr(torch, self.up_weight.dtype)
-        self.hidden, self.inner = self._sizes(self.down_weight)
-        self.width = self._sizes(self.up_weight)[0]
-        norm = module.post_expert_norm if module.has_post_expert_norm else None
-        self.norm: Callable[[Tensor], Tensor] | None = norm  # type: ignore[assignment]
-        if recipe is None:
-            from greenroom.runtime.kernels.recipes import recipe_of
-
-            recipe = recipe_of(module, self.dtype)
-        self.recipe = recipe
-        self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
-        self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
-        # What an expert gives, where the module's class says so by itself (hf/adapters/socket.py).
-        own = getattr(module, "own_arithmetic", False)
-        self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
-        self.plan: object = None  # what a kernel keeps for this layer
-
-    @cached_property
-    def unfused(self) -> str:
-        """Why the compiled kernels leave this layer to the eager one; "" where they do not."""
-        from greenroom.runtime.kernels.matrix import unfused
-
-        if getattr(self.module, "eager_only", False):
-            return f"{type(self.module).__name__} has an arithmetic of its own"
-        return unfused(self)
-
-    def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
-        """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""
-        rows, columns = weight.shape
-        plain = weight.encoding == PLAIN
-        return (columns, rows) if plain and self.transposed else (rows, columns)
-
-    def _tensor(self, name: str) -> Tensor:
-        return getattr(self.module, name).detach()
-
-    def _bias(self, first: int) -> Tensor:
-        """Biases of the first projection, those of the layout's channels where it is a piece."""
-        bias = self._tensor(f"{self.up.name}_bias")
-        if bias.shape[1] == self.width:
-            return bias
-        runs = 2 if self.has_gate and not self.interleaved else 1
-        wide = self.width // runs
-        start = first * wide // self.inner
-        return bias.unflatten(1, (runs, -1))[:, :, start : start + wide].flatten(1).contiguous()
-
-    def gate(self, h: Tensor) -> Tensor:
-        """The module's own activation: [n, 2I] -> [n, I], or [n, I] -> [n, I] without a gate."""
-        return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)  # type: ignore[operator]
-
-
-class Kernel(Protocol):
-    """How a step is computed: `begin`, then any waves that cover its experts, then `combine`.
+class Step:
+    """A step under way: any waves that cover its experts, then `combine`.
 
     The result has the same bits however the experts are split into waves, in which order they
     come and in which slots they lie.
     """
 
-    name: str
+    __slots__ = ("layer", "residual", "routing", "weights", "x")
+    by_pieces = False  # can pieces of an expert be computed one after the other?
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Any:
-        """Start a step: x [T, H], weights [T, K] -> its state."""
-        ...
+    def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
+        """x [T, H], weights [T, K]."""
+        self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
+        self.residual: Tensor | None = None  # [T, H], what the result is added to
+
+    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts (local ids) from the slots that hold them."""
+        raise NotImplementedError
+
+    def part(
+        self,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        layer: LayerExperts,
+        carry: bool = False,
+    ) -> None:
+        """The same where another step has the sum, or with other weights.
+
+        layer: as these slots have it: a piece of each expert, its copy in low precision, or all
+        carry: add to what the pieces before left, rather than start from nothing
+        """
+        self.wave(experts, slots)
+
+    def total(self) -> Tensor:
+        """The sum over each token's experts [T, H], in x's type, by ascending id."""
+        raise NotImplementedError
+
+    def combine(self) -> Tensor:
+        """The step's result [T, H], in x's type."""
+        total = self.total()
+        return total if self.residual is None else self.residual + total
+
+    @property
+    def first(self) -> Step:
+        """The step on the first device, where the sum is taken."""
+        return self
+
+    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+        """Put what these experts gave in a step elsewhere beside what is in this one; `send` brings
+        a tensor to this one's device."""
+        raise NotImplementedError
+
+    def host_kernel(self, layer: LayerExperts) -> Kernel:
+        """What computes the same experts on the host, so that this step can take its outputs;
+        `layer` is the layer there."""
+        raise NotImplementedError
+
+    def leave_out(self, experts: Sequence[int]) -> None:
+        """Nothing of these experts, which had no wave, is in the sum."""
+
+
+class Kernel:
+    """What computes steps."""
+
+    name: str
+    # A wave of the host's processor, for kernels that compute on a device and on the host at once.
+    on_host: Callable[..., Callable[[], None]] | None = None
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+        """Start a step: x [T, H], weights [T, K]."""
+        raise NotImplementedError
 
     def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts (local ids) of the step from the slots that hold them."""
-        ...
+        step.wave(experts, slots)
 
     def combine(self, step: Any) -> Tensor:
         """The step's result [T, H], in x's type."""
-        ...
+        result: Tensor = step.combine()
+        return result
+
+    def prepare(self, layer: LayerExperts) -> None:
+        """A layer will be computed, wherever its experts are; when a model is attached."""

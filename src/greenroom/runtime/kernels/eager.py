@@ -7,8 +7,8 @@ whole before it is used, so its reference is eager on the expanded checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,53 +16,71 @@ from torch.nn.functional import linear
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.base import LayerExperts
+from greenroom.runtime.kernels import base
+from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.routing import Routing
 
-
-@dataclass(slots=True)
-class Step:
-    """A step under way: its inputs, and per expert the tokens and their weighted outputs."""
-
-    layer: LayerExperts
-    x: Tensor
-    routing: Routing
-    weights: Tensor
-    outputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+if TYPE_CHECKING:
+    from greenroom.runtime.kernels.layer import LayerExperts
 
 
-class Eager:
+class Step(base.Step):
+    """A step under way: per expert the tokens and their weighted outputs."""
+
+    __slots__ = ("outputs",)
+
+    def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
+        super().__init__(layer, x, routing, weights)
+        self.outputs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        self.part(experts, slots, self.layer)
+
+    def part(
+        self,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        layer: LayerExperts,
+        carry: bool = False,
+    ) -> None:
+        device = self.x.device
+        for expert, slot in zip(experts, slots, strict=True):
+            rows = self.routing.entries(expert)
+            tokens = torch.from_numpy(self.routing.tokens[rows]).to(device)
+            ranks = torch.from_numpy(self.routing.ranks[rows]).to(device)
+            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            weights = self.weights[tokens, ranks, None]
+            if layer.own is not None:
+                out = layer.own(self.x, tokens, weights, up, down, expert)
+            else:
+                out = forward(layer, expert, self.x[tokens], up, down) * cast(layer, weights)
+            self.outputs[expert] = tokens, out
+
+    def total(self) -> Tensor:
+        dtype = self.layer.recipe.sum_dtype(self.x, self.weights)
+        total = torch.zeros_like(self.x, dtype=dtype)
+        for expert in sorted(self.outputs):
+            tokens, out = self.outputs[expert]
+            total.index_add_(0, tokens, out.to(dtype))
+        return total.to(self.x.dtype)
+
+    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+        device = self.x.device
+        for expert in experts:
+            tokens, out = other.outputs[expert]
+            self.outputs[expert] = tokens.to(device), out.to(device, non_blocking=True)
+
+    def host_kernel(self, layer: LayerExperts) -> Eager:
+        return Eager()
+
+
+class Eager(Kernel):
     """`kernels="eager"`."""
 
     name = "eager"
 
     def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
-        """Start a step: x [T, H], weights [T, K]."""
         return Step(layer, x, routing, weights)
-
-    def wave(self, step: Step, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step from their slots."""
-        layer, device = step.layer, step.x.device
-        for expert, slot in zip(experts, slots, strict=True):
-            rows = step.routing.entries(expert)
-            tokens = torch.from_numpy(step.routing.tokens[rows]).to(device)
-            ranks = torch.from_numpy(step.routing.ranks[rows]).to(device)
-            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
-            weights = step.weights[tokens, ranks, None]
-            if layer.own is not None:
-                out = layer.own(step.x, tokens, weights, up, down, expert)
-            else:
-                out = forward(layer, expert, step.x[tokens], up, down) * cast(layer, weights)
-            step.outputs[expert] = tokens, out
-
-    def combine(self, step: Step) -> Tensor:
-        """The sum over each token's experts [T, H], by ascending id."""
-        dtype = step.layer.recipe.sum_dtype(step.x, step.weights)
-        total = torch.zeros_like(step.x, dtype=dtype)
-        for expert in sorted(step.outputs):
-            tokens, out = step.outputs[expert]
-            total.index_add_(0, tokens, out.to(dtype))
-        return total.to(step.x.dtype)
 
 
 def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:

@@ -20,14 +20,14 @@ import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels import encoded, integer, packing, whole
-from greenroom.runtime.kernels.expand import (
+from greenroom.runtime.kernels.codegen.formats import codes, encoded, integer, packing
+from greenroom.runtime.kernels.codegen.formats.expand import (
     NAMES,
 )
-from greenroom.runtime.kernels.openmp import Body, body
-from greenroom.runtime.kernels.row import (
+from greenroom.runtime.kernels.codegen.formats.row import (
     GROUP,
 )
+from greenroom.runtime.kernels.launch.openmp import Body, body
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
@@ -36,7 +36,7 @@ _SHORT = dict.fromkeys(("int4", "int4.wide"), (1 << 19) - 1)
 _NUMBERS = {(name, torch.bfloat16) for name in ("mxfp4", "gguf_mxfp4")}
 
 if TYPE_CHECKING:
-    from greenroom.runtime.kernels.base import LayerExperts
+    from greenroom.runtime.kernels.layer import LayerExperts
 
 
 class Matrix:
@@ -51,7 +51,7 @@ class Matrix:
     def __init__(self, weight: WeightSpec, dtype: torch.dtype, rounded: bool = False) -> None:
         """`rounded`: weights are rounded to `dtype`, the model's, as transformers expands them."""
         rows, columns = weight.shape
-        codes, share, together, scale_row = weight.parts[0], 1, 1, 0
+        values, share, together, scale_row = weight.parts[0], 1, 1, 0
         if len(weight.parts) > 1:
             down, across = weight.parts[1].shape
             share = max(1, columns // across // GROUP)
@@ -61,7 +61,7 @@ class Matrix:
         self._layout = array(
             "q",
             [
-                *(codes.offset, codes.nbytes // rows, weight.parts[-1].offset, scale_row),
+                *(values.offset, values.nbytes // rows, weight.parts[-1].offset, scale_row),
                 *(share, together, packed),
             ],
         )
@@ -81,7 +81,7 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Bod
     if name == PLAIN or (rounded and not exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
         return body(encoded.product, dtype, number, mask), 0
-    if whole.INTEGERS and name in whole.WHOLE:
+    if codes.INTEGERS and name in codes.WHOLE:
         room = packing.room(name, weight.shape[1])
         return body(integer.product, torch.float32, number), room
     return body(encoded.product, torch.float32, number, 0), 0

@@ -7,18 +7,53 @@ experts, and the first recipe that gives the same bits is taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
 from greenroom.errors import UnsupportedModel
-from greenroom.runtime.kernels.base import RECIPES, LayerExperts, Recipe
 from greenroom.runtime.kernels.eager import Eager
 from greenroom.runtime.kernels.routing import Routing
 
+if TYPE_CHECKING:
+    from greenroom.runtime.kernels.layer import LayerExperts
+
 _EXPERTS, _TOKENS, _TOP_K, _INNER = 5, 7, 3, 16
+
+Make = Callable[..., "LayerExperts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where an experts class departs from the common arithmetic, which is all in one type.
+
+    compute:    the type of the matrix products and of all between them; None: the model's
+    accumulate: the type of the sum over a token's experts; None: the model's; "weights": that
+                of the routing weights
+    """
+
+    compute: torch.dtype | None = None
+    accumulate: torch.dtype | str | None = None
+
+    def sum_dtype(self, x: Tensor, weights: Tensor) -> torch.dtype:
+        """The type of the sum for these inputs."""
+        if self.accumulate == "weights":
+            return weights.dtype
+        return x.dtype if self.accumulate is None else self.accumulate  # type: ignore[return-value]
+
+
+# In the order tried.
+RECIPES = (
+    Recipe(),
+    Recipe(accumulate="weights"),
+    Recipe(accumulate=torch.float32),
+    Recipe(compute=torch.float32, accumulate=torch.float32),
+)
 
 
 class _Toy:
@@ -51,16 +86,16 @@ def _tensors(module: nn.Module, dtype: torch.dtype, hidden: int) -> dict[str, Te
 _KNOWN: dict[tuple[type[nn.Module], torch.dtype], Recipe] = {}
 
 
-def recipe_of(module: nn.Module, dtype: torch.dtype) -> Recipe:
+def recipe_of(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
     """The recipe that reproduces the class's own eager forward; the common one if it has none, or
-    says by itself what an expert gives."""
+    says by itself what an expert gives. `make` is LayerExperts."""
     key = type(module), dtype
     if key not in _KNOWN:
-        _KNOWN[key] = _find(module, dtype)
+        _KNOWN[key] = _find(module, dtype, make)
     return _KNOWN[key]
 
 
-def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
+def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None or getattr(module, "own_arithmetic", False):
         return Recipe()
@@ -87,7 +122,7 @@ def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
     with torch.no_grad():
         wanted = [eager(toy, x, index, w) for w in cases]
         for recipe in RECIPES:
-            layer = LayerExperts(toy, layout, slots, recipe)  # type: ignore[arg-type]
+            layer = make(toy, layout, slots, recipe)
             if all(
                 torch.equal(_run(layer, x, index, w), want)
                 for w, want in zip(cases, wanted, strict=True)
@@ -99,8 +134,8 @@ def _find(module: nn.Module, dtype: torch.dtype) -> Recipe:
 
 
 def _run(layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    kernel, routing = Eager(), Routing.of(index.cpu().numpy(), _EXPERTS)
-    step = kernel.begin(layer, x, routing, weights)
+    routing = Routing.of(index.cpu().numpy(), _EXPERTS)
+    step = Eager().begin(layer, x, routing, weights)
     experts = routing.experts.tolist()
-    kernel.wave(step, experts, experts)
-    return kernel.combine(step)
+    step.wave(experts, experts)
+    return step.combine()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 
 from greenroom.errors import UnknownName, UsageError
-from greenroom.runtime.kernels.base import Kernel, LayerExperts
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.fused import Fused, Rounded
+from greenroom.runtime.kernels.layer import LayerExperts
 
-KERNELS: dict[str, type[Eager] | type[Fused]] = {
-    kind.name: kind for kind in (Eager, Fused, Rounded)
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "eager": Eager,
+    "numba": CpuKernel,
+    "rounded": partial(CpuKernel, rounded=True),
 }
 ON_GPUS = "triton"  # what computes there; made by a library that only they need
 
 
 def described(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
     """A kernel's name, and what the compiled one leaves to eager of these layers."""
-    left = {layer.unfused for layer in layers} - {""} if isinstance(chosen, Fused) else set()
+    left = {layer.unfused for layer in layers} - {""} if isinstance(chosen, CpuKernel) else set()
     return f"{chosen.name}; eager for {', '.join(sorted(left))}" if left else chosen.name
 
 
@@ -27,7 +31,7 @@ def kernel(name: str) -> Kernel:
     if name == ON_GPUS:
         if find_spec("triton") is None:
             raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")
-        from greenroom.runtime.cuda.kernels import Triton
+        from greenroom.runtime.kernels.triton import Triton
 
         return Triton()
     if name not in KERNELS:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from greenroom.core.predictor import Inputs
-from greenroom.runtime.kernels import scores as kernel
-from greenroom.runtime.kernels.openmp import body
+from greenroom.runtime.kernels.codegen.entries import scores as kernel
+from greenroom.runtime.kernels.launch.openmp import body
 from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]

@@ -1,0 +1,1 @@
+"""What a command does before anything heavy is imported."""

@@ -1,0 +1,35 @@
+"""Begin to compile before anything heavy is imported, for what the model probably needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from greenroom.config import Amount, LoadConfig
+from greenroom.json_file import JsonObject, Malformed, read
+
+ROOM = 2 << 30  # bytes; with less the second process could break the budget
+
+
+def compile_ahead(model: str, config: LoadConfig) -> None:
+    """Start the second process where the budget has room for it."""
+    if config.device.startswith("cuda"):  # Triton compiles there, when the model is loaded
+        return
+    from greenroom.runtime.kernels import precompile
+    from greenroom.runtime.memory.system import available_bytes
+
+    available = available_bytes()
+    budget = available
+    if config.memory not in (None, "auto"):
+        budget = Amount.parse(config.memory, "--memory").of(available)
+    dtype = config.dtype if config.dtype != "auto" else _dtype(Path(model) / "config.json")
+    if config.kernels != "eager" and budget >= ROOM and dtype in ("bfloat16", "float16"):
+        precompile.start(dtype)
+
+
+def _dtype(config: Path) -> str:
+    """The type that a folder's model is stored in; most are in bfloat16."""
+    try:
+        stored = JsonObject(read(config, unique=False)).values
+        return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
+    except (OSError, Malformed):  # said later, where it is opened for real
+        return "bfloat16"

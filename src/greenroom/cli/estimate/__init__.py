@@ -1,0 +1,1 @@
+"""Machines and models as plan, tune and doctor estimate them."""

@@ -1,0 +1,93 @@
+"""The profile of a machine: where it is, what it is made by, what computes on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.progress import Progress, quiet
+
+if TYPE_CHECKING:
+    from greenroom.core.machine import Machine, Processor
+
+
+def default_profile() -> Path:
+    """The profile of this machine, in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "greenroom" / "machine.json"
+
+
+def profile(source: str) -> Machine:
+    """The profile in a file; auto is this machine's. ProfileError."""
+    from greenroom.core.machine import Machine
+
+    return Machine.load(default_profile() if source == "auto" else source)
+
+
+def measure(
+    path: Path | None, quick: bool, progress: Progress, output: Path | None = None
+) -> Machine:
+    """This machine, measured now and saved. UsageError, OutputError."""
+    target = output or default_profile()
+    if output is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    check_target(target)
+
+    from greenroom.hf.measure.dry_run import with_dry_run
+    from greenroom.runtime.measure import doctor
+    from greenroom.runtime.measure.doctor import (
+        QUICK,
+        THOROUGH,
+        examine,
+        model_files,
+        models_folder,
+    )
+
+    def say(text: str) -> None:
+        progress.say(f"measuring {text}")
+
+    machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
+    say("a small model")
+    quiet()
+    # Beside the disk that was measured, but never into a model's folder.
+    own = path is not None and path.is_dir() and not model_files(path)
+    machine = with_dry_run(machine, path if own and path is not None else models_folder())
+    progress.clear()
+    write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
+    return machine
+
+
+def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
+    """(a profile, whether it is this machine's). Without one of this machine it is measured."""
+    from greenroom.core.machine import name_of
+    from greenroom.runtime.measure.bandwidth import host
+
+    if source == "auto" and not default_profile().exists():
+        progress.clear()
+        print("this machine has no profile yet: measuring it quickly", file=sys.stderr)
+        return measure(None, True, progress), True
+    machine = profile(source)
+    return machine, name_of(machine.host) == name_of(host())
+
+
+def computes(machine: Machine, name: str | None) -> Processor:
+    """The processor of that name; without one the one that a run takes, which is a GPU's where
+    there is one. UnknownName."""
+    if name is not None:
+        return machine.processor(name)
+    return next((p for p in machine.processors if on_a_gpu(p)), machine.processors[0])
+
+
+def on_a_gpu(processor: Processor) -> bool:
+    return processor.memory == "device"
+
+
+def memory_of(machine: Machine, gpu: bool) -> int:
+    """Bytes that a share of memory is of; 0 where the profile does not say."""
+    if gpu:
+        return int(machine.measured.get("device", {}).get("memory_bytes", 0))
+    return int(machine.host.get("memory_bytes", 0))

@@ -1,0 +1,112 @@
+"""A plan for people, and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.terminal.files import columns
+from greenroom.config import show_bytes, write_bytes
+
+if TYPE_CHECKING:
+    from greenroom.core.machine import Machine, Processor
+    from greenroom.plan.evidence import Evidence
+    from greenroom.plan.model import Model
+    from greenroom.plan.planner import Plan, Point
+
+
+def facts_of(
+    model: Model,
+    machine: Machine,
+    evidence: Evidence,
+    here: bool,
+    measured: int,
+    found: Plan,
+    processor: Processor,
+) -> list[tuple[str, str]]:
+    """What a plan goes by, by name."""
+    from greenroom.core.machine import name_of
+    from greenroom.plan.words import loaded
+
+    whose = "this one" if here else "another machine than this one"
+    runs = f", and {measured} runs of this model on it" * bool(measured)
+    runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
+    runs += "; measured under load: greenroom doctor measures it again" * loaded(machine)
+    full = model.slots_when_full(found.memory)
+    slots = f"{found.capacity:,} experts" + (
+        f", {full:,} when a context of {model.context:,} tokens is full"
+        if full < found.capacity else ""
+    )  # fmt: skip
+    return [
+        ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
+                  f" {show_bytes(model.expert_bytes)} each"),
+        ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
+        ("routing", evidence.said),
+        ("slots", slots),
+    ]  # fmt: skip
+
+
+def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
+    """For people. `beside` are options of the run that are no settings."""
+    from greenroom.plan.page import said
+    from greenroom.plan.words import limits
+    from greenroom.sim.report import show_time
+
+    best = found.best
+    lines = [f"{name}: {value}" for name, value in facts]
+    rows = [
+        (e.setting.flags(), show_time(e.tpot), f"{show_time(e.low)} to {show_time(e.high)}",
+         f"{e.miss_ratio:.1%}", show_bytes(e.token_bytes))
+        for e in found.compared
+    ]  # fmt: skip
+    lines += [
+        "",
+        columns(("settings", "TPOT", "range", "miss ratio", "read a token"), rows),
+        "",
+        shown_curve(found.curve),
+        "",
+    ]
+    if found.target is not None:
+        lines.append(said(found.target))
+    size = write_bytes(found.memory * 9999 // 10000, found.memory)
+    run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
+    lines += [
+        limits(found),
+        f"take: {run} {best.setting.flags()}",
+        f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
+        + ("" if found.sure else ": what a run takes that is told nothing but --memory"),
+    ]
+    if best.ttft is not None:
+        low, high = best.ttft_range
+        lines.append(f"TTFT {show_time(best.ttft)} ({show_time(low)} to {show_time(high)})")
+    return "\n".join(lines)
+
+
+def shown_curve(points: Sequence[Point]) -> str:
+    """Speed against memory, a line a budget."""
+    from greenroom.plan.words import HEADER, line_of
+
+    return columns(HEADER, [line_of(point) for point in points], left=0)
+
+
+def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    target = found.target
+    return {
+        "model": source,
+        **dict(facts[1:]),
+        "memory": found.memory,
+        "capacity": found.capacity,
+        "best": found.best.as_json(),
+        "sure": found.sure,
+        "compared": [estimate.as_json() for estimate in found.compared],
+        "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in found.curve],
+        "target": None if target is None else {
+            "tpot_s": target.seconds,
+            "memory": None if target.least is None else target.least.memory,
+            "blocked": target.blocked,
+            "nearest_tpot_s": target.nearest.estimate.tpot,
+            "nearest_memory": target.nearest.memory,
+        },
+    }  # fmt: skip

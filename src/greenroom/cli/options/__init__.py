@@ -1,0 +1,1 @@
+"""Command-line options, made from the config dataclasses."""

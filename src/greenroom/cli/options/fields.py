@@ -1,0 +1,107 @@
+"""Options from config dataclasses: name, type, default, help and place are written there once."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from greenroom.cli.options.parser import Parser
+from greenroom.config import GROUPS, flag, options_in
+from greenroom.config.option import REQUIRED
+
+Config = TypeVar("Config")
+
+
+def add_options(
+    parser: Parser,
+    config: type,
+    title: str | None = None,
+    names: Sequence[str] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """One option a field, under `title`, else in the group of its field.
+
+    names: only these fields
+    texts: help of options that mean something else to this command
+    """
+    types = typing.get_type_hints(config)
+    wanted = [each for each in options_in(config) if names is None or each.name in names]
+    titles = [title or each.metadata["group"] or "options" for each in wanted]
+    order = [*dict.fromkeys(each for each in titles if each not in GROUPS), *GROUPS]
+    groups = {each: _group(parser, each) for each in order if each in titles}
+    for each, group in zip(wanted, titles, strict=True):
+        about = each.metadata
+        text = (texts or {}).get(each.name, about["help"])
+        if each.default is False:
+            groups[group].add_argument(flag(each.name), action=_Flag, help=text)
+            continue
+        if each.default not in (None, REQUIRED) and "default" not in text:
+            text += " (default: %(default)s)"
+        choices = about["choices"]
+        groups[group].add_argument(
+            flag(each.name),
+            action=_Given,
+            type=_kind(types[each.name]),
+            required=each.default is REQUIRED,
+            default=None if each.default is REQUIRED else each.default,
+            metavar="|".join(choices) if choices else about["metavar"],
+            help=text,
+        )
+    parser.show(*(each.name for each in wanted if each.metadata["shown"]))
+
+
+def _group(parser: Parser, title: str) -> Any:
+    """The group of that title, which several configs may have."""
+    found = (each for each in parser._action_groups if each.title == title)
+    return next(found, None) or parser.add_argument_group(title)
+
+
+def _kind(hint: Any) -> Any:
+    """What a text becomes, of a type such as `float | None`."""
+    kinds = [each for each in (str, Path, float, int) if each in (typing.get_args(hint) or (hint,))]
+    return kinds[0]
+
+
+def add_model(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a hub id, or demo")
+
+
+def add_verbose(parser: Parser) -> None:
+    parser.add_argument(
+        "--verbose", action="store_true",
+        help="a longer start-up line: where all is, and the options that give the same again",
+    )  # fmt: skip
+    parser.show("verbose")
+
+
+class _Given(argparse.Action):
+    """Stores a value, and remembers that the user gave it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {**given(namespace), self.dest: values}
+
+
+class _Flag(_Given):
+    """A flag without a value."""
+
+    def __init__(self, option_strings: Any, dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        super().__call__(parser, namespace, True, option)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of configs that the user gave, whatever their defaults are."""
+    return dict(getattr(args, "given", {}))
+
+
+def take(args: argparse.Namespace, config: type[Config]) -> Config:
+    """The config that the arguments say, checked; fields that the command has no option for keep
+    their defaults."""
+    names = [each.name for each in options_in(config) if hasattr(args, each.name)]
+    return config(**{name: getattr(args, name) for name in names})

@@ -1,0 +1,76 @@
+"""The parser of all commands: its mistakes are one line, its help shows what people use."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from greenroom.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose own errors are one line, as all others are; options are not abbreviated.
+
+    A command with many options names those that people use; --help-all shows the others too.
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})  # type: ignore[arg-type]
+        self._common: set[str] = set()
+
+    def show(self, *names: str) -> None:
+        """Have --help show these options, of the rest only those that must be given."""
+        if names and not self._common:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+            self._common = {"help", "help_all"}
+        self._common.update(names)
+
+    def format_help(self) -> str:
+        rare = [
+            action
+            for action in self._actions
+            if action.option_strings and not action.required and action.dest not in self._common
+        ]
+        if not self._common:
+            return super().format_help()
+        texts = [action.help for action in rare]
+        self.epilog = f"{len(rare)} more options: {self.prog} --help-all"
+        try:
+            for action in rare:
+                action.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            self.epilog = None
+            for action, text in zip(rare, texts, strict=True):
+                action.help = text
+
+    def format_all(self) -> str:
+        """The help with every option, in groups."""
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None:
+    """A command for each module: its HELP, `add_to` for its options, and `main`, which a group of
+    commands does not have."""
+    parser.set_defaults(main=lambda args: print(parser.format_help(), end=""))
+    below = parser.add_subparsers(dest=dest, metavar="COMMAND")
+    for name, module in commands.items():
+        made = below.add_parser(name, help=module.HELP, description=module.HELP)
+        if hasattr(module, "main"):
+            made.set_defaults(main=module.main)
+        module.add_to(made)
+
+
+class _HelpAll(argparse.Action):
+    """--help-all"""
+
+    def __init__(self, option_strings: Any, dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        print(parser.format_all(), end="")
+        parser.exit()

@@ -1,0 +1,1 @@
+"""What `greenroom simulate` makes of its options: studies, systems, costs, the report."""

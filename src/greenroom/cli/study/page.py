@@ -1,0 +1,85 @@
+"""The report of `greenroom simulate`: what to draw, from a study and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from greenroom.config import SimulateConfig
+from greenroom.core.cache.scope import name_of
+from greenroom.sim.curves import opt_curve
+from greenroom.sim.report import Report
+from greenroom.sim.study import Cell, Row, Study, counts, grid
+
+Go = Callable[[Study, list[Cell]], list[Row]]
+
+
+def page(
+    source: Path,
+    config: SimulateConfig,
+    study: Study,
+    cells: list[Cell],
+    rows: list[Row],
+    go: Go,
+    command: str,
+) -> str:
+    """HTML, of the trace `source`. Curves have more points than were asked for; `go` runs the
+    cells that lack.
+
+    They are of misses without prefetching, which depend on no machine.
+    """
+    trace, counted = study.trace, replace(study, costs=None)
+    experts = int(trace.offsets[-1])
+    least = 1 if study.scope == "shared" else trace.layers
+    points = list(grid([cell.capacity for cell in cells], experts, least))
+    names = list(dict.fromkeys(cell.policy for cell in cells))
+    wanted = [Cell(name, n, config.pin) for name in names for n in points]
+    known: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
+    lacking = [cell for cell in dict.fromkeys(wanted) if cell not in known]
+    known |= dict(zip(lacking, go(counted, lacking), strict=True))
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        return [(n, known[Cell(name, n, config.pin)]["miss_ratio"]) for n in points]
+
+    settings: dict[str, Any] = {
+        "order": study.order,
+        "scope": name_of(study.scope),
+        "pin": config.pin,
+    }
+    settings |= {"seed": study.seed} if study.seed else {}
+    settings |= {"reset": "per request"} if study.reset else {}
+    return Report(
+        title=str(trace.meta.get("model", source.name)),
+        facts=[
+            ("trace", str(source)),
+            ("tokens", f"{trace.tokens:,}"),
+            ("requests", f"{trace.requests:,}"),
+            ("layers", f"{trace.layers:,}"),
+            ("experts", f"{experts:,}"),
+            ("top-k", f"{trace.top_k}"),
+            *((key, str(trace.meta[key])) for key in ("provenance", "note") if key in trace.meta),
+            *([("machine", config.machine)] if config.machine else []),
+        ],
+        settings=settings,
+        command=command,
+        experts=experts,
+        tokens=trace.tokens,
+        curves={known[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
+        floor=floor(study, points),
+        counts=counts(trace),
+        rows=rows,
+    ).html()
+
+
+def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
+    """OPT's miss ratio without pinning, at these capacities and about 200 others."""
+    found = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
+    step = max(1, found.capacities.size // 200)
+    shown = np.isin(found.capacities, points)
+    shown[::step] = True
+    ratios = found.misses[shown] / max(1, found.requests)
+    return list(zip(found.capacities[shown].tolist(), ratios.tolist(), strict=True))

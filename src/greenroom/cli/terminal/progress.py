@@ -1,0 +1,91 @@
+"""What a command is doing, on standard error: from its first second on, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+EVERY_S = 5.0  # between two lines in a file
+CLEAR = "\r\x1b[2K"
+
+
+class Progress(contextlib.AbstractContextManager["Progress"]):
+    """On a terminal one line, which is replaced and goes away; in a file a line at once and later
+    one for what is new, not more often than every EVERY_S. All end in " ..."."""
+
+    def __init__(self, first: str | None = None) -> None:
+        self._live = sys.stderr is not None and sys.stderr.isatty()
+        self._due, self._shown, self._what = 0.0, "", ""
+        self._began = time.monotonic()
+        self._above = _Above(self)
+        if self._live:
+            logging.getLogger("greenroom").addHandler(self._above)
+        if first is not None:
+            self.say(first)
+
+    def say(self, what: str, done: float = 0, of: float = 0) -> None:
+        """What is being done now, and how much of it is: then also when it will be."""
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._began = what, now
+        text = what
+        if of:
+            text += f" {done / of:.0%}"
+            if done and now - self._began > 1:
+                text += f", {_time((now - self._began) * (of - done) / done)} left"
+        if text == self._shown or (not self._live and now < self._due):
+            return
+        self._due, self._shown = now + EVERY_S, text
+        line = f"{CLEAR}{text} ..." if self._live else f"{text} ...\n"
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+    def of(self, name: str) -> Callable[[float, str], None]:
+        """What a function is to be given that reports a share and what begins."""
+        return lambda share, what: self.say(f"{name}: {what}")
+
+    def clear(self) -> None:
+        """Make room for other output."""
+        if self._live and self._shown:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(CLEAR)
+                sys.stderr.flush()
+        self._shown = ""
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+        logging.getLogger("greenroom").removeHandler(self._above)
+
+
+class _Above(logging.Handler):
+    """Warnings take the line's place on a terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.clear()
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def quiet(progress: Progress | None = None) -> None:
+    """No bars of transformers and of the hub: what is downloaded is said by a line of our own."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    from greenroom.hf.checkpoint.hub import Bytes
+
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    if progress is not None:
+        Bytes.said_to = partial(progress.say, "downloading")

@@ -1,0 +1,1 @@
+"""`greenroom trace`: one file a command."""

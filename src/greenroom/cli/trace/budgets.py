@@ -1,0 +1,90 @@
+"""`greenroom trace budgets TRACE -o FILE`: how many slots each layer should have, from a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli.options.fields import add_options, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.study.timing import costs_of
+from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.progress import Progress
+from greenroom.config import BUDGETS, BudgetsConfig
+from greenroom.errors import UsageError
+
+if TYPE_CHECKING:
+    from greenroom.core.cost import Costs
+    from greenroom.trace import Trace
+
+HELP = "how many slots each layer should have, for --scope FILE (and --split FILE)"
+VERSION = 1
+
+
+def add_to(parser: Parser) -> None:
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
+    add_options(parser, BudgetsConfig)
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", required=True, type=Path, help="the JSON file to write"
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    config = take(args, BudgetsConfig)
+    check_target(args.out)
+    with Progress(f"reading {args.trace}") as progress:
+        from greenroom.sim.study import capacities
+        from greenroom.trace import load
+
+        trace = load(args.trace)
+        if config.limit is not None:
+            trace = trace.head(config.limit)
+        slots = capacities(config.capacity, int(trace.offsets[-1]))
+        if len(slots) != 1:
+            raise UsageError(f"--capacity is one number here, got {config.capacity}")
+        progress.say("sharing out slots")
+        found = budgets(config, trace, slots[0])
+    made = {
+        "format": BUDGETS, "version": VERSION, "model": trace.meta.get("model"),
+        "method": config.method, "capacity": slots[0], **found,
+    }  # fmt: skip
+    write_whole(args.out, json.dumps(made, indent=1) + "\n")
+    shown = ", ".join(f"{n:g}" for n in found["slots"])
+    print(f"{args.out}: {slots[0]} slots as {shown}")
+    if "split" in found:
+        print("top segments " + ", ".join(f"{share:.2f}" for share in found["split"]))
+
+
+def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any]:
+    """`slots` of each layer and, of moepic, `split`."""
+    from greenroom.plan.budgets import METHODS as BY_TABLES
+    from greenroom.plan.budgets import exposed_tables, miss_tables
+    from greenroom.trace import stream
+
+    requests = stream(trace, "runtime")
+    if config.machine is None:
+        tables = miss_tables(requests, trace.offsets)
+    else:
+        costs, expert_bytes = costs_of(config, trace)
+        if config.method == "moepic":
+            return moepic(config, trace, capacity, costs, expert_bytes)
+        tables = exposed_tables(requests, trace.offsets, costs, expert_bytes)
+    return {"slots": BY_TABLES[config.method](tables, capacity)}
+
+
+def moepic(
+    config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
+) -> dict[str, Any]:
+    """Algorithm 1 over what the trace's decoded tokens activated and what had been predicted."""
+    from greenroom.plan.configurator import Latency, configure, layers_of
+    from greenroom.plan.recorded import activity_of
+
+    activity = activity_of(trace, config.predictions)
+    latency = Latency.of(costs, expert_bytes, trace.top_k)
+    chosen = configure(layers_of(activity), float(capacity), latency, config.zeta)
+    return {
+        "slots": [each.budget for each in chosen],
+        "split": [each.ratio for each in chosen],
+    }

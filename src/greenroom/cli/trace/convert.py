@@ -1,0 +1,28 @@
+"""`greenroom trace import FILE`: turn an npz, or a recording that did not end, into a trace."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress
+from greenroom.cli.trace.out import add_out, check_out, contents
+
+HELP = "turn an npz, or a recording that did not end, into a trace"
+
+
+def add_to(parser: Parser) -> None:
+    parser.add_argument("source", metavar="FILE", type=Path, help="an npz, a journal, or a trace")
+    add_out(parser)
+
+
+def main(args: argparse.Namespace) -> None:
+    check_out(args.out)
+
+    with Progress(f"reading {args.source}"):
+        from greenroom.trace import load, save
+
+        trace = load(args.source)
+        save(trace, args.out)
+    print(f"{args.out}: {contents(trace)}")

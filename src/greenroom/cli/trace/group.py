@@ -1,0 +1,16 @@
+"""`greenroom trace`: make traces of routing, and look into them."""
+
+from __future__ import annotations
+
+from greenroom.cli.options.parser import Parser, add_commands
+from greenroom.cli.trace import budgets, convert, hot, info, record, synth
+
+HELP = "record which experts prompts use, and look into such traces"
+
+
+def add_to(parser: Parser) -> None:
+    commands = {
+        "record": record, "import": convert, "info": info, "synth": synth, "budgets": budgets,
+        "hot": hot,
+    }  # fmt: skip
+    add_commands(parser, "part", commands)

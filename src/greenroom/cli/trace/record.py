@@ -1,0 +1,111 @@
+"""`greenroom trace record MODEL`: record the routing of a model that answers prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from greenroom.cli.early.checks import check_early
+from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
+from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.trace.out import add_out, check_out, contents
+from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
+from greenroom.hf.checkpoint.names import check_name
+
+if TYPE_CHECKING:
+    from greenroom.runtime.driver.stats import Stats
+    from greenroom.trace.prompts import Prompt
+
+HELP = "record the routing of a model that answers prompts"
+
+
+def add_to(parser: Parser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--prompts", metavar="FILE", required=True, type=Path,
+        help="a prompt a line, or JSON lines with prompt or messages, and label",
+    )  # fmt: skip
+    add_out(parser)
+    add_options(parser, RecordConfig, "what to record")
+    add_options(parser, SamplingConfig, "sampling")
+    add_verbose(parser)
+    add_options(parser, LoadConfig)
+
+
+def main(args: argparse.Namespace) -> None:
+    load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
+    recording = take(args, RecordConfig)
+    check_early(load)
+    check_out(args.out)
+
+    from greenroom.trace.prompts import read_prompts
+
+    prompts = read_prompts(args.prompts)
+    check_name(args.model)
+    with Progress(f"{args.model}: starting") as progress:
+        stats = _recorded(args, load, sampling, recording, prompts, progress)
+
+    from greenroom.trace import load as load_trace
+
+    print(f"{args.out}: {contents(load_trace(args.out))}")
+    print(
+        f"asked of the cache: {stats.expert_requests} requests,"
+        f" {stats.expert_requests - stats.expert_hits} misses ({stats.capacity} slots,"
+        f" {stats.policy})",
+        file=sys.stderr,
+    )
+
+
+def _recorded(
+    args: argparse.Namespace,
+    load: LoadConfig,
+    sampling: SamplingConfig,
+    recording: RecordConfig,
+    prompts: list[Prompt],
+    progress: Progress,
+) -> Stats:
+    """Load the model, have it answer the prompts, write the trace."""
+    from greenroom.hf.load.load import load_with
+    from greenroom.hf.load.report import startup_line
+    from greenroom.hf.measure.recording import record
+    from greenroom.runtime.recording.forecasts import choices
+    from greenroom.trace.journal import journal_of
+
+    if recording.predict is not None:
+        choices(recording.predict)  # a name that is wrong is found before a model is loaded
+    quiet(progress)
+    model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
+    began = False
+
+    def recorded(done: int, tokens: int) -> None:
+        nonlocal began
+        began = True
+        if done and not tokens:
+            progress.clear()
+            print(f"going on after {done} requests of an earlier run", file=sys.stderr)
+        progress.say("recording requests", done, len(prompts))
+
+    try:
+        progress.clear()
+        print(startup_line(args.model, model, load, args.verbose), file=sys.stderr, flush=True)
+        model.greenroom.reset_stats()
+        record(
+            model, tokenizer, prompts, args.out,
+            sampling=sampling, recording=recording, name=args.model, on_request=recorded,
+        )  # fmt: skip
+        stats: Stats = model.greenroom.stats()
+    except BaseException as error:
+        if began and (journal := journal_of(args.out)).exists():
+            kept = f"what was recorded is in {journal}: the same command goes on"
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (kept,)
+            else:
+                progress.clear()
+                print(kept, file=sys.stderr)
+        raise
+    finally:
+        model.greenroom.detach()
+    return stats

@@ -1,0 +1,330 @@
+"""The cache: which piece has which slot. Compiled, and bound to one policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.cache import serving
+from greenroom.core.cache.bound import bind
+from greenroom.core.cache.scope import Scope
+from greenroom.core.cache.state import empty_state, group_sizes, preload
+from greenroom.core.pieces import Ints, Pieces
+from greenroom.core.policy import (
+    NO_ROWS,
+    NO_WEIGHTS,
+    Now,
+    Policy,
+    Rows,
+    State,
+    Weights,
+)
+from greenroom.core.stream import Stream
+from greenroom.errors import BudgetError, UnknownName, UsageError
+
+PINS = ("step", "none")
+Flags = serving.Flags
+NOBODY = np.empty(0, np.bool_)
+
+
+def check_pin(pin: str) -> None:
+    """UnknownName unless it says how a step's pieces are protected."""
+    if pin not in PINS:
+        raise UnknownName("pin", pin, PINS)
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of a step's requests, in their order.
+
+    `slots[i]` is where request i is or will be (-1: it passes through a scratch slot), `hits[i]` is
+    1 where it already was, `evicted[i]` is the piece that made room, or -1. `pinned` says that the
+    step's pieces await a `release`; `misses` of them were not there.
+    """
+
+    slots: Ints
+    hits: Ints
+    evicted: Ints
+    pinned: bool
+    misses: int
+
+
+class Cache:
+    """Slots for pieces, in groups of a fixed capacity, under one policy.
+
+    A piece has a slot of its home's alone. Each of several devices has a policy of its own, which
+    knows the pieces that live there; their slots lie in the same arrays, one after another.
+
+    A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
+    pieces of a step are pinned while it is served, unless their group has fewer slots than the
+    step asks of it. `trace` is for policies that must know the whole of it.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        capacity: int,
+        policy: Policy,
+        scope: Scope = "shared",
+        seed: int = 0,
+        trace: Stream | None = None,
+    ) -> None:
+        self.pieces, self.policy, self.scope = pieces, policy, scope
+        self._layers = pieces.layers
+        self._bound = bind(policy)
+        if pieces.devices > 1 and policy.needs_trace:
+            raise UsageError(f"policy {policy.name} decides beforehand, for one device alone")
+        sizes = group_sizes(pieces, capacity, scope)
+        self.state = self._empty(sizes)
+        self._parts = self._divided()
+        each, self.own = len(sizes) // pieces.devices, []
+        for device, part in enumerate(self._parts):
+            own = tuple(sizes[device * each : (device + 1) * each])
+            setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
+            self.own.append(policy.memory(setup))
+            if policy.preload is not None:
+                preload(self.state, policy.preload(setup))
+        self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
+        self.now = Now(0, 0, -1, 0, 0)  # of the step served last
+        self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
+
+    def _empty(self, sizes: list[int]) -> State:
+        pieces, each = self.pieces, len(sizes) // self.pieces.devices
+        self._sizes = sizes
+        if pieces.devices == 1:
+            return empty_state(pieces.layer, sizes)
+        return empty_state(
+            pieces.layer, sizes, pieces.home * each + (pieces.layer if each > 1 else 0)
+        )
+
+    def _divided(self) -> list[State]:
+        """The state as each device's policy sees it: its own groups, in the same arrays."""
+        devices, state, layer = self.pieces.devices, self.state, self.pieces.layer
+        if devices == 1:
+            return [state]
+        each = state.free_count.size // devices
+        group_of = layer.astype(np.int64) if each > 1 else np.zeros(layer.size, np.int64)
+        return [
+            state._replace(
+                group_of=group_of,
+                first=state.first[d * each : (d + 1) * each + 1],
+                free_count=state.free_count[d * each : (d + 1) * each],
+            )
+            for d in range(devices)
+        ]
+
+    @property
+    def capacity(self) -> int:
+        return self.state.piece_in.size
+
+    @property
+    def groups(self) -> int:
+        """Budgets that do not share slots."""
+        return self.state.free_count.size
+
+    def serve(
+        self,
+        pieces: Ints,
+        now: int,
+        pin: str = "step",
+        *,
+        token: int | None = None,
+        request: int = 0,
+        rows: Rows | None = None,
+        weights: Weights | None = None,
+        fill: int = -1,
+        aside: Flags = NOBODY,
+    ) -> Served:
+        """Request distinct pieces of one layer, in this order, at logical time `now`.
+
+        `token` is the pass (now // layers where it is not given), `request` the prompt; `rows` and
+        `weights` are as in `Stream`. With pin="step" the pieces stay pinned until `release`; a step
+        larger than its group is not. Misses that are `aside` get no slot.
+        """
+        if pin != "step":
+            check_pin(pin)
+        piece = int(pieces[0]) if pieces.size else 0
+        pinned = pin == "step" and (fill >= 0 or self.fits(pieces))
+        self.now = at = Now(
+            now,
+            now // self._layers if token is None else token,
+            request,
+            int(self.pieces.layer[piece]),
+            self._told[0][1],
+        )
+        rows = NO_ROWS if rows is None else rows
+        weights = NO_WEIGHTS if weights is None else weights
+        misses = 0
+        if self.pieces.devices == 1:
+            out = np.empty((3, pieces.size), np.int64)
+            misses = self._serve(0, pieces, rows, weights, at, pinned, fill, aside, out)
+        else:
+            out = np.empty((3, pieces.size), np.int64)
+            home, devices = self.pieces.home[pieces], self.pieces.devices
+            for device in {*home.tolist()}:
+                mine = np.flatnonzero(home == device)
+                share = fill if fill < 0 else fill // devices + (device < fill % devices)
+                part = np.empty((3, mine.size), np.int64)
+                misses += self._serve(
+                    device,
+                    pieces[mine],
+                    rows[mine] if rows.size else rows,
+                    weights[mine] if weights.size else weights,
+                    at._replace(index=self._told[device][1]),
+                    pinned,
+                    share,
+                    aside[mine] if aside.size else aside,
+                    part,
+                )
+                out[:, mine] = part
+        return Served(out[0], out[1], out[2], pinned, misses)
+
+    def _serve(
+        self,
+        device: int,
+        pieces: Ints,
+        rows: Rows,
+        weights: Weights,
+        at: Now,
+        pinned: bool,
+        fill: int,
+        aside: Flags,
+        out: Ints,
+    ) -> int:
+        """A step's pieces of one device: fills `out` [3, n] as `Served` has it; how many missed."""
+        begins = at.request != self._told[device][0]
+        self._told[device] = at.request, at.index + pieces.size
+        misses: int = self._bound.serve(
+            self._parts[device], self.own[device], pieces, rows, weights, at, begins, pinned, fill,
+            aside, out,
+        )  # fmt: skip
+        if misses < 0:
+            raise RuntimeError("no piece can be evicted: every resident is pinned")
+        return misses
+
+    def _at(self, piece: int) -> tuple[State, Any, Now]:
+        """What a policy is asked with about a piece, between steps."""
+        device = int(self.pieces.home[piece])
+        now = self.now._replace(index=self._told[device][1])
+        return self._parts[device], self.own[device], now
+
+    def keep(self, pieces: Ints) -> None:
+        """Let these pieces, and no longer those of before, stay once they are there.
+
+        BudgetError where they would leave a group no slot for others.
+        """
+        self.check_kept([self.size(group) for group in range(self.groups)], pieces)
+        self.state.pinned[self.kept] -= 1
+        self.kept = np.sort(pieces)
+        self.state.pinned[self.kept] += 1
+
+    def check_kept(self, sizes: Sequence[int], kept: Ints | None = None) -> None:
+        """BudgetError where groups of these sizes would have no slot beside what is kept (or shall
+        be)."""
+        kept = self.kept if kept is None else kept
+        of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
+        for size, count in zip(sizes, of_groups.tolist(), strict=True):
+            if count >= size:
+                raise BudgetError(
+                    f"{count} pinned experts leave none of {size} slots for the others: pin fewer,"
+                    f" or have more than {count} slots"
+                )
+
+    def fits(self, pieces: Ints) -> bool:
+        """Whether a step's pieces can all have slots at the same time."""
+        if self.pieces.devices == 1 and not self.kept.size and pieces.size:
+            return bool(pieces.size <= self._sizes[self.state.group_of[pieces[0]]])
+        return all(size <= self.open(group) for group, size in self.asked(pieces).items())
+
+    def open(self, group: int) -> int:
+        """Slots of a group that are nobody's for good."""
+        if not self.kept.size:
+            return self.size(group)
+        return self.size(group) - int((self.state.group_of[self.kept] == group).sum())
+
+    def asked(self, pieces: Ints) -> dict[int, int]:
+        """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
+        if self.kept.size:
+            pieces = pieces[~np.isin(pieces, self.kept)]
+        if not pieces.size:
+            return {}
+        if self.pieces.devices == 1:  # a step is of one layer
+            return {int(self.state.group_of[pieces[0]]): int(pieces.size)}
+        return Counter(self.state.group_of[pieces].tolist())
+
+    def size(self, group: int) -> int:
+        """Slots of a group."""
+        return int(self.state.first[group + 1] - self.state.first[group])
+
+    def release(self, pieces: Ints) -> None:
+        """Undo the pins of a step that is over."""
+        self.state.pinned[pieces] -= 1
+
+    def remove(self, piece: int, now: int) -> None:
+        """Forget a piece whose bytes did not arrive."""
+        if self.state.slot_of[piece] >= 0:
+            state, own, at = self._at(piece)
+            self._bound.evict(state, own, piece, at)
+
+    def borrow(self, piece: int) -> tuple[int, int]:
+        """Take a slot that this piece may have out of the cache, by evicting where none is free.
+
+        (slot, evicted piece or -1), the slot -1 where all are pinned. The policy learns of no
+        insertion. It is to come back by `give_back`.
+        """
+        state, own, at = self._at(piece)
+        slot, evicted = self._bound.borrow(state, own, piece, at)
+        return int(slot), int(evicted)
+
+    def admit(self, piece: int, slot: int) -> None:
+        """A piece has come into a slot that was borrowed for it, and is a resident from now on: the
+        policy hears of an insertion."""
+        self.give_back(slot)
+        state, own, at = self._at(piece)
+        self._bound.admit(state, own, piece, at)
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was borrowed is free again."""
+        state = self.state
+        group = int(np.searchsorted(state.first, slot, side="right")) - 1
+        state.free[state.first[group] + state.free_count[group]] = slot
+        state.free_count[group] += 1
+
+    def room(self, layer: int) -> int:
+        """Slots that a layer's pieces may have: those of its groups."""
+        begin, end = self.pieces.offsets[layer : layer + 2]
+        if self.pieces.devices == 1:
+            end = begin + 1
+        return sum(map(self.size, {*self.state.group_of[begin:end].tolist()}))
+
+    def residents(self) -> Ints:
+        """Pieces that have a slot, ascending."""
+        return np.sort(self.state.piece_in[self.state.piece_in >= 0])
+
+    def resize(self, capacity: int) -> None:
+        """Change the number of slots; victims go by the policy, others may change their slot."""
+        state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
+        self.check_kept(sizes)
+        each = len(sizes) // self.pieces.devices
+        for group, size in enumerate(sizes):
+            held = [p for p in self.residents() if state.group_of[p] == group]
+            for _ in range(len(held) - size):
+                part, own, at = self._at(held[0])
+                if self._bound.evict_victim(part, own, group % each, at) < 0:
+                    raise RuntimeError("a pinned piece cannot be evicted")
+        residents = self.residents()
+        self.state = self._empty(sizes)._replace(pinned=state.pinned)
+        self._parts = self._divided()
+        preload(self.state, residents)
+
+
+def compile_for(policy: Policy) -> None:
+    """Compile a policy's step now, and a loan; the first request would otherwise wait for it."""
+    cache, piece = Cache(Pieces.whole([0, 1], [1]), 1, policy), np.zeros(1, np.int64)
+    cache.serve(piece, 0)
+    cache.release(piece)
+    cache.borrow(0)

@@ -1,0 +1,135 @@
+"""How a step is served, for any policy: templates that are compiled with a policy's functions.
+
+`with_parts` puts the policy's own functions in place of the names below, and compiled ones in place
+of `evict` and `miss`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.pieces import Ints
+from greenroom.core.policy import Ids, Now, Rows, State, Weights
+
+Flags = NDArray[np.bool_]
+BYPASS, STUCK = -1, -2  # in place of a slot: not brought in; nothing can be evicted
+
+# A policy's functions.
+victim: Any = None
+on_hit: Any = None
+on_insert: Any = None
+on_evict: Any = None
+on_step: Any = None
+on_request: Any = None
+bypass = False
+
+
+def evict(state: State, own: Any, piece: int, now: Now) -> None:
+    slot, group = state.slot_of[piece], state.group_of[piece]
+    on_evict(state, own, piece, now)
+    state.slot_of[piece] = -1
+    state.piece_in[slot] = -1
+    state.free[state.first[group] + state.free_count[group]] = slot
+    state.free_count[group] += 1
+
+
+def miss(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+    """Find a slot for a piece; what had it is evicted. (slot, evicted piece or -1)."""
+    if bypass:
+        return BYPASS, -1
+    group = state.group_of[piece]
+    evicted = -1
+    if state.free_count[group] == 0:
+        evicted = victim(state, own, group, piece, now)
+        if evicted < 0:
+            return STUCK, -1
+        on_evict(state, own, evicted, now)
+        slot = state.slot_of[evicted]
+        state.slot_of[evicted] = -1
+    else:
+        state.free_count[group] -= 1
+        slot = state.free[state.first[group] + state.free_count[group]]
+    state.slot_of[piece], state.piece_in[slot] = slot, piece
+    on_insert(state, own, piece, now)
+    return slot, evicted
+
+
+def admit(state: State, own: Any, piece: int, now: Now) -> int:
+    """Take a piece in that is there already. Its slot, or BYPASS."""
+    slot: int = miss(state, own, piece, now)[0]
+    return slot
+
+
+def borrow(state: State, own: Any, piece: int, now: Now) -> tuple[int, int]:
+    """Take a slot out of the cache for a piece that the policy is not told of.
+
+    (slot, evicted piece or -1); the slot is -1 where nothing can be evicted.
+    """
+    group, evicted = state.group_of[piece], -1
+    if state.free_count[group] == 0:
+        evicted = int(victim(state, own, group, piece, now))
+        if evicted < 0:
+            return -1, -1
+        evict(state, own, evicted, now)
+    state.free_count[group] -= 1
+    return state.free[state.first[group] + state.free_count[group]], evicted
+
+
+def serve(
+    state: State,
+    own: Any,
+    pieces: Ids,
+    rows: Rows,
+    weights: Weights,
+    now: Now,
+    begins: bool,
+    pin: bool,
+    fill: int,
+    aside: Flags,
+    out: Ints,
+) -> int:
+    """Request the pieces one by one; out [3, n]: slots, hits, evicted. How many missed; STUCK
+    where nothing can be evicted.
+
+    With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
+    the others pass by. So do misses that are `aside` ([n], or empty).
+    """
+    if begins:
+        on_request(state, own, now)
+    on_step(state, own, pieces, rows, weights, now)
+    if pin:
+        for piece in pieces:
+            state.pinned[piece] += 1
+    missed = 0
+    for i in range(pieces.size):
+        piece = pieces[i]
+        at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
+        out[0, i], out[1, i], out[2, i] = state.slot_of[piece], 1, -1
+        if out[0, i] >= 0:
+            on_hit(state, own, piece, at)
+        else:
+            out[1, i] = 0
+            missed += 1
+            if aside.size and aside[i]:
+                out[0, i] = BYPASS
+                continue
+            if fill >= 0:
+                if fill == 0 or state.free_count[state.group_of[piece]] == 0:
+                    out[0, i] = BYPASS
+                    continue
+                fill -= 1
+            out[0, i], out[2, i] = miss(state, own, piece, at)
+            if out[0, i] == STUCK:
+                return STUCK
+    return missed
+
+
+def evict_victim(state: State, own: Any, group: int, now: Now) -> int:
+    """Evict the policy's victim of a group. The piece, or -1 where all are pinned."""
+    piece = int(victim(state, own, group, -1, now))
+    if piece >= 0:
+        evict(state, own, piece, now)
+    return piece

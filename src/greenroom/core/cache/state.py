@@ -1,0 +1,60 @@
+"""The arrays of a cache: groups of slots, and the experts in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from greenroom.core.cache.scope import Scope, exact_slots, split_capacity, top_slots
+from greenroom.core.pieces import Ints, Pieces
+from greenroom.core.policy import State
+
+
+def group_sizes(pieces: Pieces, capacity: int, scope: Scope) -> list[int]:
+    """Slots of each group: a device has groups of its own, and theirs follow one another.
+
+    Where experts are split, `capacity` is in whole experts' slots, and what they take beside the
+    bottoms' own becomes slots of tops; so it is with low-precision copies.
+    """
+    if pieces.split is not None:
+        return top_slots(pieces, pieces.split, capacity, scope)
+    if pieces.copies is not None:
+        capacity = exact_slots(pieces.copies, capacity)
+    sizes: list[int] = []
+    for device, share in enumerate(pieces.shares(capacity)):
+        at_home = np.bincount(pieces.layer[pieces.home == device], minlength=pieces.layers)
+        sizes += split_capacity(share, pieces.layers, scope, at_home.tolist())
+    return sizes
+
+
+def empty_state(layer: Ints, sizes: Sequence[int], group_of: Ints | None = None) -> State:
+    """A cache of groups of these sizes with nothing in it; `layer` [P] is each piece's.
+
+    Without `group_of` [P] there is one group for all layers, or one a layer.
+    """
+    if group_of is None:
+        group_of = np.zeros(layer.size, np.int64) if len(sizes) == 1 else layer.astype(np.int64)
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    total = int(first[-1])
+    # Stacks: the lowest slot of a group is on top.
+    free = [slot for a, b in pairwise(first.tolist()) for slot in range(b - 1, a - 1, -1)]
+    return State(
+        slot_of=np.full(layer.size, -1, np.int64),
+        piece_in=np.full(total, -1, np.int64),
+        pinned=np.zeros(layer.size, np.int64),
+        group_of=group_of,
+        free=np.array(free, np.int64),
+        first=first,
+        free_count=np.asarray(sizes, np.int64),
+    )
+
+
+def preload(state: State, pieces: Ints) -> None:
+    """Give slots to pieces that are there from the start."""
+    for piece in pieces.tolist():
+        group = state.group_of[piece]
+        state.free_count[group] -= 1
+        slot = state.free[state.first[group] + state.free_count[group]]
+        state.slot_of[piece], state.piece_in[slot] = slot, piece

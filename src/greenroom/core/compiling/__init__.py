@@ -1,0 +1,1 @@
+"""Compiled code on disk, under a digest of what it is made of."""

@@ -1,0 +1,152 @@
+"""Numba's compiled code on disk, under a digest of what it is made of.
+
+One file a function and signature; its name is the key, so a file is never out of date and nothing
+is locked. It is written beside and renamed; a damaged one does not have its checksum, and what it
+should hold is compiled again. Processes, installations and checkouts of one user share the folder.
+Where it cannot be written each process compiles what it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import bytecode, config, serialize, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+
+from greenroom.core.compiling.compile_folder import folder
+from greenroom.core.compiling.function_digest import FunctionDigest
+
+FORMAT = 1
+LIMIT = 256 << 20  # bytes of the folder; all of Greenroom's kernels and policies take 20 MiB
+SUFFIX = ".nbc"
+
+
+class CompileCache:
+    """What Numba asks for compiled versions of one function."""
+
+    def __init__(self, function: FunctionType, options: dict[str, Any]) -> None:
+        self._function, self._options = function, sorted(options.items())
+
+    def path(self, signature: Any, codegen: Any) -> Path:
+        """The file of a version."""
+        key = (sigutils.normalize_signature(signature), codegen.magic_tuple(), versions())
+        digest = FunctionDigest.of(self._function, self._options, key)
+        name = f"{self._function.__module__.rpartition('.')[2]}.{self._function.__name__}"
+        return folder() / f"{name}-{digest[:40]}{SUFFIX}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        """The compiled version for a signature, or None."""
+        target_context.refresh()
+        data = read(self.path(sig, target_context.codegen()))
+        return None if data is None else CompileResult._rebuild(target_context, *pickle.loads(data))
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        """Keep a compiled version, unless it has addresses of this process in it."""
+        if not data.library.has_dynamic_globals:
+            write(self.path(sig, data.codegen), serialize.dumps(data._reduce()))
+
+
+def jit(function: Any = None, /, **options: Any) -> Any:
+    """Numba's `njit` without the GIL; versions are looked for on disk before they are compiled."""
+    if function is None:
+        return partial(jit, **options)
+    compiled = numba.njit(nogil=True, **options)(function)
+    compiled._cache = CompileCache(function, options)
+    return compiled
+
+
+def entry_point(function: Any, signature: Any) -> Any:
+    """A function compiled for callers outside of Python, from disk where it is there."""
+    compiled: Any = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={})
+    compiled._cache = CompileCache(function, {"called from": "C"})
+    compiled.compile()
+    return compiled
+
+
+def with_parts(template: Any, parts: dict[str, Any]) -> FunctionType:
+    """A copy of a function that finds `parts` (compiled functions, constants) among its globals."""
+    scope = template.__globals__ | parts
+    made = FunctionType(template.__code__, scope, template.__name__, template.__defaults__)
+    made.__module__, made.__qualname__ = template.__module__, template.__qualname__
+    return made
+
+
+@cache
+def versions() -> tuple[Any, ...]:
+    """What compiled code depends on beside its sources, its signature and the processor."""
+    packages = numba.__version__, llvmlite.__version__, np.__version__
+    levels = config.OPT, config.LOOP_VECTORIZE, config.SLP_VECTORIZE, config.BOUNDSCHECK
+    return FORMAT, sys.version, packages, tuple(map(str, levels))
+
+
+def read(path: Path) -> bytes | None:
+    """What was written to a file; None where nothing was, or it is damaged."""
+    try:
+        data = path.read_bytes()
+        os.utime(path)  # used last are removed last
+    except OSError:
+        return None
+    checksum, data = data[:32], data[32:]
+    return data if hashlib.sha256(data).digest() == checksum else None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; those used longest ago make room. Nothing is kept where
+    the folder cannot be written."""
+    with suppress(OSError):
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(data).digest() + data)
+                file.close()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+        trim(path.parent, LIMIT)
+
+
+def trim(where: Path, limit: int) -> None:
+    """Remove the files used longest ago until the folder holds no more than `limit` bytes."""
+    with os.scandir(where) as entries:
+        files = [(s.st_mtime, s.st_size, e.path) for e in entries if (s := _status(e)) is not None]
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= limit:
+            return
+        with suppress(OSError):  # another process was first
+            os.unlink(path)
+        total -= size
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    with suppress(OSError):
+        return entry.stat()
+    return None
+
+
+class _UniqueIds:
+    """Numbers that make the symbols of Numba's functions unique.
+
+    Numba counts them in each process, so that two processes give one symbol to different code: a
+    third one that loads both would call the first in place of the second.
+    """
+
+    def __next__(self) -> int:
+        return int.from_bytes(os.urandom(8), "little")
+
+
+bytecode.FunctionIdentity._unique_ids = _UniqueIds()

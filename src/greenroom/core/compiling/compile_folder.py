@@ -1,0 +1,12 @@
+"""Where compiled code is kept, without an import of Numba."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def folder() -> Path:
+    """A folder of Greenroom's own in NUMBA_CACHE_DIR, or else in the user's cache folder."""
+    numba, user = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    return Path(numba or user or os.path.expanduser("~/.cache")) / "greenroom" / "compiled"

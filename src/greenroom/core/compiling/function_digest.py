@@ -1,0 +1,181 @@
+"""A digest of all that a function is compiled from.
+
+It covers the function's instructions and constants, and what its names stand for, followed through
+Greenroom's own functions, classes and tables. Comments, docstrings, annotations and line numbers
+are no part of it. Of other packages only the names that are used count: their versions belong into
+the caller's key.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from numba.core.types import Type
+from numba.extending import _Intrinsic
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+TABLES = (*PLAIN, tuple, list, dict, set, frozenset)
+# Of a class: what depends on its file, or on what else is in it.
+GENERATED = {"__module__", "__doc__", "__annotations__", "__dataclass_fields__", "__firstlineno__"}
+
+
+class FunctionDigest:
+    """A hash that values are added to. What has an identity is followed once."""
+
+    def __init__(self, module: str) -> None:
+        self._hash = hashlib.sha256()
+        self._own = {"greenroom", _package(module)}  # packages whose content counts
+        self._seen: dict[int, tuple[int, Any]] = {}  # id -> (number, what keeps the id taken)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *more: Any) -> str:
+        """The digest of a function, and of other values, in hexadecimal digits."""
+        digest = cls(function.__module__)
+        digest._all((function, function.__module__, function.__qualname__, more))
+        return digest._hash.hexdigest()
+
+    def add(self, value: Any) -> None:
+        """Add a value. TypeError where nothing tells it from others of its kind."""
+        kind = type(value)
+        if kind in PLAIN:
+            self._put(kind.__name__, repr(value))
+        elif kind is tuple:
+            self._put("tuple", len(value))
+            self._all(value)
+        elif kind is frozenset:
+            self._put("frozenset", *sorted(map(repr, value)))
+        elif id(value) in self._seen:
+            self._put("seen", self._seen[id(value)][0])
+        else:
+            self._seen[id(value)] = len(self._seen), value
+            self._follow(value)
+
+    def _put(self, *words: object) -> None:
+        text = "\0".join(map(str, words)).encode()
+        self._hash.update(b"%d:%b" % (len(text), text))
+
+    def _all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.add(value)
+
+    def _follow(self, value: Any) -> None:
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, ModuleType):
+            self._put("module", value.__name__)
+        elif isinstance(value, Dispatcher):
+            self.add((value.py_func, *sorted(value.targetoptions.items())))
+        elif isinstance(value, _Intrinsic):
+            self._put("intrinsic", value._prefer_literal)
+            self.add(value._defn)
+        elif isinstance(value, np.ndarray | np.generic):
+            self._put("array", value.dtype, value.shape, value.tobytes().hex())
+        elif hasattr(value, "__wrapped__"):  # functools.cache
+            self.add(value.__wrapped__)
+        else:
+            self.add(type(value))
+            self._instance(value)
+
+    def _instance(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self.add(tuple(value.items()))
+        elif isinstance(value, list | tuple):
+            self.add(tuple(value))
+        elif isinstance(value, set):
+            self.add(frozenset(value))
+        elif isinstance(value, functools.partial):
+            self.add((value.func, value.args, value.keywords))
+        elif isinstance(value, MethodType):
+            self.add((value.__func__, value.__self__))
+        elif isinstance(value, Enum):
+            self._put(value.name)
+        elif isinstance(value, Type):
+            self._put(value)
+            self.add(None if value.key is value else value.key)
+        elif is_dataclass(value):
+            self._all(getattr(value, field.name) for field in fields(value))
+        elif self._is_own(type(value).__module__):
+            self.add(vars(value))
+        elif " at 0x" in (text := repr(value)):
+            raise TypeError(f"no digest of {text}: it has nothing that is the same in each process")
+        else:
+            self._put(text)
+
+    def _is_own(self, module: str) -> bool:
+        return _package(module) in self._own
+
+    def _function(self, function: FunctionType) -> None:
+        if not self._is_own(function.__module__):
+            self._put("function", function.__module__, function.__qualname__)
+            return
+        code, names = _digest_of_code(function.__code__)
+        self._hash.update(code)
+        self.add((function.__defaults__, function.__kwdefaults__))
+        self._all(cell.cell_contents for cell in function.__closure__ or ())
+        scope = function.__globals__
+        for name in [name for name in names if name in scope]:
+            self._put("global", name)
+            self.add(scope[name])
+            if isinstance(scope[name], ModuleType) and self._is_own(scope[name].__name__):
+                parts = vars(scope[name])
+                self._all(parts[attribute] for attribute in names if attribute in parts)
+
+    def _class(self, kind: type) -> None:
+        self._put("class", kind.__module__, kind.__qualname__)
+        if not self._is_own(kind.__module__):
+            return
+        self.add(kind.__bases__)
+        for name, value in vars(kind).items():
+            if isinstance(value, FunctionType) and value.__code__.co_filename == "<string>":
+                continue  # made from the fields by dataclass or NamedTuple
+            self._put(name)
+            if isinstance(value, property):
+                value = value.fget, value.fset
+            elif isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            elif isinstance(value, functools.cached_property):
+                value = value.func
+            elif not isinstance(value, (FunctionType, *TABLES)) or name in GENERATED:
+                continue
+            self.add(value)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
+def _digest_of_code(code: CodeType) -> tuple[bytes, tuple[str, ...]]:
+    """The digest of instructions, and the names that they use, each once, in order."""
+    steps, used = bytearray(code.co_code), dict[int, int]()
+    beyond = 0
+    for i in range(0, len(steps), 2):  # number constants as they are used: not by a docstring
+        operation, argument = steps[i], beyond | steps[i + 1]
+        beyond = argument << 8 if operation == dis.EXTENDED_ARG else 0
+        if operation in dis.hasconst:
+            steps[i + 1] = used.setdefault(argument, len(used)) & 255
+    layout = (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    whole = hashlib.sha256(repr((bytes(steps), code.co_exceptiontable, layout, names)).encode())
+    found = dict.fromkeys(code.co_names)
+    for constant in map(code.co_consts.__getitem__, used):
+        if isinstance(constant, CodeType):
+            digest, inner = _digest_of_code(constant)
+            found |= dict.fromkeys(inner)
+        else:
+            unordered = isinstance(constant, frozenset)
+            digest = repr(sorted(map(repr, constant)) if unordered else constant).encode()
+        whole.update(b"%d:%b" % (len(digest), digest))
+    return whole.digest(), tuple(found)

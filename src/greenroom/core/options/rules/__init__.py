@@ -1,0 +1,1 @@
+"""Rules by which options decide, each without knowledge of slots and transfers."""

@@ -1,0 +1,1 @@
+"""What is fetched before it is asked for: predictions, their value, and the guard."""

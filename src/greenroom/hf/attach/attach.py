@@ -1,0 +1,380 @@
+"""Attach a cache of experts to a transformers model, and take it out again."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from transformers import PreTrainedModel
+
+from greenroom.core.build import build_scheduler
+from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.events import Resized
+from greenroom.core.options.rules.rates import Rates
+from greenroom.core.pieces import Pieces
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.prefetch.guard import Guard
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.errors import ClosedError, UnsupportedCall
+from greenroom.hf.attach import module_guard
+from greenroom.hf.attach.bindings import Bindings, Memory
+from greenroom.hf.attach.generation import GenerationSettings
+from greenroom.hf.attach.materialize import check as check_materialize
+from greenroom.hf.attach.materialize import materialize
+from greenroom.hf.attach.pass_hooks import PassHooks
+from greenroom.hf.attach.predictors import Beside, foresee
+from greenroom.hf.attach.task_pins import TaskPins
+from greenroom.hf.attach.weight_guard import WeightGuard
+from greenroom.hf.history import split_counts
+from greenroom.hf.history.split_counts import ObservedForesight, SplitCounts
+from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
+from greenroom.hf.memory.budget import experts_per_token
+from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
+from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import (
+    chunks_in,
+    host_tier,
+    make_slots,
+    memory_between,
+    open_store,
+    pieces_of,
+    slots_for,
+)
+from greenroom.plan.history import files, recent
+from greenroom.plan.history.recent import RecentRouting
+from greenroom.policies import policy as named_policy
+from greenroom.predictors import predictor
+from greenroom.predictors.compiling import compile_predictor
+from greenroom.runtime.cuda.calibrate import nominal
+from greenroom.runtime.driver.copier import Store
+from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.driver.meter import minus
+from greenroom.runtime.driver.stats import (
+    Stats,
+    host_stats,
+    lesser_stats,
+    link_stats,
+    prefetch_stats,
+    split_stats,
+)
+from greenroom.runtime.driver.timeline import Timeline
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.dense.accelerate import Accelerated
+from greenroom.runtime.kernels.dense.stored import dense_bytes
+from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.memory.system import peak_rss_bytes
+
+
+class Greenroom:
+    """A model's cache of experts: `model.greenroom`."""
+
+    def __init__(
+        self, model: PreTrainedModel, parts: ModelSetup, store: Store | None = None
+    ) -> None:
+        """`store` stands in for the checkpoint's own files, such as one in memory."""
+        module_guard.remove(model)  # of an earlier cache: modules are copied to other devices
+        self.parts, self._model = parts, weakref.ref(model)
+        self.generation: GenerationSettings | None = None  # as they were before `load` set its own
+        self.kernel: Kernel = kernel(kernels_of(parts))
+        self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
+        running = self._predictor(model)
+        name, self.predictor = "", None
+        if running:
+            name, self.predictor = next(iter(running.predictors.items()))
+        self._inputs = running.listen() if running else None
+        key = parts.fingerprint if parts.remember else ""
+        known = files.load_routing(key) if key else None
+        self._watch = SplitCounts(parts.catalog.offsets, known) if parts.watch else None
+        noted = key and files.enabled() and not model.config.is_encoder_decoder
+        self._recent = RecentRouting(parts.catalog.offsets, known) if noted else None
+        both = host_computes(parts)
+        self._ahead = slots_ahead(running.shape.top_k) if running else 0
+        if both or (parts.thresholds is not None and parts.thresholds.follow):
+            self._ahead = slots_ahead(experts_per_token(model))
+        self.engines = engines_for(parts)
+        self.engine = self.engines[0] if self.engines else None
+        self.driver, memory = self._driver(store, both)
+        self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
+        self._warm_start.restore()
+        self.warmed = 0  # experts that were read because of earlier runs
+        self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
+        self._close = weakref.finalize(model, self.driver.close)
+        self._base = replace(self.driver.scheduler.counts), self.driver.meter.copy()
+        self._tier_base, self._host_base = (0, 0), 0.0
+        self._hooks = PassHooks(
+            parts, self.driver, self._watch, self._recent, self.engine is not None
+        )
+        self._bindings = Bindings(self.kernel, self._modules, parts, memory)
+        hears = parts.pins is not None or parts.watch or self._recent is not None
+        chosen = self._hooks.chosen if hears else None
+        try:
+            self._bindings.bind(model, self.driver, self._inputs, chosen)
+            self._hooks.listen(model, self._modules, self._bindings.shared)
+            if self._watch is not None:
+                self._watch.listen(model)
+            compiled = self.accelerated.compiled if self.accelerated is not None else set()
+            self._hooks.weights = WeightGuard(model, self._modules, compiled)
+            module_guard.install(model, compiled)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _driver(self, given: Store | None, both: bool) -> tuple[Driver, Memory]:
+        """What carries experts into slots, and these; `both`: the host's processor computes too."""
+        parts = self.parts
+        store, self.direct = open_store(parts, given)
+        chunks = chunks_in(store, parts)
+        pieces = pieces_of(parts, [len(each) for each in chunks])
+        slots = make_slots(parts, pieces, self.engines)
+        self._tier = host_tier(parts, pieces)
+        scheduler = self._scheduler(pieces, both)
+        between = None
+        if parts.cuda or self._tier is not None:
+            seats = scheduler.transfers.queue.seats
+            between = memory_between(parts, pieces, chunks, seats, self.engines, both)
+        driver = Driver(
+            scheduler,
+            store,
+            slots,
+            foresight=self._foresight(),
+            guard=Guard(parts.seed) if parts.guard and self.predictor else None,
+            links=links_of(parts),
+            between=between,
+        )
+        slab = between.slots if between is not None else None
+        return driver, Memory(slots, slab, self.engines)
+
+    def _scheduler(self, pieces: Pieces, both: bool) -> Scheduler:
+        parts, slot_bytes = self.parts, self.parts.catalog.slot_bytes
+        return build_scheduler(
+            pieces,
+            parts.capacity,
+            named_policy(parts.policy),
+            scope=parts.scope,
+            lanes=lanes_of(parts),
+            ahead=self._ahead,
+            seed=parts.seed,
+            host=self._tier,
+            thresholds=parts.thresholds,
+            rates=Rates(nominal(slot_bytes), slot_bytes, pieces.devices) if both else None,
+        )
+
+    def _predictor(self, model: PreTrainedModel) -> Beside | None:
+        """What predicts; nothing where all experts have a slot."""
+        parts = self.parts
+        choice = predictor(parts.prefetch)
+        if choice.kind.name == "none" or parts.capacity >= parts.catalog.experts:
+            return None
+        return foresee(
+            model,
+            parts.catalog,
+            parts.prefetch,
+            file=parts.predictor,
+            fingerprint=parts.fingerprint,
+            seed=parts.seed,
+        )
+
+    def _foresight(self) -> Foresight | None:
+        """What makes of guesses what the scheduler is told, where anybody guesses."""
+        if self.predictor is None:
+            return None
+        if self._watch is None:
+            return Foresight(self.predictor, self.parts.catalog.offsets)
+        return ObservedForesight(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
+
+    @property
+    def accelerated(self) -> Accelerated | None:
+        """The dense layers that are computed by compiled code, where any are."""
+        return self._bindings.accelerated
+
+    @property
+    def growth(self) -> Growth | None:
+        """Of keys and values, where they share the slots' budget."""
+        return self._hooks.growth
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the process takes once every slot is filled, with a short context.
+
+        Counted as `stats().peak_rss_bytes` is. None on a GPU, and where it was not measured.
+        """
+        if self.process_bytes is None or (model := self._model()) is None:
+            return None
+        slots = self.growth.in_decode() if self.growth is not None else self.capacity
+        return self.process_bytes + dense_bytes(model) + slots * self.parts.catalog.slot_bytes
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the cache has."""
+        return self.driver.scheduler.capacity
+
+    def begins(self, prompts: int) -> None:
+        """So many prompts begin with the next pass; else that is told by keys and values, which a
+        prompt may have of an earlier one."""
+        self._hooks.begins(prompts)
+
+    def left_out(self) -> AbstractContextManager[None]:
+        """Experts give nothing for the while, nothing is read, and no pass is noted."""
+        return self._hooks.left_out()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """For the while a token's experts give the bits that they give it alone, whoever is beside
+        it in a pass."""
+        return self._bindings.alone()
+
+    def by_tokens(self) -> bool:
+        """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
+        model: Any = self._model()
+        return self._bindings.by_tokens(model.config.get_text_config().num_hidden_layers)
+
+    def compile(self) -> None:
+        """Compile the kernels, for one token and for many, and the predictor."""
+        self._bindings.compile()
+        if self.predictor is not None:
+            compile_predictor(predictor(self.predictor.name))
+
+    def pin(self) -> None:
+        """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
+        for the fewest slots that keys and values will leave."""
+        parts = self.parts
+        if parts.pins is not None:
+            fewest = self.growth.least if self.growth is not None else self.capacity
+            sizes = group_sizes(pieces_of(parts), fewest, parts.scope)
+            for task in parts.pins.tasks.values():
+                self.driver.scheduler.placement.cache.check_kept(sizes, task.experts)
+            self._hooks.pinned = TaskPins(parts.pins, self.driver)
+
+    def warm_up(self) -> None:
+        """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
+        scheduler = self.driver.scheduler
+        scheduler.on(Resized(self.capacity, ahead=0))  # nothing is to be learned about its pace
+        self.warmed = self._warm_start.warm_up()
+        if self.parts.pins is not None and (wanted := self.parts.pins.first).size:
+            self.warmed += warm_up(self.driver, wanted, LIMIT_S)
+        scheduler.on(Resized(self.capacity, ahead=self._ahead))
+        self.reset_stats()
+
+    def stats(self) -> Stats:
+        """What happened since the model was loaded, or since `reset_stats`."""
+        driver, catalog = self.driver, self.parts.catalog
+        counts = minus(driver.scheduler.counts, self._base[0])
+        meter = minus(driver.meter.copy(), self._base[1])
+        return Stats(
+            policy=driver.scheduler.policy.name,
+            kernels=self._bindings.described(),
+            capacity=self.capacity,
+            capacity_least=self._hooks.sizes[0],
+            capacity_most=self._hooks.sizes[1],
+            experts=catalog.experts,
+            slot_bytes=catalog.slot_bytes,
+            passes=meter.passes,
+            expert_requests=counts.requests,
+            expert_hits=counts.hits,
+            hit_ratio=counts.hits / counts.requests if counts.requests else 0.0,
+            bytes_read=meter.bytes_read,
+            stall_s=meter.stall_s,
+            peak_rss_bytes=peak_rss_bytes(),
+            memory_bytes=self.memory_bytes,
+            budget_bytes=self.parts.budget_bytes,
+            prefetch=prefetch_stats(driver, self.predictor, counts),
+            stalls=dict(meter.stalls),
+            links=link_stats(driver, meter),
+            split=split_stats(driver, counts),
+            lesser=lesser_stats(driver, counts, self.parts.precision),
+            co_compute=host_stats(driver, counts, driver.host_s - self._host_base),
+            host=None if self._tier is None else {
+                "capacity": self._tier.capacity,
+                "requests": self._tier.requests - self._tier_base[0],
+                "hits": self._tier.hits - self._tier_base[1],
+            },
+        )  # fmt: skip
+
+    def reset_stats(self) -> None:
+        """Count from here on; what is resident stays."""
+        driver = self.driver
+        if self._tier is not None:
+            self._tier_base = self._tier.requests, self._tier.hits
+        self._base = replace(driver.scheduler.counts), driver.meter.copy()
+        self._host_base = driver.host_s
+        self._hooks.size_from_here()
+        driver.scheduler.lookahead.accuracy.reset()
+
+    def timeline(self, on: bool = True) -> Timeline | None:
+        """Record what runs when from here on; the timeline so far is returned as recording ends."""
+        so_far, self.driver.timeline = self.driver.timeline, Timeline() if on else None
+        return self.driver.timeline if on else so_far
+
+    def resize(self, cache: str | int) -> int:
+        """Give the cache another size (`25%`, `2GiB`, bytes), also while it is in use.
+
+        Experts that no longer fit go by the policy, and their memory back to the system. From here
+        on it has this size, whatever keys and values take. Returns the slots that there are now.
+        """
+        if not self._close.alive:
+            raise ClosedError("the model was detached: load it again")
+        slots = slots_for(cache, self.parts.catalog, "cache")
+        sizes = group_sizes(pieces_of(self.parts), slots, self.parts.scope)  # or BudgetError
+        self.driver.scheduler.placement.cache.check_kept(sizes)
+        self._hooks.growth = None
+        self.driver.resize(slots)
+        self._hooks.sized()
+        return self.capacity
+
+    def grow(self, growth: Growth) -> None:
+        """Have as many slots as keys and values leave, from here on."""
+        self.driver.resize(growth.first())
+        self._hooks.size_from_here()
+        self._hooks.growth = growth
+        growth.bind(self.driver)
+
+    def detach(self) -> None:
+        """End the threads, free the slots, and take hooks and compiled layers out of the model.
+
+        What is left has its dense parts as ordinary parameters, those that were kept as stored
+        expanded, and no experts: a forward raises ClosedError, saving UnsupportedCall, and
+        `materialize` reads the experts. `stats` stay as they were. A second call does nothing.
+        """
+        if self._close.alive:
+            self._close()
+            counted = self._watch.state(self.driver) if self._watch is not None else None
+            noted = self._recent.state() if self._recent is not None else None
+            states = {split_counts.NAME: counted, recent.NAME: noted}
+            self._warm_start.save({name: each for name, each in states.items() if each is not None})
+        if self._watch is not None:
+            self._watch.detach()
+        self._hooks.detach()
+        self._bindings.detach()
+        if self._inputs is not None:
+            self._inputs.detach()
+
+    def materialize(self) -> PreTrainedModel:
+        """Make the model transformers' own: detach, and read all experts into its parameters.
+
+        It is then what `from_pretrained` loads, with quantised weights expanded to its type: it
+        generates without Greenroom, and can be trained, saved, moved and copied. Takes the memory
+        of the whole model. Returns the model, which has no `greenroom` any more.
+
+        UnsupportedCall, UnsupportedModel, BudgetError or CheckpointChanged where that cannot be;
+        nothing has changed then. CheckpointError where reading fails; the model is then detached.
+        """
+        model: Any = self._model()
+        if model is None or getattr(model, "greenroom", None) is not self:
+            raise UnsupportedCall("the model is not this cache's any more")
+        freed = self.capacity * self.parts.catalog.slot_bytes if self._close.alive else 0
+        source = check_materialize(model, self.parts.source, 0 if self.engine else freed)
+        self.detach()
+        materialize(model, source)
+        if self.generation is not None:
+            self.generation.restore(model)
+        del model.greenroom
+        return model
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedCall(
+            "a cache of experts cannot be pickled or copied (it has open files and threads): load"
+            " the model again where it is needed"
+        )

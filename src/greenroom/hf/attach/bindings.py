@@ -1,0 +1,212 @@
+"""What a model's experts modules are bound to: the kernel, the layers' places, what runs beside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from greenroom.core.options.cocompute import CoCompute
+from greenroom.core.plan import LOW
+from greenroom.core.predictor import Ids
+from greenroom.hf.attach.shared import Shared
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog
+from greenroom.hf.kv.cache import reserve, take_back
+from greenroom.hf.memory.approximate import layer_with_less
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.runtime.cuda.both import CoComputeKernel
+from greenroom.runtime.cuda.calibrate import calibrate
+from greenroom.runtime.cuda.engine import Engine, Host
+from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.forward import (
+    BINDING,
+    Binding,
+    experts_of_layers,
+    experts_onto,
+)
+from greenroom.runtime.kernels.approximate import ApproximateKernel
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
+from greenroom.runtime.kernels.dense.stored import put_back
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
+from greenroom.runtime.kernels.table import ON_GPUS, described
+from greenroom.runtime.probes.inputs import GateInputs
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.slots.tier import Tier
+
+COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a model's experts are computed from: the slots, those of the host's processor too where
+    it computes (`slab`), and the GPUs, if there are any."""
+
+    slots: Tier
+    slab: HostSlots | None
+    engines: Sequence[Engine]
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[0] if self.engines else Host()
+
+
+class Bindings:
+    """The experts modules of one model, from `bind` to `detach`."""
+
+    def __init__(
+        self, kernel: Kernel, modules: Sequence[nn.Module], parts: ModelSetup, memory: Memory
+    ) -> None:
+        self.kernel, self.modules = kernel, modules
+        self.accelerated: Accelerated | None = None
+        self.shared: Shared | None = None
+        self._parts, self._memory = parts, memory
+        self._described = kernel.name
+
+    def bind(
+        self,
+        model: PreTrainedModel,
+        driver: Driver,
+        inputs: GateInputs | None,
+        chosen: Callable[[int, Ids], None] | None,
+    ) -> None:
+        """Give every module what it needs to be served. `inputs` are those of the routers, `chosen`
+        is told what each step's tokens chose."""
+        if isinstance(self.kernel, CpuKernel):
+            self.accelerated = accelerate(model, reserve, experts_onto, self.kernel.rounded)
+        else:
+            put_back(model)
+        self.shared = Shared(model, self.modules)
+        policy, computing = driver.scheduler.policy, self._computing(model)
+        for layer, module in enumerate(self.modules):
+            experts = self._experts(layer, module)
+            computing.prepare(experts)
+            if layer == 0:
+                self._begin(computing, experts, driver)
+            binding = Binding(
+                driver,
+                computing,
+                layer,
+                experts,
+                policy.weighs,
+                self._parts.thresholds is not None,
+                inputs=partial(inputs.latest, layer) if inputs else None,
+                meanwhile=self.shared.meanwhile[layer],
+                computed=self._memory.slots.computed,
+                chosen=chosen,
+            )
+            setattr(module, BINDING, binding)
+        if self.accelerated is not None:
+            fuse_layers(model, self.accelerated.layers, experts_of_layers, take_back)
+        self._described = described(self.kernel, self.experts)
+
+    def _computing(self, model: PreTrainedModel) -> Kernel:
+        """The kernel, or what has it compute on several devices, on the host too, or in parts."""
+        parts, slots, kernel, memory = self._parts, self._memory.slots, self.kernel, self._memory
+        if (devices := len(parts.devices)) > 1:
+            there = [engine.device for engine in memory.engines] or [model.device] * devices
+            kernel = SpreadKernel(kernel, slots, there)
+        if memory.slab is not None:
+            return CoComputeKernel(kernel, memory.engine, memory.slab)
+        if parts.catalog.layouts[0].segments:
+            return SegmentedKernel(kernel, len(slots.pools))
+        return (
+            ApproximateKernel(kernel, len(slots.pools)) if parts.thresholds is not None else kernel
+        )
+
+    def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
+        """A layer's experts as they lie in the slots."""
+        parts, slots = self._parts, self._memory.slots
+        if parts.catalog.layouts[0].segments:
+            return self._in_segments(layer, module)
+        if parts.thresholds is not None:
+            return layer_with_less(parts, module, layer, slots)
+        return LayerExperts(module, parts.catalog.layouts[layer], slots.pools[0])
+
+    def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
+        """A layer whose experts lie in segments, all in one slot or in those of two parts."""
+        catalog, pools = self._parts.catalog, self._memory.slots.pools
+        layout = catalog.layouts[layer]
+        if self._parts.split is None:
+            return SegmentedExperts(module, layout, pools, 0)
+        assert isinstance(catalog, PackCatalog)
+        tops = pools[0 if self._parts.scope == "shared" else layer]
+        cut = catalog.cuts[layer]
+        of = [tops, pools[-1]] if cut < len(layout.segments) else [tops]
+        return SegmentedExperts(module, layout, of, cut)
+
+    def _begin(self, computing: Any, experts: LayerExperts, driver: Driver) -> None:
+        """Measure on the first layer what the scheduler shares misses out by (from there on it sees
+        for itself), and say what a GPU's kernel leaves to the slower, eager one."""
+        memory, option = self._memory, driver.scheduler.option(CoCompute)
+        if memory.slab is not None:
+            assert option is not None
+            option.rates.known(
+                calibrate(computing, experts, memory.engine, memory.slots, memory.slab)
+            )
+        if self.kernel.name == ON_GPUS:
+            from greenroom.runtime.kernels.triton import unread
+
+            if (reason := unread(experts)) is not None:
+                log.warning("%s: the kernels eager compute them, on the GPU too", reason)
+
+    @property
+    def experts(self) -> list[LayerExperts]:
+        """Every layer's."""
+        return [getattr(module, BINDING).experts for module in self.modules]
+
+    def described(self) -> str:
+        """What computes the experts, or did so before `detach`."""
+        return self._described
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A token's experts do not know of others beside it for the while."""
+        return self.kernel.alone() if isinstance(self.kernel, CpuKernel) else nullcontext()
+
+    def by_tokens(self, layers: int) -> bool:
+        """Has every layer of so many a way of its own for single tokens?"""
+        known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
+        return known == layers and not any(experts.unfused for experts in self.experts)
+
+    def compile(self) -> None:
+        """Have the kernels compiled now, for one token and for many."""
+        binding: Binding = getattr(self.modules[0], BINDING)
+        experts, slots, engines = [0], [0], self._memory.engines
+        for tokens in (1, COMPILED_TOKENS):
+            device = engines[0].device if engines else None
+            dtype = binding.experts.dtype
+            x = torch.zeros(tokens, binding.experts.hidden, dtype=dtype, device=device)
+            weights = torch.ones(tokens, 1, dtype=dtype, device=device)
+            routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
+            kernel = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
+            step = kernel.begin(binding.experts, x, routing, weights)
+            kernel.wave(step, experts, slots)
+            kernel.combine(step)
+            if self._parts.copies is not None:
+                step = kernel.begin(binding.experts, x, routing, weights)
+                kernel.wave(step, experts, [1], LOW)  # type: ignore[call-arg]
+                kernel.combine(step)
+
+    def detach(self) -> None:
+        """Take out what was put in; a second call does nothing."""
+        for module in self.modules:
+            if hasattr(module, BINDING):
+                delattr(module, BINDING)
+        for part in (self.shared, self.accelerated):
+            if part is not None:
+                part.detach()

@@ -1,0 +1,200 @@
+"""Hooks on a model's passes: where they begin and end, and what its routers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from greenroom.core.predictor import Ids, PassBegins
+from greenroom.hf.attach.shared import Shared
+from greenroom.hf.attach.task_pins import TaskPins
+from greenroom.hf.attach.weight_guard import WeightGuard
+from greenroom.hf.history.split_counts import SplitCounts
+from greenroom.hf.kv.batch import Together
+from greenroom.hf.kv.cache import ROOM, adopt
+from greenroom.hf.kv.kinds import DYNAMIC
+from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.plan.history.recent import RecentRouting
+from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.graphs import outside_graphs
+
+
+class PassHooks:
+    """Tells the driver, and those beside it, of the passes of one model, until `detach`."""
+
+    def __init__(
+        self,
+        parts: ModelSetup,
+        driver: Driver,
+        watch: SplitCounts | None,
+        recent: RecentRouting | None,
+        on_gpu: bool,
+    ) -> None:
+        self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
+        self.pinned: TaskPins | None = None
+        self.sizes = parts.capacity, parts.capacity  # the least and the most slots there were
+        self._parts, self._driver, self._watch, self._on_gpu = parts, driver, watch, on_gpu
+        self._recent = recent
+        self.weights: WeightGuard | None = None
+        self._modules: Sequence[nn.Module] = ()
+        self._shared: Shared | None = None
+        self._request, self._tokens = 0, 0
+        self._begin: int | None = None  # prompts that begin with the next pass, where it was said
+        self._unnoted = False  # are passes those of a trial?
+        self._reading = False  # is the pass a prompt's?
+        self._pinned_for = 0  # the request whose prompt says what stays
+        self._decoder: nn.Module | None = None  # of an encoder-decoder model
+        self._preempting = False  # are routers listened to, after which something else runs?
+        self._hooks: list[Any] = []
+
+    def listen(
+        self, model: PreTrainedModel, modules: Sequence[nn.Module], shared: Shared | None
+    ) -> None:
+        """Begin with a model that has these experts modules; `shared` finds out in the first pass
+        what runs between a router and its experts."""
+        self._modules, self._shared = modules, shared
+        passes: list[nn.Module] = [model]
+        if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
+            self._decoder = model.get_decoder()
+            passes = [model.get_encoder(), self._decoder]
+        for module in passes:
+            self._hooks += [
+                module.register_forward_pre_hook(self._begins, with_kwargs=True),
+                module.register_forward_hook(self._ends, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Take the hooks out again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begins(self, prompts: int) -> None:
+        """So many prompts begin with the next pass; else that is told by keys and values, which a
+        prompt may have of an earlier one."""
+        self._begin = prompts
+
+    def sized(self) -> None:
+        """The cache may have another size."""
+        least, most = self.sizes
+        capacity = self._driver.scheduler.capacity
+        self.sizes = min(least, capacity), max(most, capacity)
+
+    def size_from_here(self) -> None:
+        """Forget which sizes the cache has had."""
+        self.sizes = self._driver.scheduler.capacity, self._driver.scheduler.capacity
+
+    def chosen(self, layer: int, experts: Ids) -> None:
+        """A layer's router has chosen these experts, [T, K]."""
+        if self.pinned is not None:
+            self.pinned.chosen(layer, experts)
+        if self._watch is not None and not self._reading:
+            self._watch.chosen(layer, experts)
+        if self._recent is not None:
+            self._recent.chosen(layer, experts)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Experts give nothing for the while, nothing is read, and no pass is noted."""
+        self._unnoted = True
+        try:
+            for module in self._modules:
+                module.forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+            yield
+        finally:
+            self._unnoted = False
+            for module in self._modules:
+                del module.forward
+
+    @outside_graphs
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass begins; one without keys and values before it is the first of a prompt. Of an
+        encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        given = ids if ids is not None else kwargs.get("inputs_embeds")
+        if given is None or given.is_meta or self._unnoted:
+            return None
+        cache = self._cache(model, kwargs)
+        batch, length = given.shape[:2]
+        together = isinstance(cache, Together)
+        self._make_room(cache, batch, length)
+        before = self._request
+        if self._begin is not None:
+            self._request, self._begin = self._request + self._begin, None
+        elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
+            self._request += 1
+        if self._request != before and self.weights is not None:
+            self.weights.check()
+        self._reading = prompt = max(cache.lengths) > 1 if together else length > 1
+        if self.pinned is not None:
+            self.pinned.begins(prompt, anew=self._request != self._pinned_for)
+            self._pinned_for = self._request
+        if self._recent is not None:
+            sequences = len(cache.caches) if together else int(batch)
+            self._recent.begins(self._request, prompt, sequences)
+        self._driver.begin_pass(
+            PassBegins(
+                self._request,
+                self._tokens,
+                batch * length,
+                prompt,
+                None if ids is None else ids.flatten().cpu().numpy(),
+            )
+        )
+        self._tokens += batch * length
+        return args, kwargs
+
+    def _make_room(self, cache: Any, batch: int, length: int) -> None:
+        """For the keys and values of a pass, where the slots have what is left of a budget."""
+        if (growth := self.growth) is None:  # a resize may take it away meanwhile
+            return
+        if isinstance(cache, Together):
+            growth.before_all(cache.caches, cache.lengths)
+        else:
+            growth.before(cache, batch, length)
+        self.sized()
+
+    def _cache(self, model: nn.Module, kwargs: dict[str, Any]) -> Any:
+        """The keys and values that a pass goes on with: of the kind that was asked for, where it
+        begins, and those of the usual kind growing in place."""
+        cache, kind = kwargs.get("past_key_values"), self._parts.keys_values.kind
+        if isinstance(cache, Together):
+            for each in cache.caches:
+                self._adopt(each)
+            return cache
+        if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
+            cache = kwargs["past_key_values"] = kind.cache(model.config)
+        self._adopt(cache)
+        return cache
+
+    def _adopt(self, cache: Any) -> None:
+        adopt(cache, max(self._parts.context, ROOM) + 1, in_blocks=self._on_gpu)
+
+    @outside_graphs
+    def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if self._unnoted:
+            return
+        self._driver.end_pass()
+        if (growth := self.growth) is not None:
+            growth.seen(getattr(out, "past_key_values", None))
+        if self._on_gpu:  # a router's choice is known here when its experts run
+            return
+        if not self._preempting and self._shared is not None and self._shared.early:
+            self._preempting = True
+            for layer, router in self._shared.early.items():
+                self._hooks.append(router.register_forward_hook(partial(self._decided, layer)))
+
+    @outside_graphs
+    def _decided(self, layer: int, router: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        """A router has chosen, and something else runs before its experts: they come meanwhile
+        (early preemption; ProMoE, 5.2)."""
+        chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
+        if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
+            ids = chosen.unique().cpu().numpy()
+            self._driver.decided(layer, ids[ids < self._modules[layer].num_experts])

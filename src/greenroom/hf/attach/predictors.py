@@ -1,0 +1,152 @@
+"""Predictors for a model: what they need of it, found and given to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from greenroom.core.layout import Catalog
+from greenroom.core.predictor import Predictor, Shape
+from greenroom.errors import PredictorError, UsageError
+from greenroom.hf.memory.budget import experts_per_token
+from greenroom.plan.history.files import load_predictor
+from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
+from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Predictors that run beside a model; no `routers` where nobody looks at their inputs."""
+
+    shape: Shape
+    routers: list[Router]
+    predictors: dict[str, Predictor]
+
+    def listen(self) -> GateInputs | None:
+        """Begin to keep what enters the routers, where somebody looks at it."""
+        return GateInputs(self.routers) if self.routers else None
+
+
+def beside(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    chosen: Sequence[Choice],
+    *,
+    file: str | os.PathLike[str] | None = None,
+    fingerprint: str = "",
+    seed: int = 0,
+    inputs: bool = False,
+) -> Beside:
+    """Make predictors for a model; `file` is that of `learned`, `inputs` asks for routers anyhow.
+
+    UsageError or PredictorError, in one line, where one cannot run beside this model.
+    """
+    if chosen or inputs:
+        _check_passes(model)
+    needs = _needs(chosen, file)
+    looks = "inputs" in needs or inputs
+    routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
+    tensors = None
+    if "file" in needs and file is not None:
+        tensors = load_predictor(file, fingerprint)
+    gates = RouterGates(routers) if "gates" in needs else None
+    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), _top_k(model, routers))
+    setting = Setting(shape, seed, gates=gates, learned=tensors)
+    made = {choice.name: choice.make(setting) for choice in chosen}
+    return Beside(shape, routers if looks else [], made)
+
+
+def check(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    prefetch: str,
+    file: str | os.PathLike[str] | None,
+    fingerprint: str,
+) -> None:
+    """Whatever can be wrong with `--prefetch` and `--predictor`, as far as it can be told before
+    the weights are there: UsageError or PredictorError, in one line."""
+    choice = predictor(prefetch)
+    if choice.kind is AUTO and file is None and model.config.is_encoder_decoder:
+        return  # it switches itself off
+    if choice.kind is AUTO:
+        choice = predictor("learned" if file is not None else "off")
+    if choice.kind.name == "none":  # the file may be for predictors that are only recorded
+        return
+    _check_passes(model)
+    needs = _needs([choice], file)
+    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), 0)
+    if choice.distance is not None:
+        _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
+    if "file" in needs:
+        if file is None:
+            raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
+        load_predictor(file, fingerprint)
+    if "inputs" in needs:
+        for router in find_routers(model, catalog.layers):
+            if "gates" in needs:
+                router.arguments()
+
+
+def _check_passes(model: PreTrainedModel) -> None:
+    """UsageError where a pass does not go through every layer, which predictors count on."""
+    if model.config.is_encoder_decoder:
+        raise UsageError(
+            f"{type(model).__name__} is an encoder-decoder: its passes go through a part of the"
+            " layers, and predictors know whole ones only; --prefetch off is for it"
+        )
+
+
+def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:
+    """What predictors need of their driver. UsageError where a run cannot have it."""
+    needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
+    if file is not None and "file" not in needs:
+        raise UsageError("--predictor is the file of the predictor learned: name that one too")
+    for choice in chosen:
+        if "trace" in choice.kind.needs:
+            raise UsageError(f"predictor {choice.name} runs where a trace is replayed only")
+    return needs
+
+
+def foresee(
+    model: PreTrainedModel,
+    catalog: Catalog,
+    prefetch: str,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    fingerprint: str = "",
+    seed: int = 0,
+) -> Beside:
+    """The one predictor of `--prefetch`. `auto` is the first of AUTOMATIC that the model allows."""
+    choice = predictor(prefetch)
+    if choice.kind is not AUTO:
+        return beside(model, catalog, [choice], file=file, fingerprint=fingerprint, seed=seed)
+    if file is not None:
+        return foresee(model, catalog, "learned", file=file, fingerprint=fingerprint, seed=seed)
+    for name in AUTOMATIC:
+        try:
+            return beside(model, catalog, [predictor(name)], seed=seed)
+        except PredictorError:
+            continue
+    raise AssertionError("one of them needs nothing of the model")
+
+
+def _routers(model: PreTrainedModel, catalog: Catalog, must: bool) -> list[Router]:
+    """The routers, where hidden states can be seen; none where there are none and need not be."""
+    try:
+        return find_routers(model, catalog.layers)
+    except PredictorError:
+        if must:
+            raise
+        return []
+
+
+def _top_k(model: PreTrainedModel, routers: list[Router]) -> int:
+    """As the router does; as the config says where it cannot be asked."""
+    try:
+        return top_k_of(routers[0]) if routers else experts_per_token(model)
+    except PredictorError:
+        return experts_per_token(model)

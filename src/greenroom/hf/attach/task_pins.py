@@ -1,0 +1,44 @@
+"""Experts of tasks that stay: a prompt says which task's, by what it uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from greenroom.core.cache.pins import Pins
+from greenroom.core.events import Keep
+from greenroom.core.predictor import Ids
+from greenroom.runtime.driver.driver import Driver
+
+
+class TaskPins:
+    """Counts what each prompt uses; when its answer begins, the nearest task's experts are kept.
+
+    With one task alone its experts are kept from the start. `task` is the one that is kept now.
+    """
+
+    def __init__(self, pins: Pins, driver: Driver) -> None:
+        self._pins, self._driver = pins, driver
+        self._counts = np.zeros(pins.offsets[-1], np.int64)
+        self._reading = False
+        self.task: str | None = None
+        driver.order(Keep(pins.first))
+        if len(pins.tasks) == 1:
+            self.task = next(iter(pins.tasks))
+
+    def begins(self, prefill: bool, anew: bool) -> None:
+        """A pass begins; `anew`: of a new prompt."""
+        if len(self._pins.tasks) == 1:
+            return
+        if anew:
+            self._counts[:] = 0
+        if self._reading and not prefill:
+            self.task = self._pins.nearest(self._counts)
+            self._driver.order(Keep(self._pins.tasks[self.task].experts))
+        self._reading = prefill
+
+    def chosen(self, layer: int, experts: Ids) -> None:
+        """A layer's router has chosen: ids within it, [T, K]."""
+        if self._reading:
+            first, end = self._pins.offsets[layer : layer + 2]
+            used = experts[(experts >= 0) & (experts < end - first)] + first
+            self._counts += np.bincount(used.reshape(-1), minlength=self._counts.size)

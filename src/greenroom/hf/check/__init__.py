@@ -1,0 +1,1 @@
+"""Proof that a streamed model computes the same, and what inexact settings cost."""

@@ -1,0 +1,296 @@
+"""Prove that a model computes the same with its experts on disk as with all of them in memory.
+
+Two claims are checked. With `kernels="eager"`: the logits and greedy tokens are bit-identical to
+transformers' own `experts_implementation="eager"`. With the default kernels: the bits are those of
+the same kernels with every expert in memory (of a run with this cache, where they do not fit),
+whatever the cache's size, what is prefetched and when it arrives; and their distance to eager is at
+most twice that of transformers' `grouped_mm` (to eager with the values as stored, where the model's
+type cannot hold them: one_layer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig
+from greenroom.errors import UsageError
+from greenroom.hf.adapters import adapter_of
+from greenroom.hf.check.one_layer import LayerCheck, compare_layers, reference_layers
+from greenroom.hf.check.passes import Passes
+from greenroom.hf.checkpoint.pack.reading import check_whole
+from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.load.load import load_with
+from greenroom.hf.memory.slots import slots_for
+from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.implementation import compute_by
+from greenroom.hf.model.reference import loads_whole, whole_model
+from greenroom.runtime.memory.system import available_bytes, give_back
+
+PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
+ROOM = 1.3  # a whole model needs its bytes and some for activations
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found. Differences are of logits, or of layers' outputs where `whole` is False.
+
+    Logits differ by leaps where a router's close call falls the other way; so what the kernels
+    promise is judged by layers on the same inputs: `layer_differences` to eager (`as_stored`: with
+    weights that are not rounded), of our kernels and of grouped_mm, and `resolution`, one unit in
+    the last place of the largest output.
+    """
+
+    whole: bool
+    tokens_compared: int = 0
+    max_logit_difference: float = 0.0
+    grouped_mm_difference: float = 0.0
+    kernels: str = ""
+    layer_differences: tuple[float, float] = (0.0, 0.0)
+    as_stored: bool = False
+    resolution: float = 0.0
+    checks: list[tuple[str, bool]] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """All that must be the same is the same, bit for bit."""
+        return all(passed for _, passed in self.checks)
+
+    @property
+    def near(self) -> bool:
+        """The kernels that were judged are as close to eager as the default ones promise."""
+        ours, grouped_mm = self.layer_differences
+        return ours <= max(2 * grouped_mm, self.resolution)
+
+
+def verify(
+    source: str,
+    cache: str | int = "10%",
+    *,
+    tokens: int = 24,
+    prompt: str = PROMPT,
+    dtype: str = "auto",
+    kernels: str = "auto",
+    layers: bool | None = None,
+    say: Say = lambda line: None,
+) -> Verdict:
+    """Check a model with this cache; see the module. `say` is told each finding as it is made.
+
+    `kernels` are those that are judged beside transformers' eager.
+    `layers` compares layer by layer although the whole model would fit (None: as memory allows).
+    """
+    if tokens < 1:
+        raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
+
+    checkpoint = find_checkpoint(source)
+    check_whole(checkpoint)
+    draft = Draft.of(checkpoint, dtype)
+    slots_for(cache, draft.catalog)  # a mistake shows before the work begins
+    size = draft.dense_bytes + draft.expanded_bytes
+    whole = size * ROOM < available_bytes() if layers is None else not layers
+    whole = whole and loads_whole(checkpoint)
+    verdict = Verdict(whole)
+    trial = _Trial(source, cache, dtype, kernels, prompt, tokens, say, verdict)
+    if whole:
+        trial.against_the_whole(draft)
+    else:
+        say("the whole model is not loaded beside the cache: comparing layer by layer")
+        trial.by_layer()
+    trial.own_kernels(draft)
+    return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A run of the kernels to be judged: its cache, and how experts get there."""
+
+    cache: str | int
+    device: str = "cpu"
+    readers: int = 2
+    prefetch: str = "auto"
+    split: str = "off"
+
+    def __str__(self) -> str:
+        threads = f"{self.readers} thread{'s' * (self.readers != 1)}"
+        fake = self.device == "fake"
+        parts = [f"read in random order by {threads}" if fake else "read from disk"]
+        if self.prefetch == "off":
+            parts.append("no prefetching")
+        if self.split != "off":
+            parts.append(f"experts split at {self.split}")
+        return ", ".join(parts)
+
+
+def _slots(model: PreTrainedModel) -> str:
+    count = model.greenroom.capacity
+    return f"{count} slot{'s' * (count != 1)}"
+
+
+@dataclass
+class _Trial:
+    source: str
+    cache: str | int
+    dtype: str
+    kernels: str
+    prompt: str
+    tokens: int
+    say: Say
+    verdict: Verdict
+    reference: Run | None = None  # transformers' eager, where the whole model fits
+    layers: list[LayerCheck] = field(default_factory=list)
+
+    def check(self, what: str, passed: bool) -> None:
+        self.verdict.checks.append((what, passed))
+        self.say(f"{'ok  ' if passed else 'FAIL'} {what}")
+
+    @contextmanager
+    def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
+        options = {"device": "cpu", **options}  # where the reference is computed
+        config = LoadConfig(cache=cache, dtype=self.dtype, no_guard=True, **options)
+        model, tokenizer = load_with(self.source, config, remember=False)
+        try:
+            yield model, tokenizer
+        finally:
+            model.greenroom.detach()
+            del model
+            give_back()
+
+    def against_the_whole(self, draft: Draft) -> None:
+        """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
+        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
+            if adapter_of(model) is not None:  # transformers has no experts modules to compare with
+                self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
+        model = whole_model(draft)
+        self.reference = greedy(model, ids, self.tokens)
+        self.layers = self.layers or list(
+            reference_layers(self.source, self.dtype, model, draft.catalog.layers, [ids])
+        )
+        if adapter_of(draft.model) is None:
+            compute_by("grouped_mm", *map(model.get_submodule, draft.catalog.layers))
+            logits = forced(model, ids, self.reference.tokens)
+            grouped = distance(logits, self.reference.logits)
+        else:  # transformers computes these by eager alone
+            grouped = max(layer.grouped_mm for layer in self.layers)
+        del model
+        give_back()
+        self.verdict.tokens_compared = ids.shape[1] + self.tokens
+        self.verdict.grouped_mm_difference = grouped
+        name = f"eager kernels, {ours_with}"
+        self.check(
+            f"{name}: {self.tokens} greedy tokens equal transformers' eager",
+            ours.tokens == self.reference.tokens,
+        )
+        self.check(
+            f"{name}: logits equal transformers' eager, bit for bit",
+            torch.equal(ours.logits, self.reference.logits),
+        )
+
+    def by_layer(self) -> None:
+        """Each layer's output against transformers' eager, from the same inputs."""
+        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            follow = greedy(model, ids, min(self.tokens, 4)).tokens
+            passes = [ids, *(torch.tensor([[token]]) for token in follow)]
+            name = f"eager kernels, {_slots(model)}"
+            for layer in compare_layers(self.source, self.dtype, model, passes):
+                equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
+                self.check(equal, layer.equal)
+                self.layers.append(layer)
+        self.verdict.tokens_compared = ids.shape[1] + len(follow)
+
+    def own_kernels(self, draft: Draft) -> None:
+        """The same bits whatever the cache holds and whenever bytes arrive."""
+        most = "100%" if self.verdict.whole else self.cache
+        first, expected = self._logits(_Case(most), judged=True)
+        experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
+        for case in self._cases(draft, most):
+            logits, slots = self._logits(case)
+            self.check(
+                f"{self.verdict.kernels} kernels, {slots}, {case}: the same bits as with {experts}",
+                torch.equal(logits, first),
+            )
+
+    def _cases(self, draft: Draft, reference: str | int) -> list[_Case]:
+        """The runs that are compared with a first one, of the reference's cache."""
+        cache = self.cache
+        sizes = {
+            slots_for(each, draft.catalog): each
+            for each in ("50%", draft.catalog.slot_bytes, cache)
+        }
+        sizes.pop(slots_for(reference, draft.catalog), None)
+        cases = [_Case(size) for size in sizes.values()]
+        cases += [_Case(cache, device="fake", readers=readers) for readers in (1, 4)]
+        cases.append(_Case(cache, prefetch="off"))
+        if any(layout.segments for layout in draft.catalog.layouts):
+            cases += [_Case("50%", split="0.25"), _Case("50%", "fake", 4, split="0.5")]
+        return cases
+
+    def _logits(self, case: _Case, judged: bool = False) -> tuple[torch.Tensor, str]:
+        """(logits with the kernels to be judged, the slots that there were)."""
+        options = {name: value for name, value in asdict(case).items() if name != "cache"}
+        with self.loaded(case.cache, kernels=self.kernels, **options) as (model, tokenizer):
+            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+            self.verdict.kernels = model.greenroom.stats().kernels
+            follow = self.reference.tokens if self.reference else None
+            logits = (
+                forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
+            )
+            if judged:
+                self._judge(model, logits)
+            return logits, _slots(model)
+
+    def _judge(self, model: PreTrainedModel, logits: torch.Tensor) -> None:
+        """How far the default kernels are from transformers' eager."""
+        verdict = self.verdict
+        ours = max(layer.distance(model) for layer in self.layers)
+        grouped_mm = max(layer.grouped_mm for layer in self.layers)
+        verdict.layer_differences = ours, grouped_mm
+        verdict.as_stored = any(layer.reference is not layer.expected for layer in self.layers)
+        largest = max(float(out.abs().max()) for layer in self.layers for out in layer.expected)
+        verdict.resolution = torch.finfo(self.layers[0].expected[0].dtype).eps * largest
+        if self.reference is not None:
+            verdict.max_logit_difference = distance(logits, self.reference.logits)
+        else:
+            verdict.max_logit_difference, verdict.grouped_mm_difference = ours, grouped_mm
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Greedy tokens, and the logits [prompt + tokens - 1, V] that they came from."""
+
+    tokens: list[int]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
+    """The likeliest token, `tokens` times, each in a pass of its own."""
+    chosen: list[int] = []
+    passes = Passes(model)
+    rows = [passes(ids)]
+    while True:
+        chosen.append(int(rows[-1][-1].argmax()))
+        if len(chosen) == tokens:
+            return Run(chosen, torch.cat(rows))
+        rows.append(passes(torch.tensor([chosen[-1:]])))
+
+
+@torch.inference_mode()
+def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """The logits along a given continuation, in the same passes as `greedy`."""
+    passes = Passes(model)
+    return torch.cat([passes(ids), *(passes(torch.tensor([[token]])) for token in tokens[:-1])])
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference."""
+    return float((a.float() - b.float()).abs().max())

@@ -1,0 +1,278 @@
+"""The headers of GGUF files: metadata, and which tensor lies at which bytes; files in parts too.
+
+Every length is held against what is left of the file before anything of it is read. Checked are
+magic and version, types, rows that are whole blocks, and that every tensor lies inside of its file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.layout import PLAIN
+from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
+from greenroom.hf.checkpoint.header import MOST_AXES, Stored, check_name, check_ranges
+from greenroom.json_file import INT64, plain
+
+VERSIONS = (2, 3)
+VALUES = {  # type of a value in the metadata -> (struct's letter, bytes)
+    0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4),
+    7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
+}  # fmt: skip
+TEXT, ARRAY = 8, 9
+SIZE = struct.Struct("<Q")
+LONGEST_NAME = 1 << 16  # bytes; the format's own limit for keys
+MOST_ALIGNMENT = 1 << 20
+PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+PLAIN_TYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+}
+ENCODED = {
+    "Q8_0": "q8_0",
+    "Q4_0": "q4_0",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "MXFP4": "gguf_mxfp4",
+}  # other types keep ggml's name: gguf can expand them, no kernel can
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A model's GGUF file, or all of its parts.
+
+    `tensors` are by GGUF's names, shapes in torch's order; `Stored.file` is a position in `paths`.
+    Arrays of strings in `metadata` are only counted.
+    """
+
+    paths: tuple[Path, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Read the headers of a file, or of all parts that belong to it; see the module.
+
+        Raises NotAModel, UnsupportedModel or CheckpointError.
+        """
+        paths = _parts(path)
+        metadata, tensors = _header(paths[0], 0)
+        if metadata.get("split.count", 1) not in (0, len(paths)):
+            raise CheckpointError(
+                f"{paths[0]}: says that it is one of {metadata['split.count']} parts, but its name"
+                f" says {len(paths)}"
+            )
+        if "general.architecture" not in metadata:
+            raise CheckpointError(f"{paths[0]}: names no architecture in its metadata")
+        for number, part in enumerate(paths[1:], start=1):
+            found, more = _header(part, number)
+            if found.get("split.no", number) != number:
+                raise CheckpointError(f"{part}: is another part than its name says")
+            tensors |= more
+        wanted = metadata.get("split.tensors.count", len(tensors))
+        if wanted != len(tensors):
+            raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, not {wanted}")
+        return cls(paths, metadata, tensors)
+
+
+def model_in(folder: Path) -> Path | None:
+    """The only GGUF model of a folder; NotAModel where there are several."""
+    found = [
+        path
+        for path in sorted(folder.glob("*.gguf"))
+        if not path.name.startswith("mmproj")
+        and ((part := PART.match(path.name)) is None or int(part["number"]) == 1)
+    ]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:5])
+        raise NotAModel(f"{folder}: holds several GGUF models ({names}): give one of these files")
+    if not found and (late := next(folder.glob("*.gguf"), None)):
+        return late  # a later part: its first one is missing
+    return found[0] if found else None
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """All files of the model that `path` belongs to."""
+    match = PART.match(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    paths = tuple(
+        path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}.gguf")
+        for number in range(1, count + 1)
+    )
+    lost = [part for part in paths if not part.is_file()]
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise CheckpointError(f"{lost[0]}: missing{more}: the model is split into {count} files")
+    return paths
+
+
+def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            start = stream.read(24)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+    if start[:4] != b"GGUF":
+        raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
+    if len(start) < 24:
+        raise CheckpointError(f"{path}: truncated: it ends inside of its header")
+    (version,) = struct.unpack_from("<I", start, 4)
+    if version not in VERSIONS:
+        big = " (of a big-endian machine)" if version & 0xFFFF == 0 else ""
+        raise UnsupportedModel(f"{path}: GGUF version {version}{big}: versions 2 and 3 are read")
+    try:
+        metadata, entries, data = _read(path)
+    except Damaged as error:
+        raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
+    tensors = {
+        name: _stored(path, number, name, shape, kind, data + offset)
+        for name, shape, kind, offset in entries
+    }
+    check_ranges(path, tensors, size)
+    return metadata, tensors
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[_Entry], int]:
+    """(metadata, a line for each tensor, where the data begins)."""
+    cursor = Cursor(path)
+    metadata: dict[str, Any] = {}
+    for key, value, _ in cursor.pairs():
+        if key in metadata:
+            raise Damaged(f"{plain(key)} is twice in its metadata")
+        metadata[key] = value
+    entries = [cursor.entry() for _ in range(cursor.tensors)]
+    if len({name for name, *_ in entries}) < len(entries):
+        raise Damaged("two tensors have one name")
+    align = metadata.get("general.alignment", 32)
+    if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
+        raise Damaged("general.alignment is no alignment")
+    return metadata, entries, -(-cursor.at // align) * align
+
+
+class Damaged(ValueError):
+    """A header of a GGUF file cannot be right."""
+
+
+_Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, type, offset
+
+
+class Cursor:
+    """Reads the header of a GGUF file from its beginning to its end."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._blob: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
+        self.at = 4
+        self.version, self.tensors, self._pairs = self._take("<IQQ", 20)
+
+    def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
+        """Each key and value of the metadata, and both as they lie in the file."""
+        for _ in range(self._pairs):
+            begin = self.at
+            key = self._text(LONGEST_NAME)
+            value = self._value()
+            yield key, value, bytes(self._blob[begin : self.at])
+
+    def entry(self) -> _Entry:
+        """A tensor; dimensions are in ggml's order, the fastest first."""
+        name = self._text(LONGEST_NAME)
+        (axes,) = self._take("<I", 4)
+        if axes > MOST_AXES:
+            raise Damaged(f"{plain(name)} has {axes} axes")
+        shape = self._take(f"<{axes}Q", 8 * axes)[::-1]
+        if prod(max(n, 1) for n in shape) > INT64 // 64:
+            raise Damaged(f"{plain(name)} is larger than any tensor")
+        kind, offset = self._take("<IQ", 12)
+        return name, shape, kind, offset
+
+    def _value(self) -> Any:
+        (kind,) = self._take("<I", 4)
+        if kind in VALUES:
+            form, width = VALUES[kind]
+            return self._take(f"<{form}", width)[0]
+        if kind == TEXT:
+            return self._text(self._blob.size)
+        if kind != ARRAY:
+            raise Damaged(f"its metadata have a value of the type {kind}")
+        kind, count = self._take("<IQ", 12)
+        if kind in VALUES:
+            form, width = VALUES[kind]
+            return list(self._take(f"<{count}{form}", count * width))
+        if kind != TEXT:
+            raise Damaged(f"its metadata have an array of the type {kind}")
+        blob, at, room = self._blob.data, self.at, self._blob.size - 8
+        for _ in range(count):  # a vocabulary: they are only counted
+            at += 8 + SIZE.unpack_from(blob, at)[0] if at <= room else INT64
+            if at > room + 8:
+                break
+        self._skip(at - self.at)
+        return count
+
+    def _text(self, longest: int) -> str:
+        (length,) = self._take("<Q", 8)
+        if length > longest:
+            raise Damaged(f"a name or text of {length} bytes")
+        begin = self._skip(length)
+        try:
+            return bytes(self._blob[begin : self.at]).decode()
+        except UnicodeDecodeError as error:
+            raise Damaged("a name or text is not UTF-8") from error
+
+    def _take(self, form: str, nbytes: int) -> tuple[Any, ...]:
+        begin = self._skip(nbytes)
+        return struct.unpack_from(form, self._blob.data, begin)
+
+    def _skip(self, nbytes: int) -> int:
+        """Go past bytes that must be there; where they begin."""
+        begin = self.at
+        if nbytes > self._blob.size - begin:
+            raise Damaged(f"it ends at byte {self._blob.size}, inside of its header")
+        self.at += nbytes
+        return begin
+
+
+def _stored(
+    path: Path, file: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> Stored:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    check_name(path, name)
+    try:
+        ggml = GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise UnsupportedModel(f"{path}: {name} is of the unknown type {kind}") from error
+    block, nbytes = GGML_QUANT_SIZES[ggml]
+    if not shape or shape[-1] % block:
+        raise CheckpointError(
+            f"{path}: {name} has rows of {shape[-1] if shape else 0} values, but {ggml.name} comes"
+            f" in blocks of {block}"
+        )
+    size = prod(shape) // block * nbytes
+    if ggml.name in PLAIN_TYPES:
+        return Stored(file, PLAIN_TYPES[ggml.name], shape, offset, size)
+    codes = (*shape[:-1], shape[-1] // block * nbytes)
+    encoding = ENCODED.get(ggml.name, ggml.name)
+    assert encoding != PLAIN
+    return Stored(file, "uint8", shape, offset, size, encoding, codes)

@@ -1,0 +1,156 @@
+"""Download a model from the hub: the one place that talks to the network."""
+
+from __future__ import annotations
+
+import errno
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    constants,
+    get_safetensors_metadata,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub import errors as hub
+from huggingface_hub.utils import get_session
+from tqdm import tqdm
+
+from greenroom.errors import ModelError, NotAModel, OutputError, UnsupportedModel
+from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
+from greenroom.hf.checkpoint.header import Stored, tensor_of
+from greenroom.hf.checkpoint.names import meant
+from greenroom.hf.checkpoint.quantised import encoded
+
+FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.greenroom",
+    "dense.gguf",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "LICENSE*",
+]
+ANSWER_S = 4.0  # in which the hub must answer
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}  # the disk's fault
+NOT_FILES = ["*/*", "consolidated*"]  # copies in other formats: original/, metal/, onnx/ ...
+
+
+def download(model: str) -> Path:
+    """The local snapshot of a hub id, downloaded where needed; NotAModel if that fails."""
+    with hub_errors(model):
+        folder = snapshot_download(
+            model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=Bytes,
+            local_files_only=not reachable(),
+        )  # fmt: skip
+        read_config(Path(folder))
+        return Path(folder)
+
+
+class Bytes(tqdm):
+    """The hub's bar of bytes: it reports to `said_to`, and draws nothing."""
+
+    said_to: Callable[[float, float], object] = staticmethod(lambda done, of: None)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
+
+    def display(self, *args: Any, **options: Any) -> bool:
+        if self.unit == "B" and self.total and self.n and "Downloading" not in self.desc:
+            Bytes.said_to(self.n, self.total)
+        return True
+
+
+def reachable() -> bool:
+    """Whether anybody answers at the hub's address, asked once. The hub's library asks six times,
+    and waits between them."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # whatever the transport raises
+            answers.append(get_session().head(constants.ENDPOINT, timeout=ANSWER_S))
+
+    asking = threading.Thread(target=ask, name="hub", daemon=True)  # names may resolve for minutes
+    asking.start()
+    asking.join(ANSWER_S)
+    return bool(answers)
+
+
+def downloaded(model: str) -> Path | None:
+    """The local snapshot of a hub id, as far as it is there; None without one. Asks nobody."""
+    with hub_errors(model):
+        found = try_to_load_from_cache(model, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def remote(model: str) -> Checkpoint:
+    """A hub id's config and headers as a checkpoint whose weights cannot be read.
+
+    The config is a small file in the hub's cache; headers come by range requests, one or two a
+    file. NotAModel if that fails, UnsupportedModel where the hub has no safetensors of it.
+    """
+    with hub_errors(model):
+        if not reachable():
+            raise _unreachable(model)
+        folder = Path(hf_hub_download(model, "config.json")).parent
+        config = read_config(folder)
+        try:
+            found = get_safetensors_metadata(model)
+        except hub.NotASafetensorsRepoError as error:
+            raise UnsupportedModel(f"{model}: the hub has no safetensors of it") from error
+    names = sorted(found.files_metadata)
+    tensors: dict[str, Stored] = {}
+    for number, name in enumerate(names):
+        for key, info in found.files_metadata[name].tensors.items():
+            if found.weight_map.get(key, name) == name:
+                entry = {
+                    "dtype": info.dtype,
+                    "shape": info.shape,
+                    "data_offsets": info.data_offsets,
+                }
+                tensors[key] = tensor_of(folder / name, number, key, entry, 0)
+    files = tuple(str(folder / name) for name in names)
+    return Checkpoint(folder, config, files, encoded(config, tensors, folder), tensors)
+
+
+@contextmanager
+def hub_errors(model: str) -> Iterator[None]:
+    """What the hub and the way to it raise, as one line of ours."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except hub.HFValidationError as error:
+        raise NotAModel(f"{model}: neither a folder nor a hub id such as owner/name") from error
+    except hub.GatedRepoError as error:
+        raise NotAModel(
+            f"{model}: gated on the hub: accept its terms there and run `hf auth login`"
+        ) from error
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
+        raise NotAModel(
+            f"{model}: no such folder, and no such model on the hub (if private: `hf auth login`)"
+        ) from error
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            where = error.filename or constants.HF_HUB_CACHE
+            raise OutputError(f"{model}: cannot write to {where}: {error.strerror}") from error
+        raise _unreachable(model) from error
+    except Exception as error:  # whatever the transport raises: the user needs one line
+        raise _unreachable(model) from error
+
+
+def _unreachable(model: str) -> NotAModel:
+    if constants.HF_HUB_OFFLINE:
+        return NotAModel(f"{model}: not (completely) in the local cache, and HF_HUB_OFFLINE is set")
+    return NotAModel(
+        f"{model}: no such folder, not (completely) in the local cache, and the hub"
+        f" ({constants.ENDPOINT}) could not be reached{meant(model)}"
+    )

@@ -1,0 +1,141 @@
+"""What of a pack is done, while it is made: a file of lines that outlives the process.
+
+The first line is what the pack is to be, as JSON. Each further one says that a piece is complete,
+on disk: `expert ID CRC32` (of each segment, where there are several) or `dense NAME BYTES CRC32`.
+Lines are added after what they say has been synced. A last line without its end was being written
+when the process ended, and is ignored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from greenroom.errors import OutputError
+from greenroom.hf.checkpoint.pack.format import File
+from greenroom.json_file import INT64, LONGEST, JsonObject, Malformed, parse
+
+NAME = "unfinished"
+LONGEST_COMMAND = 1000  # characters
+
+
+class Journal:
+    """Opens the journal of `folder`, or begins it; locked until it is closed.
+
+    `experts` has the checksums of those that are done, `files` the dense files. OutputError where
+    another pack is being made there, or was begun.
+    """
+
+    def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
+        self.path = folder / NAME
+        self.experts: dict[int, tuple[int, ...]] = {}
+        self.files: dict[str, File] = {}
+        try:
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+            try:
+                self._begin({"command": command, **plan})
+            except BaseException:
+                self._file.close()
+                raise
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+    def _begin(self, plan: dict[str, Any]) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OutputError(f"{self.path}: another process is making this pack") from error
+        self._file.seek(0)
+        whole, _, torn = self._file.read().rpartition(b"\n")
+        lines = whole.decode(errors="replace").split("\n") if whole else []
+        if not lines:
+            self._file.truncate(0)
+            self._write(json.dumps(plan))
+            return
+        if torn:
+            self._file.truncate(len(whole) + 1)
+        found = _plan(lines[0].encode())
+        if {**found, "command": ""} != {**json.loads(json.dumps(plan)), "command": ""}:
+            said = _command(found)
+            raise OutputError(
+                f"{self.path.parent}: holds another half-made pack"
+                + (f": finish it with `{said}`, or delete it" if said else ": delete it")
+            )
+        for line in lines[1:]:
+            self._read(line.split(" "))
+
+    def _read(self, words: list[str]) -> None:
+        match words:
+            case ["expert", number, *crcs] if crcs and all(map(_is_number, (number, *crcs))):
+                self.experts[int(number)] = tuple(map(int, crcs))
+            case ["dense", name, nbytes, crc] if _is_number(nbytes) and _is_number(crc):
+                self.files[name] = File(name, int(nbytes), int(crc))
+
+    def _write(self, *lines: str) -> None:
+        data = memoryview("".join(f"{line}\n" for line in lines).encode())
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+    def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
+        """These experts are on disk, with these checksums."""
+        self.experts |= done
+        if done:
+            self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
+
+    def add_file(self, file: File) -> None:
+        """This file of the dense parts is on disk."""
+        self.files[file.name] = file
+        self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
+
+    def close(self) -> None:
+        """Leave the journal as it is."""
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def remove(self) -> None:
+        """All is done."""
+        os.unlink(self.path)
+        self.close()
+
+
+def unfinished(folder: Path) -> str | None:
+    """The command that finishes the half-made pack in a folder; None where there is none."""
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        with open(path, "rb") as file:
+            return _command(_plan(file.readline(LONGEST + 1))) or "greenroom pack"
+    except OSError:
+        return "greenroom pack"
+
+
+def _plan(line: bytes) -> dict[str, Any]:
+    try:
+        return JsonObject(parse(line)).values
+    except Malformed:
+        return {}
+
+
+def _command(plan: dict[str, Any]) -> str:
+    found = plan.get("command")
+    if isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND:
+        return found
+    return ""
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is a size or a checksum."""
+    return word.isascii() and word.isdecimal() and len(word) <= len(str(INT64))

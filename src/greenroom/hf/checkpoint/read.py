@@ -1,0 +1,169 @@
+"""Read whole tensors into ordinary memory: the dense parts of a model, and references.
+
+Files are read, not mapped, and what was read is dropped from the page cache: the dense parts are in
+memory once, not twice. What is cast or expanded is so piece by piece, for the same reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from math import prod
+
+import torch
+from torch import Tensor
+
+from greenroom.core.layout import PLAIN
+from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.encodings.encoding import Decode
+
+PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
+
+
+def read_tensor(
+    files: Sequence[str],
+    name: str,
+    stored: Stored,
+    dtype: torch.dtype | None = None,
+    empty: Callable[..., Tensor] = torch.empty,
+) -> Tensor:
+    """A tensor of `stored.shape`; CheckpointError where the file ends too early or fails.
+
+    `dtype` casts a plain tensor, and is needed for an encoded one. `empty(*shape, dtype=...)` makes
+    what is returned, but for stacks of encoded matrices.
+    """
+    if stored.encoding == PLAIN:
+        return _plain(files[stored.file], name, stored, dtype, empty)
+    assert dtype is not None
+    matrices = [
+        _matrix(files, name, stored, i, dtype, empty if len(stored.shape) == 2 else torch.empty)
+        for i in range(prod(stored.codes[:-2]))
+    ]
+    return torch.stack(matrices).view(stored.shape) if len(stored.shape) > 2 else matrices[0]
+
+
+def _plain(
+    path: str,
+    name: str,
+    stored: Stored,
+    dtype: torch.dtype | None,
+    empty: Callable[..., Tensor],
+) -> Tensor:
+    kind = _dtype(path, name, stored)
+    tensor = empty(prod(stored.shape), dtype=dtype or kind)
+    cast = tensor.dtype != kind
+    step = PIECE // kind.itemsize if cast else max(1, len(tensor))
+    buffer = torch.empty(min(step, len(tensor)), dtype=kind) if cast else tensor
+    with _opened(path, name, stored) as stream:
+        stream.seek(stored.offset)
+        for at in range(0, len(tensor), step):
+            into = tensor[at : at + step]
+            piece = buffer[: len(into)] if cast else into
+            _fill(stream, piece, path, name)
+            if cast:
+                into.copy_(piece)
+    return tensor.reshape(stored.shape)
+
+
+def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
+    """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
+    for tensor, part in zip((stored, *stored.companions), parts, strict=True):
+        path = files[tensor.file]
+        kind = _dtype(path, name, tensor)
+        into = part if part.dtype == kind else torch.empty(part.shape, dtype=kind)
+        with _opened(path, name, tensor) as stream:
+            stream.seek(tensor.offset)
+            _fill(stream, into, path, name)
+        if into is not part:
+            part.copy_(into)
+
+
+def _matrix(
+    files: Sequence[str],
+    name: str,
+    stored: Stored,
+    number: int,
+    dtype: torch.dtype,
+    empty: Callable[..., Tensor],
+) -> Tensor:
+    """Matrix `number` of a stack, expanded some rows at a time."""
+    rows, columns = stored.shape[-2:][:: -1 if stored.transposed else 1]
+    matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
+    step = stored.unit
+    if rows % stored.unit == 0:  # otherwise each row of scales is expanded by itself
+        step *= max(1, PIECE // (4 * columns * stored.unit))
+    decode = decoder(stored.encoding)
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        codes = _rows(files, name, stored, stored.codes, number, row, count)
+        companions = [
+            _rows(files, name, c, c.shape, number, row // stored.unit, -(-count // stored.unit))
+            for c in stored.companions
+        ]
+        matrix[row : row + count] = decode([codes, *companions], (count, columns), dtype)
+    return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
+
+
+def decoder(encoding: str) -> Decode:
+    """What expands an encoding: ours, or gguf's own for ggml types that no kernel reads."""
+    if encoding in ENCODINGS:
+        return ENCODINGS[encoding].decode
+    from gguf import GGMLQuantizationType, dequantize
+
+    def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = dequantize(parts[0].numpy(), GGMLQuantizationType[encoding])
+        return torch.from_numpy(values).view(shape).to(dtype)
+
+    return decode
+
+
+def _rows(
+    files: Sequence[str],
+    name: str,
+    stored: Stored,
+    shape: tuple[int, ...],
+    number: int,
+    row: int,
+    count: int,
+) -> Tensor:
+    """Some rows of matrix `number` of a stack, as stored."""
+    path = files[stored.file]
+    tensor = torch.empty(count, shape[-1], dtype=_dtype(path, name, stored))
+    first = (number * shape[-2] + row) * shape[-1] * tensor.itemsize
+    with _opened(path, name, stored) as stream:
+        stream.seek(stored.offset + first)
+        _fill(stream, tensor, path, name)
+    return tensor
+
+
+def _dtype(path: str, name: str, stored: Stored) -> torch.dtype:
+    kind: torch.dtype | None = getattr(torch, stored.dtype, None)
+    if kind is None:
+        raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
+    return kind
+
+
+@contextmanager
+def _opened(path: str, name: str, stored: Stored) -> Iterator[FileIO]:
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            yield stream
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(
+                    stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
+                )
+    except OSError as error:
+        raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
+
+
+def _fill(stream: FileIO, tensor: Tensor, path: str, name: str) -> None:
+    """Read into a contiguous tensor."""
+    view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
+    while done < len(view):
+        if not (n := stream.readinto(view[done:])):
+            raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
+        done += n

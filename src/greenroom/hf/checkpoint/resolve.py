@@ -1,0 +1,89 @@
+"""Find the model that a user means, and open it: a folder, a GGUF file, a pack, or a hub id."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from greenroom.errors import GreenroomError, NotAModel
+from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config, read_folder
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf_file import model_in
+from greenroom.hf.checkpoint.hub import download, downloaded, remote
+from greenroom.hf.checkpoint.names import check_name
+from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfinished
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the config and all headers: of a folder, a GGUF file, or a pack.
+
+    Raises NotAModel, UnsupportedModel or CheckpointError.
+    """
+    path = Path(path).absolute()
+    if path.suffix == ".gguf" and not path.is_dir():
+        return Gguf.open(path)
+    return open_pack(path) if is_pack(path) else read_folder(path)
+
+
+def find_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint of whatever `resolve` takes, downloaded where needed."""
+    return open_checkpoint(resolve(model))
+
+
+def resolve(model: str | os.PathLike[str]) -> Path:
+    """The folder of a model: a local folder, `demo` (the one that ships), or a hub id; or a GGUF
+    file: given as such, or the only one in a folder without a config.
+
+    A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
+    Raises NotAModel or UnsupportedModel with one line that says what to do.
+    """
+    if (here := local(model)) is not None:
+        return here
+    return download(os.fspath(model))
+
+
+def local(model: str | os.PathLike[str]) -> Path | None:
+    """As `resolve`, but None for what can only be a hub id."""
+    text = os.fspath(model)
+    if text == "demo":
+        return demo_folder()
+    path = Path(text).expanduser()
+    refuse_unfinished(path)
+    if is_pack(path):
+        return path
+    check_name(text)
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file() and (file := model_in(path)) is not None:
+            return file
+        read_config(path)
+        return path
+    if path.is_file():
+        raise NotAModel(
+            f"{text}: is a file; give the folder that holds config.json, or a .gguf file"
+        )
+    return None
+
+
+def demo_folder() -> Path:
+    """Where the shipped model lies: in the installed package, or in the repository it runs from."""
+    import greenroom
+
+    package = Path(greenroom.__file__).parent
+    for folder in (package / "models" / "demo", package.parents[1] / "models" / "demo"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise NotAModel(f"the demo model is not installed with this greenroom ({sys.prefix})")
+
+
+def open_anywhere(source: str) -> Checkpoint:
+    """A checkpoint that is here or was downloaded, else what the hub says of one."""
+    if (here := local(source)) is not None:
+        return open_checkpoint(here)
+    if (folder := downloaded(source)) is not None:
+        with suppress(GreenroomError):  # some of it is there
+            return open_checkpoint(folder)
+    return remote(source)

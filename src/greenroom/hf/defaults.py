@@ -1,0 +1,94 @@
+"""Settings of a run that the user left open: those of plan/defaults.py, and `--split auto`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from greenroom.config import LoadConfig, scope_of, split_of
+from greenroom.core.cache.scope import Scope, least_capacity
+from greenroom.core.layout import Catalog
+from greenroom.core.machine import name_of
+from greenroom.core.pieces import Split
+from greenroom.hf.history.split_counts import NAME as SPLIT
+from greenroom.hf.history.split_counts import SplitCounts
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import pieces_of
+from greenroom.hf.memory.split import split_experts
+from greenroom.plan.configurator import TAU, Latency, configure, layers_of
+from greenroom.plan.defaults import default_setting
+from greenroom.plan.history.records import StoredSetting
+from greenroom.plan.history.routing import RoutingHistory
+from greenroom.plan.settings import PLAIN
+from greenroom.runtime.measure.bandwidth import host
+
+START = 0.5  # share of every expert before anything is known (Algorithm 1, line 4)
+CHOICES = ("policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard")
+
+
+def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
+    """The parts with the default settings for about `room` slots, if the user gave none."""
+    fields = LoadConfig.__dataclass_fields__
+    given = any(getattr(config, name) != fields[name].default for name in CHOICES)
+    if given or not parts.remember or not parts.fingerprint:
+        return parts
+    if room >= parts.catalog.experts:  # nothing to choose
+        return parts
+    sizes = tuple(b - a for a, b in pairwise(parts.catalog.offsets))
+    found = default_setting(
+        parts.fingerprint, name_of(host()), sizes, top_k, room, device_of(parts)
+    )
+    if found is None:
+        return parts
+    scope = scope_of(found.options.get("scope", config.scope))
+    shares, cut = split_of(found.options.get("split", config.split)), parts
+    if shares is not None:
+        if parts.thresholds is not None:  # experts that are split have no copies
+            return parts
+        assert not isinstance(shares, str)  # tune and plan have shares to split at
+        catalog, split = split_experts(parts.catalog, shares, top_k)
+        cut = replace(parts, catalog=catalog, split=split)
+    least = least_capacity(pieces_of(cut), scope)
+    if room < least:
+        return parts
+    return replace(
+        cut,
+        capacity=max(parts.capacity, least),
+        policy=found.options.get("policy", parts.policy),
+        scope=scope,
+        prefetch=found.options.get("prefetch", parts.prefetch),
+        chosen=_source(found),
+    )
+
+
+def _source(found: StoredSetting) -> str:
+    """Where a setting comes from, for the start-up line; "" for the default of a quick plan."""
+    less = 1 - found.tpot / found.plain
+    if found.by == "quick":
+        plain = found.options.get("policy") == PLAIN.policy
+        return "LRU, which misses no more experts in a quick plan" if plain else ""
+    how = "measured by tune" if found.by == "tune" else "chosen by plan"
+    return f"{how} on {found.when}" + (
+        f", {less:.0%} less time a token than LRU" if less > 0.005 else ""
+    )
+
+
+def device_of(parts: ModelSetup) -> str:
+    """The device that settings are stored for."""
+    return "cuda" if parts.cuda else "cpu"
+
+
+def auto_split(
+    catalog: Catalog, known: RoutingHistory | None, capacity: int, top_k: int
+) -> tuple[Catalog, Split | None, Scope]:
+    """(the cut catalog, its split, budgets) of `--split auto`: Algorithm 1 over the counts of
+    earlier runs, once they are of TAU tokens, whenever a model is loaded; until then half of every
+    expert, and equal budgets. UsageError as `split_experts`."""
+    counts = SplitCounts(catalog.offsets, known)
+    enough = int(counts.activity.tokens.min()) >= TAU
+    if known is None or SPLIT not in known.states or not enough:
+        return (*split_experts(catalog, START, top_k), "per-layer")
+    latency = Latency(*known.states[SPLIT]["latency"].tolist())
+    chosen = configure(layers_of(counts.activity), float(capacity), latency)
+    cut, split = split_experts(catalog, [each.ratio for each in chosen], top_k)
+    return cut, split, tuple(each.budget for each in chosen)

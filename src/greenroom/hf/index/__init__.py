@@ -1,0 +1,7 @@
+"""From a checkpoint's tensors to the byte ranges of each expert: the catalog.
+
+routes    which tensor becomes which parameter; gguf_routes: the same for GGUF's names
+experts   which of a model's modules are experts
+catalog   where every expert lies; columns, numbering, blocks, extents: its steps
+packed    the catalog of a pack for a model
+"""

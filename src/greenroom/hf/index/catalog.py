@@ -1,0 +1,221 @@
+"""Index a checkpoint: the catalog of where every expert's bytes lie and how they fill a slot.
+
+For each experts module, transformers' own conversion is run on the numbers of one expert's elements
+(numbering.py) and the strided blocks are read off its result; every other expert is the same blocks
+at its own offsets (columns.py). Tensors that are neighbours in a file are read together, as one
+extent (extents.py). Encoded matrices stay as they are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from greenroom.core.layout import PLAIN, Catalog, Copy, Extent, SlotLayout
+from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.index.blocks import Block
+from greenroom.hf.index.columns import Part, different, mixed, parts_of, reshaped
+from greenroom.hf.index.experts import Streamed
+from greenroom.hf.index.extents import extents_of, plain_copies, row_copies
+from greenroom.hf.index.numbering import read_off
+from greenroom.hf.index.packed import pack_catalog
+from greenroom.hf.index.routes import Route
+from greenroom.runtime.encodings import ENCODINGS
+
+
+def make_catalog(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    routes: dict[str, Route],
+    layers: list[list[Streamed]],
+) -> Catalog:
+    """The catalog of all streamed experts.
+
+    `model` is on the meta device and still has its expert parameters. Raises CheckpointError where
+    an expert's tensor is missing or of a wrong shape, UnsupportedModel where one is stored in a way
+    that is not served.
+    """
+    if checkpoint.pack is not None:
+        return pack_catalog(checkpoint.pack, model, layers)
+    indexer = _Indexer(model, checkpoint, routes)
+    tables, layouts = [], []
+    order: list[str] = []
+    for layer in layers:
+        table, layout = indexer.layer(layer, order)
+        order = order or [spec.name for spec in layout.tensors]
+        tables.append(table)
+        layouts.append(layout)
+    counts = [layer[0].shape[0] for layer in layers]
+    return Catalog(
+        files=checkpoint.files,
+        layers=tuple(layer[0].module for layer in layers),
+        offsets=(0, *accumulate(counts)),
+        layouts=tuple(layouts),
+        locate=lambda layer, expert: tables[layer][expert],
+    )
+
+
+class _Indexer:
+    """What the layers of a checkpoint share: the conversions that were read off already."""
+
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, routes: dict[str, Route]
+    ) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self.by_target = {target: route for route in routes.values() for target in route.targets}
+        self.known: dict[Any, dict[str, list[Block]]] = {}
+
+    def layer(
+        self, layer: list[Streamed], order: list[str]
+    ) -> tuple[list[tuple[Extent, ...]], SlotLayout]:
+        """The extents of each expert of one layer, and its slot's layout."""
+        routes = self._routes(layer)
+        experts = layer[0].shape[0]
+        parts = [parts_of(self.checkpoint, route, experts) for route in routes]  # [route][expert]
+        self._check_equal(routes, parts, layer)
+        blocks = [
+            self._blocks(route, mine[0], layer) for route, mine in zip(routes, parts, strict=True)
+        ]
+        layout = _layout(layer, order, parts, blocks)
+        plans = [  # one list of copies for each stored tensor of an expert, in its own bytes
+            plan
+            for mine, found in zip(parts, blocks, strict=True)
+            for i, part in enumerate(mine[0])
+            for plan in _copies(part.stored, i, found, layout)
+        ]
+        shared: dict[Any, tuple[Copy, ...]] = {}
+        table = [
+            extents_of([s for mine in parts for p in mine[e] for s in _tensors(p)], plans, shared)
+            for e in range(experts)
+        ]
+        return table, layout
+
+    def _routes(self, layer: list[Streamed]) -> list[Route]:
+        names = {streamed.full_name for streamed in layer}
+        routes: list[Route] = []
+        for name in sorted(names):
+            route = self.by_target.get(name)
+            if route is None:
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: no tensor for {name}: the experts are missing"
+                )
+            ops = route.converter.operations if route.converter else []
+            if any(op.supports_many_to_many for op in ops) or not names >= set(route.targets):
+                raise UnsupportedModel(
+                    f"{type(self.model).__name__}: experts that share tensors with other parameters"
+                    " are not served yet"
+                )
+            if route not in routes:
+                routes.append(route)
+        return routes
+
+    def _check_equal(
+        self, routes: list[Route], parts: list[list[list[Part]]], layer: list[Streamed]
+    ) -> None:
+        """Every expert's tensors must have the shapes (and types) that make its parameters."""
+        for route, mine in zip(routes, parts, strict=True):
+            encoded = any(part.stored.encoding != PLAIN for part in mine[0])
+            if encoded and len({part.kind for part in mine[0]}) > 1:
+                raise mixed([[part] for part in mine[0]], route.targets[0], self.checkpoint.folder)
+            if not different(mine):
+                continue
+            shapes = {tuple(p.shape for p in own) for own in mine}
+            right = [s for s in shapes if self._fits(route, mine[0], s, layer)]
+            for own in mine:
+                for i, part in enumerate(own):
+                    if right and part.shape != right[0][i]:
+                        raise CheckpointError(
+                            f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
+                            f" {list(part.shape)}, but {list(right[0][i])} is right"
+                        )
+            if right:
+                raise mixed(mine, route.targets[0], self.checkpoint.folder)
+
+    def _fits(
+        self,
+        route: Route,
+        own: list[Part],
+        shapes: tuple[tuple[int, ...], ...],
+        layer: list[Streamed],
+    ) -> bool:
+        resized = [reshaped(part, shape) for part, shape in zip(own, shapes, strict=True)]
+        try:
+            self._blocks(route, resized, layer)
+        except CheckpointError:
+            return False
+        return True
+
+    def _blocks(
+        self, route: Route, own: list[Part], layer: list[Streamed]
+    ) -> dict[str, list[Block]]:
+        """For each target parameter's name the blocks that fill it from one expert's tensors."""
+        wanted = {s.full_name: s for s in layer if s.full_name in route.targets}
+        key = (
+            id(route.converter),
+            tuple((p.shape, p.stored.encoding != PLAIN, p.stored.transposed) for p in own),
+            tuple((s.name, s.shape) for s in wanted.values()),
+        )
+        if key not in self.known:
+            self.known[key] = read_off(self.model, self.checkpoint, route, own, wanted)
+        return self.known[key]
+
+
+def _tensors(part: Part) -> list[Stored]:
+    """What lies in files for a part: its codes, or all of it, and its companions."""
+    return [part.stored, *part.stored.companions]
+
+
+def _copies(
+    stored: Stored, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
+) -> list[list[Copy]]:
+    """The copies out of each stored tensor of a part."""
+    if stored.encoding == PLAIN:
+        return [plain_copies(stored.dtype, source, blocks, layout)]
+    outputs = stored.codes[0]
+    plans = []
+    for i, tensor in enumerate((replace(stored, shape=stored.codes), *stored.companions)):
+        specs = {name: layout.weight(name).parts[i] for name in blocks}
+        plans.append(row_copies(tensor, outputs // tensor.shape[0], source, blocks, specs))
+    return plans
+
+
+def _layout(
+    layer: list[Streamed],
+    order: list[str],
+    parts: list[list[list[Part]]],
+    blocks: list[dict[str, list[Block]]],
+) -> SlotLayout:
+    """Tensors in the order in which the first expert's bytes lie on disk.
+
+    Then an expert whose tensors are neighbours in the file is one run of bytes in the slot too.
+    """
+    wanted = {streamed.name: streamed for streamed in layer}
+    place: dict[str, tuple[int, int]] = {}
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    encodings: dict[str, str] = {}
+    for mine, found in zip(parts, blocks, strict=True):
+        for name, its in found.items():
+            first, streamed = mine[0][its[0].source].stored, wanted[name]
+            place[name] = (first.file, first.offset)
+            if first.encoding == PLAIN:
+                made[name] = streamed.shape[1:], str(streamed.dtype)[6:]
+                continue
+            encodings[name] = first.encoding
+            outputs = sum(block.shape[0] * block.shape[1] for block in its)
+            made[name] = (outputs, first.codes[1]), first.dtype
+            kinds = ENCODINGS[first.encoding].companions
+            for kind, companion in zip(kinds, first.companions, strict=True):
+                rows = outputs * companion.shape[0] // first.codes[0]
+                dtype = "float32" if first.encoding == "fp8" else companion.dtype
+                made[f"{name}.{kind}"] = (rows, companion.shape[1]), dtype
+                place[f"{name}.{kind}"] = (companion.file, companion.offset)
+    if set(order) != set(made):
+        order = sorted(made, key=lambda name: place[name])
+    dtype = str(layer[0].dtype)[6:]
+    return SlotLayout.pack([(name, *made[name]) for name in order], encodings, dtype)

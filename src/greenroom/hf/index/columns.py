@@ -1,0 +1,162 @@
+"""The tensors that feed each expert: found by name, and checked to be all there and all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+
+from transformers.core_model_loading import ConversionOps
+
+from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN
+from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.index.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor, or one expert's slice of a fused one, that feeds one expert.
+
+    `stored` is of this expert alone: for an encoded matrix, codes and companions have two axes.
+    """
+
+    name: str
+    pattern: str
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """In what it is stored: encoding, dtype and those of its companions."""
+        return self.stored.encoding, self.stored.dtype, *(c.dtype for c in self.stored.companions)
+
+    @property
+    def spoken(self) -> str:
+        """In what it is stored, for messages: as `kind`, what differs there differs here."""
+        if self.stored.encoding == PLAIN:
+            return self.stored.dtype
+        scales = " and ".join(companion.dtype for companion in self.stored.companions)
+        return self.stored.encoding + (f" with scales in {scales}" if scales else "")
+
+
+def parts_of(checkpoint: Checkpoint, route: Route, experts: int) -> list[list[Part]]:
+    """The parts of each expert [expert][part], patterns in the converter's order."""
+    patterns = route.converter.source_patterns if route.converter else list(route.sources)
+    columns = []
+    for pattern in patterns:
+        names = route.sources.get(pattern)
+        if not names:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {route.targets[0]} needs tensors named like"
+                f" {pattern.replace(chr(92), '')}, and there are none"
+            )
+        stacked = any(getattr(op, "stacked", False) for op in _operations(route))
+        columns.append(_column(checkpoint, pattern, names, experts, stacked))
+    return [list(parts) for parts in zip(*columns, strict=True)]
+
+
+def _operations(route: Route) -> list[ConversionOps]:
+    return route.converter.operations if route.converter else []
+
+
+def _column(
+    checkpoint: Checkpoint, pattern: str, names: list[str], experts: int, stacked: bool
+) -> list[Part]:
+    """One tensor, or slice of a fused tensor, for each expert.
+
+    `stacked`: the experts' rows lie one under another, without an axis of their own.
+    """
+    stored = checkpoint.tensors
+    for name in names:
+        _check_served(checkpoint, name, stored[name])
+    if "*" in pattern:
+        _check_numbers(checkpoint.folder, names, experts)
+        return [Part(name, pattern, stored[name]) for name in names]
+    name, fused = names[0], stored[names[0]]
+    if stacked and fused.shape[0] % experts == 0:
+        fused = replace(fused, shape=(experts, fused.shape[0] // experts, *fused.shape[1:]))
+    if len(names) != 1 or fused.shape[:1] != (experts,) or not fused.nbytes:
+        raise CheckpointError(
+            f"{checkpoint.files[fused.file]}: {name} has shape {list(fused.shape)}, but the config"
+            f" says {experts} experts"
+        )
+    return [Part(name, pattern, _slice(fused, e, experts)) for e in range(experts)]
+
+
+def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
+    path = checkpoint.files[stored.file]
+    if stored.encoding == PLAIN and stored.dtype not in FLOATS:
+        raise UnsupportedModel(
+            f"{path}: {name} is stored as {stored.dtype}, without scales that say what it means"
+        )
+    if stored.encoding not in (PLAIN, *BLOCKS):
+        raise UnsupportedModel(
+            f"{path}: {name} is stored as {stored.encoding}: experts of this type are not served"
+            f" ({', '.join(BLOCKS)} are)"
+        )
+    rows = stored.codes[-2] if stored.codes else 0
+    if rows % stored.unit:
+        raise UnsupportedModel(
+            f"{path}: {name} has {rows} outputs, which blocks of {stored.unit} do not divide"
+        )
+
+
+def _slice(fused: Stored, expert: int, experts: int) -> Stored:
+    size = fused.nbytes // experts
+    return replace(
+        fused,
+        shape=fused.shape[1:],
+        codes=fused.codes[1:],
+        offset=fused.offset + expert * size,
+        nbytes=size,
+        companions=tuple(_slice(c, expert, experts) for c in fused.companions),
+    )
+
+
+def different(parts: list[list[Part]]) -> bool:
+    """Whether experts differ in the shapes of their tensors, or in what they are stored in."""
+    return len({tuple((p.shape, p.kind) for p in own) for own in parts}) > 1
+
+
+def mixed(parts: Sequence[list[Part]], target: str, folder: Path) -> UnsupportedModel:
+    """The error for experts of one layer that are not stored alike."""
+    kinds = {tuple(part.spoken for part in own): own for own in parts}
+    (a, first), (b, other) = list(kinds.items())[:2]
+    at = next((i for i in range(len(a)) if a[i] != b[i]), 0)
+    return UnsupportedModel(
+        f"{folder}: the experts of {target} are stored in different types: {first[at].name} as"
+        f" {a[at]}, {other[at].name} as {b[at]}"
+    )
+
+
+def reshaped(part: Part, shape: tuple[int, ...]) -> Part:
+    """The part as if it had another shape."""
+    nbytes = prod(shape) * ITEMSIZE.get(part.stored.dtype, 1)
+    return replace(part, stored=replace(part.stored, shape=shape, nbytes=nbytes))
+
+
+def _check_numbers(folder: Path, names: list[str], experts: int) -> None:
+    """The names must be those of experts 0 .. experts-1, one each."""
+    split = [name.split(".") for name in names]
+    columns = list(zip_longest(*split))
+    number = next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
+    if number is None:  # a single name: its expert's number is the last one before the end
+        number = max((i for i, word in enumerate(split[0]) if word.isdigit()), default=0)
+    found = {words[number] for words in split if number < len(words)}
+    lead = split[0][number].rstrip("0123456789")  # nothing, or as in `expert_7`
+    wanted = (f"{lead}{e}" for e in range(experts))  # no more of them than there are names
+    if lost := next((e for e in wanted if e not in found), None):
+        name = ".".join([*split[0][:number], lost, *split[0][number + 1 :]])
+        raise CheckpointError(f"{folder}: {name} is missing: the config says {experts} experts")
+    if len(names) != experts:
+        raise CheckpointError(
+            f"{folder}: {len(names)} tensors like {names[-1]}, but the config says"
+            f" {experts} experts"
+        )

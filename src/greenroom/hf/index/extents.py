@@ -1,0 +1,165 @@
+"""From blocks to byte ranges: what is copied where, and which tensors are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from greenroom.core.layout import ITEMSIZE, Copy, Extent, SlotLayout, TensorSpec
+from greenroom.errors import UnsupportedModel
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.index.blocks import Block
+
+GAP = 4096  # bytes; tensors at most this far apart are read in one go
+
+
+def plain_copies(
+    dtype: str, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
+) -> list[Copy]:
+    """The copies out of one plain tensor; `source` is its number among its route's tensors."""
+    copies = []
+    for name, its in blocks.items():
+        spec = layout[name]
+        a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
+        copies += [
+            Copy(
+                source=block.source_start * a,
+                target=spec.offset + block.target_start * b,
+                shape=block.shape,
+                source_strides=(block.source_strides[0] * a, block.source_strides[1] * a),
+                target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
+                source_dtype=dtype,
+                target_dtype=spec.dtype,
+            )
+            for block in its
+            if block.source == source
+        ]
+    return sorted(copies, key=lambda copy: copy.source)
+
+
+def row_copies(
+    stored: Stored,
+    unit: int,
+    source: int,
+    blocks: dict[str, list[Block]],
+    specs: dict[str, TensorSpec],
+) -> list[Copy]:
+    """The copies out of the codes of an encoded matrix, or out of a companion of it.
+
+    stored: of one expert, two axes
+    unit:   how many outputs one row of it stands for
+    blocks: in outputs
+    specs:  where they go, by the matrix's name
+    """
+    width = stored.shape[1]
+    copies = []
+    for name, its in blocks.items():
+        spec = specs[name]
+        for block in its:
+            if block.source == source:
+                copies += _runs(_in_units(block, unit), width, stored.dtype, spec)
+    return sorted(copies, key=lambda copy: copy.source)
+
+
+def _in_units(block: Block, unit: int) -> Block:
+    """A block of outputs as a block of rows that stand for `unit` outputs each."""
+    if unit == 1:
+        return block
+    whole = (
+        block.shape[0] == 1
+        and block.source_strides[1] == block.target_strides[1] == 1
+        and not any(n % unit for n in (block.shape[1], block.source_start, block.target_start))
+    )
+    if not whole:
+        raise UnsupportedModel("experts whose scales stand for outputs that are moved apart")
+    return replace(
+        block,
+        source_start=block.source_start // unit,
+        target_start=block.target_start // unit,
+        shape=(1, block.shape[1] // unit),
+    )
+
+
+def _runs(block: Block, width: int, dtype: str, spec: TensorSpec) -> list[Copy]:
+    """A block of rows of `width` elements: one run where it is whole, else row by row."""
+    a, b = width * ITEMSIZE[dtype], width * ITEMSIZE[spec.dtype]
+    (outer, inner), copies = block.shape, []
+    for i in range(outer):
+        start = (block.source_start + i * block.source_strides[0]) * a
+        target = spec.offset + (block.target_start + i * block.target_strides[0]) * b
+        steps = block.source_strides[1], block.target_strides[1]
+        shape, strides = (inner, width), (steps[0] * a, steps[1] * b)
+        if steps == (1, 1):
+            shape, strides = (1, inner * width), (inner * a, inner * b)
+        copies.append(
+            Copy(
+                start,
+                target,
+                shape,
+                (strides[0], ITEMSIZE[dtype]),
+                (strides[1], ITEMSIZE[spec.dtype]),
+                dtype,
+                spec.dtype,
+            )
+        )
+    return copies
+
+
+def extents_of(
+    own: Sequence[Stored], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
+) -> tuple[Extent, ...]:
+    """Group one expert's tensors into extents; experts arranged alike share their copies.
+
+    What must be transformed on its way is not read together with what need not: it would make the
+    rest indivisible.
+    """
+    order = sorted(range(len(own)), key=lambda i: (own[i].file, own[i].offset))
+    straight = [all(copy.contiguous for copy in plan) for plan in plans]
+    groups: list[list[int]] = []
+    end = (-1, 0, True)
+    for i in order:
+        part = own[i]
+        if (part.file, straight[i]) == end[::2] and part.offset - end[1] <= GAP:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        end = (part.file, part.offset + part.nbytes, straight[i])
+    extents = []
+    for group in groups:
+        first, last = own[group[0]], own[group[-1]]
+        inside = tuple((i, own[i].offset - first.offset) for i in group)
+        if inside not in shared:
+            shared[inside] = _place(inside, plans)
+        length = last.offset + last.nbytes - first.offset
+        extents.append(Extent(first.file, first.offset, length, shared[inside]))
+    return tuple(extents)
+
+
+def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[Copy, ...]:
+    """The copies of an extent: each tensor's at its place, joined where they are one run."""
+    placed: list[Copy] = []
+    for i, at in inside:
+        for copy in plans[i]:
+            moved = replace(copy, source=copy.source + at)
+            if placed and _adjacent(placed[-1], moved):
+                moved = _joined(placed.pop(), moved)
+            placed.append(moved)
+    return tuple(placed)
+
+
+def _adjacent(a: Copy, b: Copy) -> bool:
+    return (
+        a.contiguous
+        and b.contiguous
+        and a.source_dtype == b.source_dtype
+        and a.source + a.nbytes == b.source
+        and a.target + a.nbytes == b.target
+    )
+
+
+def _joined(a: Copy, b: Copy) -> Copy:
+    n = a.shape[0] * a.shape[1] + b.shape[0] * b.shape[1]
+    size = ITEMSIZE[a.source_dtype]
+    strides = (n * size, size)
+    return Copy(a.source, a.target, (1, n), strides, strides, a.source_dtype, a.target_dtype)

@@ -1,0 +1,115 @@
+"""Which tensors of a GGUF file become which parameter, by transformers' own GGUF mapping.
+
+What the mapping does not say is said by the experts module's flags (how gate and up are joined).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+)
+from transformers.integrations.gguf import get_gguf_conversion_mapping
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.index.experts import expert_modules
+from greenroom.hf.index.routes import Route, find_routes
+
+
+def gguf_routes(model: PreTrainedModel, checkpoint: Gguf) -> tuple[dict[str, Route], list[str]]:
+    """As `find_routes`, for GGUF's names."""
+    if checkpoint.mapped:
+        mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
+        return find_routes(model, checkpoint.tensors, mapping)
+    processor = TENSOR_PROCESSORS.get(checkpoint.architecture, TensorProcessor)(config={})
+    names = get_gguf_hf_weights_map(model, processor)
+    known = model.state_dict()
+    routes, unused = _expert_routes(checkpoint, model, names), []
+    taken = {name for r in routes.values() for own in r.sources.values() for name in own}
+    for name in [name for name in checkpoint.tensors if name not in taken]:
+        target = names.get(name, names.get(name.removesuffix(".weight"), ""))
+        if target not in known:
+            unused.append(name)
+            continue
+        _fit(checkpoint, name, tuple(known[target].shape))
+        routes[target] = Route((target,), None, {name: [name]})
+    return routes, unused
+
+
+def _fit(checkpoint: Gguf, name: str, shape: tuple[int, ...]) -> None:
+    """Give a tensor axes of length 1 that GGUF leaves out."""
+    stored: Stored = checkpoint.tensors[name]
+    if stored.shape != shape and prod(stored.shape) == prod(shape) and 1 in shape:
+        checkpoint.tensors[name] = replace(stored, shape=shape)  # type: ignore[index]
+
+
+def _expert_routes(
+    checkpoint: Gguf, model: PreTrainedModel, names: dict[str, str]
+) -> dict[str, Route]:
+    """The routes to each layer's matrices; GGUF has [experts, outputs, inputs], gate and up
+    apart."""
+    blocks = {hf: name for name, hf in names.items()}
+    routes: dict[str, Route] = {}
+    for name, module in expert_modules(model).items():
+        down = f"{name}.down_proj"
+        stem = blocks.get(down, "").removesuffix("ffn_down_exps")
+        turn: list[ConversionOps] = [Transpose(1, 2)] if module.is_transposed else []
+        join: list[ConversionOps] = [Concatenate(dim=1)]
+        if not module.is_concatenated:
+            join.append(Interleave(dim=1, inverse=True))
+        parts = ("gate", "up") if module.has_gate else ("up",)
+        first = f"{name}.gate_up_proj" if module.has_gate else f"{name}.up_proj"
+        ups = [f"{stem}ffn_{part}_exps.weight" for part in parts]
+        found = {
+            first: _route(first, ups, join + turn),
+            down: _route(down, [f"{stem}ffn_down_exps.weight"], turn),
+        }
+        if module.has_bias:
+            biases = [name.replace(".weight", ".bias") for name in ups]
+            found[f"{first}_bias"] = _route(f"{first}_bias", biases, join)
+            found[f"{down}_bias"] = _route(f"{down}_bias", [f"{stem}ffn_down_exps.bias"], [])
+        routes |= {
+            target: route
+            for target, route in found.items()
+            if all(name in checkpoint.tensors for own in route.sources.values() for name in own)
+        }
+    return routes
+
+
+def _route(target: str, names: list[str], operations: list[ConversionOps]) -> Route:
+    sources = {name: [name] for name in names}
+    if not operations:
+        return Route((target,), None, sources)
+    return Route((target,), WeightConverter(names, target, operations), sources)
+
+
+def converted(route: Route, tensors: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
+    """A route's parameter from its tensors, by name."""
+    (target,) = route.targets
+    if route.converter is None:
+        return next(iter(tensors.values()))
+    converter = route.converter.copy(
+        route.converter.source_patterns,
+        route.converter.target_patterns,
+        operations=list(route.converter.operations),
+    )
+    for pattern, names in route.sources.items():
+        for name in names:
+            converter.add_tensor(target, name, pattern, tensors[name])
+    made = converter.convert(target, model=model, config=model.config)[target]
+    return made[0] if isinstance(made, list) else made

@@ -1,0 +1,116 @@
+"""How keys and values are kept: `--kv`, by transformers' own caches.
+
+`dynamic` keeps them as they are computed. `fp8`, `int4` and `int2` quantise them, which changes the
+output; `offloaded` keeps them in host memory, behind a GPU, which does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, QuantizedCache
+from transformers.utils import is_optimum_quanto_available, is_quanto_greater
+
+from greenroom.errors import UsageError
+from greenroom.hf.kv.cache import held_by
+
+DYNAMIC, OFFLOADED, FP8 = "dynamic", "offloaded", "fp8"
+BITS = {"int4": 4, "int2": 2}  # quantised by optimum-quanto
+GROUP = 64  # the most values that share a scale
+RESIDUAL = 128  # the newest tokens, which optimum-quanto's layers keep as they are
+# What an update of a layer takes while it runs, in times of its keys and values as computed: all
+# are expanded and joined with the new ones, and from time to time quantised again.
+UPDATING = {"fp8": 5.0, "int4": 6.0, "int2": 7.0}
+
+Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of values) of each layer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of `--kv`'s, for one model. `group` values share a scale, where it is quantised."""
+
+    name: str = DYNAMIC
+    group: int = GROUP
+
+    @property
+    def quantised(self) -> bool:
+        return self.name not in (DYNAMIC, OFFLOADED)
+
+    @property
+    def implementation(self) -> dict[str, Any]:
+        """What `generate` is told, under transformers' names."""
+        if self.name == DYNAMIC:
+            return {}
+        if self.name == OFFLOADED:
+            return {"cache_implementation": OFFLOADED}
+        return {"cache_implementation": "quantized", "cache_config": self._options}
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        if self.name == FP8:
+            return {"backend": FP8}
+        return {
+            "backend": "quanto",
+            "nbits": BITS[self.name],
+            "q_group_size": self.group,
+            "residual_length": RESIDUAL,
+        }
+
+    def cache(self, config: Any) -> Any:
+        """An empty cache for a model's decoder."""
+        if self.quantised:
+            return QuantizedCache(config=config, **self._options)
+        return DynamicCache(config=config, offloading=self.name == OFFLOADED)
+
+    def stored(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
+        """Bytes of 64 tokens of a layer as they are stored; found by storing some.
+
+        The first tokens that are expanded again have optimum-quanto compile what does it.
+        """
+        from transformers.cache_utils import Fp8QuantizedLayer, QuantoQuantizedLayer
+
+        options = {k: v for k, v in self._options.items() if k != "backend"}
+        layer: Any = (Fp8QuantizedLayer if self.name == FP8 else QuantoQuantizedLayer)(**options)
+        given = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
+        layer.update(*given)
+        stored = held_by([layer._quantized_keys, layer._quantized_values])
+        layer.update(*(tensor[:, :, :1] for tensor in given))
+        return stored
+
+
+def kind_of(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> Kind:
+    """What was asked for, for a model on the meta device; UsageError where it cannot be had."""
+    if name == DYNAMIC:
+        return Kind()
+    config: Any = model.config
+    if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        raise UsageError(
+            f"--kv {name}: {config.model_type} has a cache of its own: --kv dynamic keeps it"
+        )
+    if name == OFFLOADED:
+        if not on_a_gpu:
+            raise UsageError(
+                "--kv offloaded keeps what is a GPU's in host memory: on a CPU it is there already"
+            )
+        return Kind(name)
+    if name in BITS and not (
+        is_optimum_quanto_available() and is_quanto_greater("0.2.5", accept_dev=True)
+    ):
+        raise UsageError(
+            f"--kv {name} needs optimum-quanto (pip install optimum-quanto); --kv fp8 needs nothing"
+        )
+    group = gcd(GROUP, *(width for _, *both in widths for width in both))
+    kind = Kind(name, group)
+    try:
+        kind.cache(config)
+    except ValueError as error:
+        raise UsageError(
+            f"--kv {name}: {config.model_type} has layers that are not of full attention, and"
+            " transformers quantises no others: --kv dynamic"
+        ) from error
+    return kind

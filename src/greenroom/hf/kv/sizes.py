@@ -1,0 +1,171 @@
+"""What a model's keys and values take, by a pass on the meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from mmap import PAGESIZE
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from greenroom.hf.kv.cache import BLOCK, FREED
+from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, Kind, kind_of
+
+PROBE = 47  # tokens; no other dimension is likely to be that
+GPU_PAGE = 2 << 20  # what torch's allocator rounds large tensors up to
+LARGE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a cache, for one sequence.
+
+    `token` bytes a token, up to `most` tokens where it forgets; `fixed` bytes of states; `rows` of
+    tokens; whether it grows in place. `shape` is its heads and the widths of keys and values.
+    """
+
+    token: int
+    fixed: int = 0
+    rows: int = 2
+    most: int | None = None
+    in_place: bool = True
+    shape: tuple[int, int, int] = (1, 1, 1)
+
+    def held(self, tokens: int) -> int:
+        """Bytes, without what is lost to pages."""
+        return self.token * (tokens if self.most is None else min(tokens, self.most)) + self.fixed
+
+
+@dataclass(frozen=True, slots=True)
+class KVBytes:
+    """Bytes of a model's KV cache where the slots are, and on the host where that is elsewhere."""
+
+    layers: tuple[Layer, ...]
+    kind: Kind = field(default_factory=Kind)
+    stored: tuple[int, ...] = ()  # of 64 tokens of each layer, where it is quantised
+    on_a_gpu: bool = False
+    room: int = 4096  # tokens that grow without a copy
+
+    def held(self, tokens: int, batch: int = 1) -> int:
+        """Between passes, for so many tokens of each sequence of a batch."""
+        if self.kind.quantised:
+            stored = sum(nbytes * -(-tokens // 64) for nbytes in self.stored)
+            residual = RESIDUAL * sum(layer.token for layer in self.layers)
+            return batch * (stored + residual)
+        if self.kind.name == OFFLOADED:  # the layer that computes, and the next one
+            return 2 * batch * self._largest(tokens)
+        return sum(self._held(layer, tokens, batch) for layer in self.layers)
+
+    def on_host(self, tokens: int) -> int:
+        """In host memory beside a GPU's."""
+        offloaded = self.kind.name == OFFLOADED
+        return sum(layer.held(tokens) for layer in self.layers) if offloaded else 0
+
+    def passing(self, tokens: int, batch: int = 1) -> int:
+        """While a layer takes in its tokens."""
+        if self.kind.quantised:
+            return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
+        if self.kind.name == OFFLOADED:
+            return batch * self._largest(tokens)
+        copied = [layer for layer in self.layers if self._copies(layer, tokens)]
+        freed = FREED if self.on_a_gpu and tokens > BLOCK else 0
+        return batch * max((layer.held(tokens) for layer in copied), default=0) + freed
+
+    def total(self, tokens: int, batch: int = 1) -> int:
+        return self.held(tokens, batch) + self.passing(tokens, batch)
+
+    def saved(self, tokens: int) -> int:
+        """What this kind saves against keys and values as computed; negative where it costs."""
+        return replace(self, kind=Kind(), stored=()).total(tokens) - self.total(tokens)
+
+    def _copies(self, layer: Layer, tokens: int) -> bool:
+        return not layer.in_place or self.on_a_gpu or tokens > self.room
+
+    def _largest(self, tokens: int) -> int:
+        return max((layer.held(tokens) for layer in self.layers), default=0)
+
+    def _held(self, layer: Layer, tokens: int, batch: int) -> int:
+        """With what is lost to pages."""
+        if not layer.in_place:
+            return batch * layer.held(tokens)
+        if not self.on_a_gpu:
+            return batch * (layer.held(tokens) + layer.rows * PAGESIZE)
+        nbytes = batch * layer.held(-(-tokens // BLOCK) * BLOCK)
+        return nbytes + (2 * GPU_PAGE if nbytes > LARGE else 0)
+
+
+def kv_bytes(
+    model: PreTrainedModel,
+    kv: str = DYNAMIC,
+    *,
+    block: int,
+    on_a_gpu: bool = False,
+    room: int = 4096,
+) -> KVBytes:
+    """For a model on the meta device, which is given `block` tokens at a time.
+
+    UsageError where keys and values cannot be kept as asked.
+    """
+    try:
+        layers = _layers(model, block)
+    except Exception:  # a model whose forward cannot run without data
+        layers = _by_config(model)
+    kind = kind_of(kv, model, [layer.shape for layer in layers], on_a_gpu)
+    stored: tuple[int, ...] = ()
+    if kind.quantised:
+        sizes = {
+            layer.shape: kind.stored(*layer.shape, model.dtype) for layer in dict.fromkeys(layers)
+        }
+        stored = tuple(sizes[layer.shape] for layer in layers)
+    return KVBytes(tuple(layers), kind, stored, on_a_gpu, room)
+
+
+def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
+    """What a pass of PROBE tokens leaves in a cache."""
+    ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
+    # Some encoders refuse to be told of a cache; decoders have one by default.
+    answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    told: dict[str, Any] = answer or {"use_cache": True}
+    with torch.no_grad():
+        cache: Any = model(input_ids=ids, **told).past_key_values
+    layers = (
+        cache.layers
+        if not answer
+        else (cache.self_attention_cache.layers + cache.cross_attention_cache.layers)
+    )
+    return [_layer(layer, block) for layer in layers]
+
+
+def _layer(layer: Any, block: int) -> Layer:
+    tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:  # it may have forgotten some of the tokens
+        growing, tokens = [layer.keys, layer.values], layer.keys.shape[-2]
+    else:
+        growing, tokens = [tensor for tensor in tensors if PROBE in tensor.shape], PROBE
+    nbytes = sum(tensor.nbytes for tensor in growing)
+    shape = (1, 1, 1)
+    if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+        shape = (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1])
+    return Layer(
+        token=nbytes // tokens,
+        fixed=sum(tensor.nbytes for tensor in tensors) - nbytes,
+        rows=sum(prod(tensor.shape[:-2]) for tensor in growing),
+        most=None if window is None else window + block,
+        in_place=type(layer) is DynamicLayer,
+        shape=shape,
+    )
+
+
+def _by_config(model: PreTrainedModel) -> list[Layer]:
+    """Full attention in every layer: keys and values of heads x width."""
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = int(2 * heads * width * model.dtype.itemsize)
+    pages = 2 * heads * PAGESIZE
+    layer = Layer(token, pages, rows=2 * heads, in_place=False, shape=(heads, width, width))
+    return [layer] * config.num_hidden_layers

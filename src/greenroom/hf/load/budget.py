@@ -1,0 +1,103 @@
+"""Stage 3 of loading: how many experts have room, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from greenroom.config import LoadConfig
+from greenroom.core.cache.scope import least_capacity
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.homes import spread
+from greenroom.core.transfers.queue import staging_seats
+from greenroom.hf.load.describe import Description
+from greenroom.hf.memory.budget import (
+    DeviceBudget,
+    Needs,
+    budget_bytes,
+    capacity_for,
+    host_slots,
+)
+from greenroom.hf.memory.devices import engines_for, lanes_of
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import pieces_of, slots_for
+from greenroom.policies import choose
+from greenroom.runtime.cuda.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBudget:
+    """What `--memory` leaves to slots.
+
+    nbytes: the budget, of the GPU's memory where `gpu` is, else of the process
+    need:   bytes beside the slots, with a full context
+    beside: bytes of the process that are the caller's
+    least:  the fewest slots that a run can have
+    """
+
+    nbytes: int
+    need: Needs
+    beside: int
+    least: int
+    gpu: DeviceBudget | None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Slots that a run has `room` for with a full context, and `first`, with a short one.
+
+    asked:   what the options ask for, with the host memory that there is
+    slots:   None where `--cache` says how many there are
+    engines: the GPUs; the first one has the dense parts
+    """
+
+    asked: ModelSetup
+    room: int
+    first: int
+    slots: SlotBudget | None
+    engines: Sequence[Engine]
+
+
+def budget_for(
+    description: Description, asked: ModelSetup, config: LoadConfig, beside: int
+) -> Budget:
+    """BudgetError, which says what would do, where not even the fewest slots have room; `beside`
+    bytes of the process are left to the caller."""
+    engines = engines_for(asked)
+    gpu = None
+    if engines:
+        memory = None if config.cache is not None else config.memory
+        gpu = DeviceBudget(memory, lambda: min(each.memory() for each in engines))
+    if engines or config.host_memory is not None:
+        asked = with_host(asked, config)
+    catalog = description.draft.catalog
+    if config.cache is not None:
+        slots = slots_for(config.cache, catalog)
+        group_sizes(pieces_of(asked), slots, asked.scope)  # or BudgetError
+        return Budget(replace(asked, capacity=slots), slots, slots, None, engines)
+    nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
+    need = description.needs_on_a_gpu() if gpu else description.needs(config.readers).plus(beside)
+    tasks = asked.pins.tasks.values() if asked.pins is not None else ()
+    pinned = max((task.experts.size for task in tasks), default=0)
+    least = max(asked.capacity, min(pinned + description.top_k, catalog.experts))
+    room, first = (
+        capacity_for(nbytes, each, catalog, least, gpu.OF if gpu else "", max(1, len(engines)))
+        for each in (need, description.needs_at_first(need))
+    )
+    slot_budget = SlotBudget(nbytes, need, beside, least, gpu)
+    return Budget(replace(asked, budget_bytes=nbytes), room, first, slot_budget, engines)
+
+
+def with_host(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
+    """The setup with the host tier that the budget has room for, or BudgetError."""
+    lanes = spread(lanes_of(setup), len(setup.devices))
+    seats, beside = staging_seats(lanes), setup.keys_values.on_host(setup.context)
+    stride = setup.catalog.slot_bytes if setup.co_compute else None
+    budget, slots = host_slots(config.host_memory, setup.catalog, seats, beside, stride)
+    kept = choose(config.policy, slots, setup.catalog.experts).name
+    return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=kept)
+
+
+def least_of(setup: ModelSetup) -> int:
+    """The fewest slots that a step of one token can do with."""
+    return least_capacity(pieces_of(setup), setup.scope)

@@ -1,0 +1,108 @@
+"""Load a model under a memory budget: the public `greenroom.load`."""
+
+from __future__ import annotations
+
+import logging
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from greenroom.config import LOW_SHARE, LoadConfig, options_checked
+from greenroom.environment import warn_once
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
+from greenroom.hf.load.attach import Progress, attach
+from greenroom.hf.load.budget import budget_for
+from greenroom.hf.load.describe import Description
+from greenroom.hf.load.place import as_asked, place
+from greenroom.hf.load.resolve import resolve
+from greenroom.runtime.memory.system import uncollected
+
+log = logging.getLogger(__name__)
+
+
+@options_checked
+def load(
+    model: str,
+    memory: str | int | None = None,
+    cache: str | int | None = None,
+    policy: str = "auto",
+    kernels: str = "auto",
+    device: str = "auto",
+    *,
+    host_memory: str | int | None = None,
+    scope: str = "shared",
+    pin: str | None = None,
+    split: str = "off",
+    miss_precision: str = "off",
+    low_below: float | None = None,
+    low_share: str = LOW_SHARE,
+    low_follow: bool = False,
+    skip_below: float = 0.0,
+    substitute_below: float = 0.0,
+    prefetch: str = "auto",
+    predictor: str | None = None,
+    no_guard: bool = False,
+    co_compute: str = "off",
+    context: int = 4096,
+    kv: str = "dynamic",
+    readers: int = 2,
+    direct: str = "auto",
+    read_limit: str | int | None = None,
+    dtype: str = "auto",
+    threads: int | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Mixture-of-Experts model whose experts stay on disk.
+
+    Returns (model, tokenizer): an ordinary transformers model with `model.greenroom` for `stats()`,
+    `resize()`, `detach()` and `materialize()`, before which it cannot be trained, saved, copied or
+    moved. Raises a GreenroomError (see greenroom.errors) in one clear line.
+
+    `model` is a Hugging Face folder, a GGUF file, a hub id, or `demo`. `greenroom run --help` says
+    more about the options:
+    memory: budget of the process, on a GPU of its memory: "8GiB", "60%", "auto" (the default)
+    cache: size of the expert cache alone, in place of `memory`: "25%" of the experts, "2GiB"
+    policy: who is evicted: auto, lru, llru, moe-infinity, ...
+    kernels: what computes the experts: auto, eager (transformers' bits), numba, rounded, triton
+    device: auto (cuda where torch has it), cpu, cuda, "cuda:0,cuda:1", fake
+    host_memory: with a GPU, the budget of the process in host memory
+    scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
+    pin: a file of `greenroom trace hot`, whose experts stay
+    split: share of packed experts that stays: off, auto, "0.5", "N,N,...", a file
+    miss_precision: serve misses from a pack's int8 or int4 copies, which changes the output
+    low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
+    skip_below, substitute_below: leave out or replace misses, which changes the output
+    prefetch: a predictor that fetches experts ahead: auto, off, next-gate, learned, markov, ...
+    predictor, no_guard: the file of the predictor learned; prefetch also where that is slower
+    co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
+    context, kv: tokens of the KV cache, and how it is kept: dynamic, fp8, int4, int2, offloaded
+    readers, threads: threads that read experts, and that compute (default: all cores)
+    direct, read_limit: read past the page cache (auto, on, off); most bytes a second, "50MB"
+    dtype: what to compute in: auto (the checkpoint's), bfloat16, float16, float32
+    """
+    options = {name: value for name, value in locals().items() if name != "model"}
+    return load_with(model, LoadConfig(**options))
+
+
+def load_with(
+    source: str,
+    config: LoadConfig,
+    *,
+    remember: bool = True,
+    progress: Progress = lambda share, what: None,
+    beside: int = 0,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load` from a checked config; whether it shall `remember` what runs learn of the model.
+
+    `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
+    `beside` bytes of a CPU's `--memory` are left to the caller.
+    """
+    if said := warn_once():
+        log.warning("%s", said)
+    with uncollected():
+        progress(0.0, "reading the checkpoint's index")
+        resolved = resolve(source, config)
+        description = Description.of(resolved.draft, config, resolved.on_a_gpu)
+        asked = as_asked(resolved, description, config, remember)
+        tokenizer = tokenizer_of(resolved.source.checkpoint)
+        budget = budget_for(description, asked, config, beside)
+        setup = place(description, budget, config)
+        return attach(description, budget, setup, config, progress), tokenizer

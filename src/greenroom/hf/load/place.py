@@ -1,0 +1,134 @@
+"""Stage 4 of loading: which experts have slots where, by which policy and predictor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_bytes, split_of
+from greenroom.core.cache.pins import Pins
+from greenroom.core.cache.state import group_sizes
+from greenroom.hf.attach.predictors import check
+from greenroom.hf.defaults import START, auto_split, with_defaults
+from greenroom.hf.load.budget import Budget, least_of
+from greenroom.hf.load.describe import Description
+from greenroom.hf.load.resolve import Resolved
+from greenroom.hf.memory.approximate import check_copies, copies_of, thresholds
+from greenroom.hf.memory.devices import COMPILED, kernels_of
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import pieces_of
+from greenroom.hf.memory.split import split_experts
+from greenroom.plan.history import files
+from greenroom.policies import choose
+
+log = logging.getLogger(__name__)
+
+
+def as_asked(
+    resolved: Resolved, description: Description, config: LoadConfig, remember: bool
+) -> ModelSetup:
+    """The setup that the options ask for, with the fewest slots that it can have.
+
+    UsageError or PredictorError for options that this model cannot have.
+    """
+    draft, catalog, split = description.draft, description.draft.catalog, None
+    shares = split_of(config.split)
+    if shares is not None:  # auto: what is known sets it when the capacity is known
+        first = START if isinstance(shares, str) else shares
+        catalog, split = split_experts(catalog, first, description.top_k)
+    check_copies(catalog, config.miss_precision)
+    check(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
+    _warn_of_kv(description, config.kv)
+    kind, devices = devices_of(config.device)
+    limit = config.read_limit
+    setup = ModelSetup(
+        catalog,
+        capacity=1,
+        policy=config.policy,
+        scope=scope_of(config.scope),
+        split=split,
+        thresholds=thresholds(config),
+        precision=config.miss_precision,
+        watch=shares == "auto",
+        pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
+        prefetch=config.prefetch,
+        predictor=config.predictor,
+        guard=not config.no_guard,
+        fingerprint=description.fingerprint,
+        remember=remember,
+        kernels=config.kernels,
+        fake=kind == "fake",
+        cuda=resolved.on_a_gpu,
+        devices=devices,
+        co_compute=config.co_compute == "auto",
+        readers=config.readers,
+        direct=config.direct,
+        read_limit=None if limit is None else Amount.parse(limit, "--read-limit").nbytes,
+        context=description.context,
+        keys_values=description.keys_values,
+        source=resolved.source,
+    )
+    setup = replace(setup, kernels=kernels_of(setup))
+    if setup.kernels in COMPILED and draft.dtype is not torch.float32:
+        draft.keep_stored()
+    return replace(setup, capacity=least_of(setup))
+
+
+def _warn_of_kv(description: Description, kv: str) -> None:
+    """Say where quantised keys and values take more memory than plain ones."""
+    keys_values, context = description.keys_values, description.context
+    if keys_values.kind.quantised and (saved := keys_values.saved(context)) <= 0:
+        log.warning(
+            "--kv %s takes %s more than --kv dynamic for %d tokens of this model, and is slower:"
+            " it has too few layers",
+            kv, show_bytes(-saved), context,
+        )  # fmt: skip
+
+
+def place(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
+    """The setup of a run: what is asked for, the settings that are known to be best for its slots,
+    and nothing that has no effect where every expert has a slot."""
+    draft, room = description.draft, budget.room
+    setup = with_defaults(budget.asked, config, budget.first, description.top_k)
+    everything = room >= setup.catalog.experts
+    setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
+    if setup.watch:
+        setup = _configured(description, setup, config, room)
+    if everything:  # nothing is missed, and so all is exact and whole
+        setup = replace(setup, thresholds=None, precision="off")
+        if setup.split is not None:
+            setup = replace(setup, catalog=draft.catalog, split=None)
+    else:
+        setup = _with_copies(description, setup, config, room)
+    if everything or draft.model.config.is_encoder_decoder:  # whose passes nobody can foresee
+        setup = replace(setup, prefetch="off")
+    return setup
+
+
+def _configured(
+    description: Description, setup: ModelSetup, config: LoadConfig, room: int
+) -> ModelSetup:
+    """With the budgets and splits of layers that earlier runs' recordings ask for, in this room."""
+    known = files.load_routing(setup.fingerprint) if setup.remember and setup.fingerprint else None
+    catalog, split, scope = auto_split(description.draft.catalog, known, room, description.top_k)
+    scope = scope if config.scope == "shared" else setup.scope
+    setup = replace(setup, catalog=catalog, split=split, scope=scope)
+    setup = replace(setup, capacity=max(setup.capacity, least_of(setup)))
+    group_sizes(pieces_of(setup), max(room, setup.capacity), scope)  # or BudgetError
+    return setup
+
+
+def _with_copies(
+    description: Description, setup: ModelSetup, config: LoadConfig, room: int
+) -> ModelSetup:
+    """With the low-precision copies that are asked for."""
+    copies = copies_of(setup.catalog, config, room, description.top_k)
+    if copies is None:
+        return setup
+    setup = replace(setup, copies=copies)
+    least = least_of(setup)
+    slots = max(room, least) if config.cache is None else room
+    group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError
+    return replace(setup, capacity=max(setup.capacity, least))

@@ -1,0 +1,189 @@
+"""The start-up line: what was placed where, and the flags that reproduce it."""
+
+from __future__ import annotations
+
+import shlex
+
+from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig, show_bytes, write_bytes
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog
+from greenroom.hf.memory.approximate import LESSER
+from greenroom.predictors import AUTO, OFF, predictor
+from greenroom.runtime.driver.stats import Stats
+from greenroom.runtime.kernels.dense.stored import dense_bytes
+
+LONGEST = 160  # characters of the short line
+
+
+def startup_line(
+    name: str, model: PreTrainedModel, config: LoadConfig, verbose: bool = False
+) -> str:
+    """One line for people; a long one says all, and the flags that give the same placement again.
+
+    What changes the output is in both.
+    """
+    return _all_of(name, model, config) if verbose else _short(name, model)
+
+
+def _short(name: str, model: PreTrainedModel) -> str:
+    """The line in LONGEST characters: what is left out is what comes last."""
+    greenroom = model.greenroom
+    stats, parts = greenroom.stats(), greenroom.parts
+    slots = show_bytes(stats.capacity * stats.slot_bytes)
+    shown = name.rstrip("/").rpartition("/")[2][:40]
+    kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
+    kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.quantised else ""
+    line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
+    if parts.thresholds is not None:
+        line += " · inexact misses, WHICH CHANGES THE OUTPUT"
+    if greenroom.engine is not None and stats.co_compute is not None:
+        line += " · misses on both processors, which may change last bits"
+    line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {parts.context} tokens"
+    for text in (
+        f"settings {parts.chosen.partition(',')[0]}" if parts.chosen else "",
+        _memory(stats),
+        f"{show_bytes(dense_bytes(model))} of dense parts",
+        "--verbose says more",
+    ):
+        if text and len(line) + len(text) + 3 <= LONGEST:
+            line += f" · {text}"
+    return line
+
+
+def _memory(stats: Stats) -> str:
+    """What the process will take, and its budget; "" where neither is known."""
+    budget = f"budget {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
+    if stats.memory_bytes is None:
+        return budget
+    return f"memory {show_bytes(stats.memory_bytes)}" + f" of {budget}" * bool(budget)
+
+
+def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
+    """All that was placed, ending in the flags that give the same placement again."""
+    greenroom = model.greenroom
+    stats, catalog = greenroom.stats(), greenroom.parts.catalog
+    parts, tier = greenroom.parts, stats.host
+    dense = dense_bytes(model)
+    slots = stats.capacity * stats.slot_bytes
+    budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
+    reads = "direct" if greenroom.direct else "buffered"
+    growth = greenroom.growth
+    gives = growth is not None and growth.least < stats.capacity
+    threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
+    slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
+    rest = stats.experts - stats.capacity
+    warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
+    fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
+    kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
+    quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
+    lesser = f" · {_lesser(greenroom)}" if parts.thresholds is not None else ""
+    left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
+    chosen = f" · settings {parts.chosen}" if parts.chosen else ""
+    packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
+    kept = f"up to {tier['capacity']} experts in host memory{_both(greenroom)}, " if tier else ""
+    return (
+        f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
+        f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
+        " and"
+        f" {show_bytes(kv_bytes)} of KV cache{quantised} for {parts.context} tokens in"
+        f" {_where(greenroom)}, {kept}"
+        f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
+        f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
+        f"{lesser}{left}{chosen} · same again: {' '.join(_flags(greenroom, stats, config))}"
+    )
+
+
+def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
+    """The flags that give the same placement again."""
+    parts, growth = greenroom.parts, greenroom.growth
+    if growth is not None and growth.least < stats.capacity:
+        assert stats.budget_bytes is not None
+        size = f"--memory {write_bytes(stats.budget_bytes * 9999 // 10000, stats.budget_bytes)}"
+    else:
+        slots = stats.capacity * stats.slot_bytes
+        size = f"--cache {write_bytes(slots, slots + stats.slot_bytes - 1)}"
+    flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
+    flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
+    for option in (
+        "kv",
+        "device",
+        "host_memory",
+        "co_compute",
+        "readers",
+        "direct",
+        "read_limit",
+        "dtype",
+        "threads",
+    ):
+        value = getattr(config, option)
+        if value != LoadConfig.__dataclass_fields__[option].default:
+            flags.append(f"--{option.replace('_', '-')} {value}")
+    if parts.scope != "shared":
+        numbers = () if isinstance(parts.scope, str) else parts.scope
+        flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or parts.scope}")
+    if config.pin is not None:
+        flags.append(f"--pin {config.pin}")
+    if config.split != "off":
+        flags.append(f"--split {config.split}")
+    elif parts.split is not None:  # as it was left to this run
+        cut = zip(parts.split.tops, parts.split.bottoms, strict=True)
+        flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
+    return flags + _lesser_flags(config)
+
+
+def _lesser(greenroom: Greenroom) -> str:
+    """What misses are served with, and what that means."""
+    parts, at = greenroom.parts, greenroom.parts.thresholds
+    assert at is not None
+    seats = parts.copies.seats if parts.copies is not None else 0
+    what = [
+        f"below {share:g} of the gate weights {how}"
+        for share, how in (
+            (at.skip, "left out"),
+            (at.substitute, "replaced by experts that are there"),
+            (at.low, f"in {parts.precision} ({seats} slots{', exact later' * at.follow})"),
+        )
+        if share
+    ]
+    return (
+        f"misses {', '.join(what)}, which CHANGES THE OUTPUT, by what the cache holds when they are"
+        " asked for"
+    )
+
+
+def _lesser_flags(config: LoadConfig) -> list[str]:
+    """The options of misses, those that were given."""
+    fields = LoadConfig.__dataclass_fields__
+    given = [(name, getattr(config, name)) for name in LESSER]
+    return [
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+        for name, value in given
+        if value != fields[name].default
+    ]
+
+
+def _where(greenroom: Greenroom) -> str:
+    """The memory that slots are in; a GPU's is named."""
+    return "memory" if greenroom.engine is None else f"{greenroom.engine.name}'s memory"
+
+
+def _both(greenroom: Greenroom) -> str:
+    """Whether misses are computed in host memory too."""
+    if greenroom.stats().co_compute is None:
+        return ""
+    bits = "" if greenroom.engine is None else ", which may change the last bits of an answer"
+    return f", computed there where that is sooner{bits}"
+
+
+def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
+    """What predicts, by name; nothing does where every expert has a slot."""
+    running = greenroom.predictor
+    if running is None:
+        return [f"--prefetch {OFF}"]
+    auto = predictor(greenroom.parts.prefetch).kind is AUTO
+    flags = [f"--prefetch {running.name if auto else greenroom.parts.prefetch}"]
+    if config.predictor is not None:
+        flags.append(f"--predictor {shlex.quote(config.predictor)}")
+    return flags + ["--no-guard"] * config.no_guard

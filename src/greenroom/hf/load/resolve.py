@@ -1,0 +1,60 @@
+"""Stage 1 of loading: find the model that is meant, and the devices that compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from greenroom.config import LoadConfig, devices_of
+from greenroom.errors import DeviceError, UsageError
+from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.checkpoint.source import Source
+from greenroom.hf.model.draft import Draft
+from greenroom.policies import policy
+from greenroom.predictors import predictor
+from greenroom.runtime.kernels.table import ON_GPUS
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A model on the meta device, and where it came from. `on_a_gpu`: where it is computed."""
+
+    source: Source
+    draft: Draft
+    on_a_gpu: bool
+
+
+def resolve(source: str, config: LoadConfig) -> Resolved:
+    """Only headers are read. UnknownName, UsageError or DeviceError for options that cannot be;
+    NotAModel, NotMoE, UnsupportedModel or CheckpointError."""
+    policy(config.policy).check_online()
+    predictor(config.prefetch)
+    gpu = on_a_gpu(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    checkpoint = find_checkpoint(source)
+    return Resolved(Source.of(checkpoint, config.dtype), Draft.of(checkpoint, config.dtype), gpu)
+
+
+def on_a_gpu(config: LoadConfig) -> bool:
+    """Whether the experts are computed on a GPU: where it is asked for, or there is one.
+
+    DeviceError where there is none, UsageError for options that go with one only.
+    """
+    there, (kind, numbers) = torch.cuda.is_available(), devices_of(config.device)
+    if kind == "cuda" and not there:
+        built = torch.version.cuda or torch.version.hip
+        reason = "no GPU answers" if built else "this torch was built without CUDA"
+        raise DeviceError(f"--device {config.device}: {reason}; --device cpu computes here")
+    if kind == "cuda" and max(numbers) > 0 and max(numbers) >= (count := torch.cuda.device_count()):
+        known = ", ".join(f"cuda:{number}" for number in range(count))
+        raise DeviceError(f"--device {config.device}: the GPUs here are {known}")
+    chosen = kind == "cuda" or (kind == "auto" and there)
+    if config.host_memory is not None and not (chosen or kind == "fake"):
+        raise UsageError("--host-memory is for a GPU: on a CPU, --memory is all there is")
+    if config.kernels == ON_GPUS and not (chosen or kind == "fake"):
+        raise UsageError(
+            "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
+        )
+    return chosen

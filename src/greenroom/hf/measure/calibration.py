@@ -1,0 +1,221 @@
+"""Calibration: sizes, splits and pinned sets of systems, from the routing of the warm-up prompt.
+
+The prompt that is played before the first round is recorded in memory. AdapMoE's sizes come from a
+dynamic programme over it, MoEpic's budgets and splits from Algorithm 1, and a pinned set is what it
+asked for most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from greenroom.config import scope_of
+from greenroom.core.cache.pins import Pins, Task
+from greenroom.core.pieces import Ints
+from greenroom.errors import BudgetError, PredictorError, TraceError, UsageError
+from greenroom.hf.attach.predictors import Beside, beside
+from greenroom.hf.history.split_counts import HeadTimer, latency_of
+from greenroom.hf.measure.entries import Entry
+from greenroom.hf.measure.harness import Harness
+from greenroom.hf.measure.recording import recorder_of
+from greenroom.hf.text.generate import encode
+from greenroom.plan.configurator import Latency
+from greenroom.plan.history.routing import RoutingHistory
+from greenroom.plan.recorded import Configured, activity_of, programmed
+from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
+from greenroom.runtime.recording.forecasts import choices, distance_of
+from greenroom.trace import Trace, stream
+from greenroom.trace.prompts import Prompt
+from greenroom.trace.segments import PREDICTED, Header, Segment
+from greenroom.trace.trace import Prediction, starts_of
+
+
+@dataclass
+class RequestTrace:
+    """Segments of one request, in memory in place of a journal."""
+
+    header: Header
+    tokens: int = 0
+    segments: list[Segment] = field(default_factory=list)
+
+    def append(self, segment: Segment) -> None:
+        self.segments.append(segment)
+
+    def trace(self) -> Trace:
+        """What was recorded."""
+        header, passes = self.header, [each for s in self.segments for each in s.passes]
+        arrays = {
+            name: np.concatenate([s.arrays[name] for s in self.segments]).astype(header.dtype(name))
+            for name in header.fields()
+        }
+        counts = np.array([tokens for tokens, _ in passes])
+        return Trace(
+            experts=arrays["experts"],
+            experts_per_layer=np.array(header.experts_per_layer, np.int64),
+            request_starts=starts_of(counts.sum(keepdims=True)),
+            pass_starts=starts_of(counts),
+            pass_prefill=np.array([prefill for _, prefill in passes]),
+            labels=(self.segments[0].label,),
+            predictions={
+                name: Prediction(arrays[PREDICTED + name], distance)
+                for name, distance in header.predictions.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The routing of a warm-up, with the predictions that were recorded beside it, and the seconds
+    that its tokens took, where any was decoded."""
+
+    trace: Trace
+    latency: Latency | None
+
+    def fill(self, entry: Entry, capacity: int, least: int) -> None:
+        """Give an entry what it `wants`: `capacity` slots are shared out, and of the `least` that
+        there will be a set leaves those of a token. BudgetError where these are too few."""
+        found: dict[str, Any] = {}
+        if "split" in entry.wants:
+            found = self._configured(entry, capacity)
+        elif "scope" in entry.wants:
+            requests = stream(self.trace, "runtime")
+            found = {"scope": _said(programmed(requests, self.trace.offsets, capacity))}
+            entry.notes.append(f"sizes by a dynamic programme over the {self._what}")
+        if "pin" in entry.wants:
+            entry.pins = self._hot(entry.config.scope, least)
+            kept = next(iter(entry.pins.tasks.values())).experts.size
+            entry.notes.append(f"{kept} experts stay, those asked for most in the {self._what}")
+        entry.config = replace(entry.config, **found)
+
+    @property
+    def _what(self) -> str:
+        return f"warm-up ({self.trace.tokens} tokens)"
+
+    def _configured(self, entry: Entry, capacity: int) -> dict[str, str]:
+        """Algorithm 1's splits, and its budgets where they are wanted."""
+        if self.latency is None:
+            raise UsageError("Algorithm 1 needs seconds of decoded tokens: give longer --tokens")
+        activity = activity_of(self.trace)
+        chosen = Configured.of(activity, capacity, self.latency)
+        ratios = chosen.split or (1.0,) * self.trace.layers
+        entry.notes.append(
+            f"budgets by Algorithm 1 over the {self._what}, tops {min(ratios):.2f} to"
+            f" {max(ratios):.2f} of an expert"
+        )
+        found = {"split": _said(ratios)}
+        return found | ({"scope": _said(chosen.scope)} if "scope" in entry.wants else {})
+
+    def _hot(self, scope: str, least: int) -> Pins:
+        """What was asked for most, but for the slots that a token needs."""
+        trace, offsets = self.trace, self.trace.offsets.tolist()
+        groups = 1 if scope == "shared" else trace.layers
+        room = least - trace.top_k * groups
+        if room < groups:
+            raise BudgetError(
+                f"{least} slots leave none to a set that stays: a token needs {trace.top_k} of"
+                f" {groups} groups"
+            )
+        uses = np.bincount(_dense(trace).reshape(-1), minlength=offsets[-1])
+        hot = np.sort(RoutingHistory.of_counts(uses).hot_set(offsets, room, scope_of(scope)))
+        return Pins({"warm-up": Task(hot, uses / trace.tokens)}, tuple(offsets))
+
+
+def _dense(trace: Trace) -> Ints:
+    return trace.experts.astype(np.int64) + trace.offsets[:-1, None]
+
+
+def _said(numbers: Sequence[float]) -> str:
+    """As an option says them."""
+    return ",".join(f"{number:.6f}".rstrip("0").rstrip(".") for number in numbers)
+
+
+def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside) -> Calibration:
+    """Play the warm-up and record it, with what predictors that run `by` its side say.
+
+    TraceError where this model's passes cannot be recorded.
+    """
+    model, catalog, made = harness.model, harness.parts.catalog, by.predictors
+    header = Header(
+        tuple(b - a for a, b in pairwise(catalog.offsets)),
+        predictions={name: distance_of(each) for name, each in made.items()},
+    )
+    memory, length = RequestTrace(header), encode(harness.tokenizer, prompt.content, raw).shape[1]
+    head = HeadTimer(model)
+    try:
+        with (
+            recorder_of(model, catalog, memory, by) as recorder,
+            recorder.request(0, prompt.label, length),
+        ):
+            harness.play([prompt], tokens, raw=raw)
+    finally:
+        head.detach()
+    return Calibration(memory.trace(), latency_of(model.greenroom.driver, head.seconds))
+
+
+def predicting(harness: Harness, entry: Entry) -> Beside:
+    """What an entry that splits will be prefetched by; nothing for others.
+
+    UsageError or PredictorError where it cannot run beside this model, or no routing be recorded.
+    """
+    model, catalog = harness.model, harness.parts.catalog
+    if model.config.is_encoder_decoder:
+        raise UsageError("its parts are found from routing, and a pass of an encoder-decoder goes"
+                         " through a part of the layers")  # fmt: skip
+    name = entry.config.prefetch if "split" in entry.wants else OFF
+    if predictor(name).kind is AUTO:
+        name = AUTOMATIC[0]
+    if name == OFF:
+        return beside(model, catalog, [])
+    return beside(model, catalog, choices(name), file=entry.config.predictor)
+
+
+def calibrate(
+    harness: Harness, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
+) -> None:
+    """Play a prompt that is not counted, with the settings that the model was loaded with. Entries
+    that want what its routing says have it then; of one that cannot, `without` says why."""
+    made = harness.attach(harness.config)
+    wanting = [entry for entry in entries if entry.wants and not entry.without]
+    found = _recorded(harness, wanting, prompt, tokens, raw)
+    if found is None:
+        harness.play([prompt], tokens, raw=raw)
+        return
+    least = made.growth.least if made.growth is not None else made.capacity
+    for entry in wanting:
+        if not entry.without:
+            with _or_without(entry):
+                found.fill(entry, made.capacity, least)
+
+
+def _recorded(
+    harness: Harness, wanting: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
+) -> Calibration | None:
+    """The warm-up, played and recorded; None where nobody wants it, or can have it."""
+    by: Beside | None = None
+    for entry in wanting:
+        with _or_without(entry):
+            mine = predicting(harness, entry)
+            by = mine if by is None or mine.predictors else by
+    if by is None:
+        return None
+    try:
+        return record(harness, prompt, tokens, raw, by)
+    except TraceError as error:
+        for entry in wanting:
+            entry.without = entry.without or str(error)
+        return None
+
+
+@contextmanager
+def _or_without(entry: Entry) -> Iterator[None]:
+    """An entry that cannot have something says why."""
+    try:
+        yield
+    except (UsageError, PredictorError) as error:
+        entry.without = str(error)

@@ -1,0 +1,136 @@
+"""A small random Qwen3-MoE in a folder, for a dry run of the machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from greenroom.errors import OutputError
+from greenroom.interrupts import undone_by
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the small model: in the middle of what is measured of kernels."""
+
+    hidden: int = 1024
+    inner: int = 512
+    layers: int = 4
+    experts: int = 24
+    top_k: int = 8
+    words: int = 512
+
+    @property
+    def expert_bytes(self) -> int:
+        return 6 * self.hidden * self.inner
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.experts * self.expert_bytes
+
+    @property
+    def heads(self) -> int:
+        return max(4, self.hidden // 64)
+
+
+@contextmanager
+def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
+    """A folder of a random Qwen3-MoE, gone afterwards. OutputError where it cannot be written."""
+    try:
+        with (
+            TemporaryDirectory(prefix=".greenroom-", dir=folder) as name,
+            undone_by(partial(shutil.rmtree, name, ignore_errors=True)),
+        ):
+            write(Path(name), shape)
+            yield Path(name)
+    except OSError as error:
+        raise OutputError(f"cannot write a small model in {folder}: {error.strerror}") from error
+
+
+def write(folder: Path, shape: Shape) -> None:
+    """Config, tokenizer of whole words, weights; all experts of a layer are alike."""
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=random) / size[-1] ** 0.5).bfloat16()
+
+    heads = shape.heads
+    tensors = {
+        "model.embed_tokens.weight": drawn(shape.words, shape.hidden),
+        "model.norm.weight": torch.ones(shape.hidden).bfloat16(),
+        "lm_head.weight": drawn(shape.words, shape.hidden),
+    }
+    each = {
+        "gate_proj": drawn(shape.inner, shape.hidden),
+        "up_proj": drawn(shape.inner, shape.hidden),
+        "down_proj": drawn(shape.hidden, shape.inner),
+    }
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}.{norm}.weight"] = torch.ones(shape.hidden).bfloat16()
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(64).bfloat16()
+        for name, rows in (("q", heads * 64), ("k", 256), ("v", 256)):
+            tensors[f"{at}.self_attn.{name}_proj.weight"] = drawn(rows, shape.hidden)
+        tensors[f"{at}.self_attn.o_proj.weight"] = drawn(shape.hidden, heads * 64)
+        tensors[f"{at}.mlp.gate.weight"] = drawn(shape.experts, shape.hidden)
+        for expert in range(shape.experts):
+            for name, weight in each.items():
+                tensors[f"{at}.mlp.experts.{expert}.{name}.weight"] = weight.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape)))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape)))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
+    )
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": shape.inner,
+        "moe_intermediate_size": shape.inner,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": shape.words,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": None,
+    }
+
+
+def _tokenizer(shape: Shape) -> dict[str, Any]:
+    words = {"<unk>": 0, **{f"w{i}": i for i in range(1, shape.words)}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+    }

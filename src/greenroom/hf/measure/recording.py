@@ -1,0 +1,143 @@
+"""Record the routing of real prompts: a loaded model, a recorder, one request after another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from greenroom.config import RecordConfig, SamplingConfig
+from greenroom.core.layout import Catalog
+from greenroom.errors import UsageError
+from greenroom.hf.attach.predictors import Beside, beside
+from greenroom.hf.checkpoint.fingerprint import fingerprint
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.text.generate import answer, encode
+from greenroom.runtime.kernels.dense.stored import matrix_of, stored_of
+from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
+from greenroom.runtime.recording.recorder import Keeps, Recorder
+from greenroom.trace.journal import Journal, journal_of
+from greenroom.trace.prompts import Prompt
+from greenroom.trace.segments import Header
+
+
+def record(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    path: Path,
+    *,
+    sampling: SamplingConfig,
+    recording: RecordConfig,
+    name: str,
+    on_request: Callable[[int, int], None] = lambda done, tokens: None,
+) -> int:
+    """Answer every prompt, and leave the trace at `path`. Returns the tokens recorded now.
+
+    Of an encoder-decoder model the decoder is recorded: its passes go through all of its layers.
+    While it runs, the trace grows in a journal beside `path`; what was recorded by an earlier run
+    with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
+    is called after every request, and at the start with those of the earlier run.
+    """
+    context = model.greenroom.parts.context
+    lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
+    if (longest := max(lengths)) + 1 > context:
+        raise UsageError(
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens, --context has room for"
+            f" {context}: raise it"
+        )
+    encoded = model.config.is_encoder_decoder
+    catalog = model.greenroom.parts.catalog
+    skipped = _encoders(model, catalog) if encoded else 0
+    running, about = _observed(model, recording)
+    header = Header(
+        running.shape.experts_per_layer[skipped:],
+        recording.weights,
+        recording.token_ids,
+        recording.gate_inputs,
+        {**_meta(name, prompts, sampling, recording), **about},
+        {name: distance_of(made) for name, made in running.predictors.items()},
+    )
+    journal = Journal(journal_of(path), header)
+    try:
+        on_request(journal.requests, 0)
+        with recorder_of(model, catalog, journal, running, skipped) as recorder:
+            for number in range(journal.requests, len(prompts)):
+                prompt = prompts[number]
+                prefill = 1 if encoded else lengths[number]  # what begins the answer
+                with recorder.request(number, prompt.label, prefill):
+                    answer(
+                        model, tokenizer, prompt.content, sampling, raw=recording.raw,
+                        context=context,
+                    )  # fmt: skip
+                on_request(number + 1, recorder.tokens)
+            journal.finish(path)
+            return recorder.tokens
+    finally:
+        journal.close()
+
+
+def _observed(model: PreTrainedModel, recording: RecordConfig) -> tuple[Beside, dict[str, Any]]:
+    """(the predictors that are recorded, what the trace says of the model)."""
+    parts = model.greenroom.parts
+    first = Path(parts.catalog.files[0])
+    digest = fingerprint(open_checkpoint(first if first.suffix == ".gguf" else first.parent))
+    chosen = choices(recording.predict) if recording.predict else []
+    running = beside(
+        model, parts.catalog, chosen, file=parts.predictor, fingerprint=digest,
+        inputs=recording.gate_inputs > 0,
+    )  # fmt: skip
+    return running, {**_sizes(model), "fingerprint": digest}
+
+
+def recorder_of(
+    model: PreTrainedModel, catalog: Catalog, sink: Keeps, running: Beside, skipped: int = 0
+) -> Recorder:
+    """A recorder of the layers after the first `skipped`, and of predictors that run beside them;
+    `sink` takes its segments."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]
+    forecasts = Forecasts(running.predictors, running.shape) if running.predictors else None
+    return Recorder(modules, decoder.get_input_embeddings(), sink, 0, running.listen(), forecasts)
+
+
+def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
+    """How many of the MoE layers are the encoder's; they come first."""
+    inside = {id(module) for module in model.get_encoder().modules()}
+    return sum(id(model.get_submodule(name)) in inside for name in catalog.layers)
+
+
+def _sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes that a simulated machine moves and reads: of an expert, and of the rest of a layer.
+
+    The rest is what is in memory but the input embedding, of which a token reads one row.
+    """
+    catalog = model.greenroom.parts.catalog
+    embedding, head = matrix_of(model.get_input_embeddings()), model.get_output_embeddings()
+    stored = {each for module in model.modules() if (each := stored_of(module)) is not None}
+    dense = sum(matrix.nbytes for matrix in (*model.parameters(), *stored))
+    if head is None or matrix_of(head) is not embedding:
+        dense -= embedding.nbytes
+    return {
+        "expert_bytes": catalog.expert_bytes // catalog.experts,
+        "dense_bytes": dense // len(catalog.layers),
+    }
+
+
+def _meta(
+    name: str, prompts: Sequence[Prompt], sampling: SamplingConfig, recording: RecordConfig
+) -> dict[str, Any]:
+    """What the trace says of itself; an earlier run is gone on with only if all of it is equal."""
+    asked = json.dumps([[prompt.content, prompt.label] for prompt in prompts])
+    return {
+        "model": name,
+        "requests": len(prompts),
+        "prompts_sha256": hashlib.sha256(asked.encode()).hexdigest(),
+        "sampling": asdict(sampling),
+        "raw": recording.raw,
+    }

@@ -1,0 +1,101 @@
+"""What a run needs to serve misses with less: thresholds, a pack's copies, and slots for them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from greenroom.config import Amount, LoadConfig, thresholds_of
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.layout import Catalog
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.pieces import Copies, Pieces
+from greenroom.errors import UsageError
+from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.runtime.kernels.approximate import ExpertsWithCopies
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.slots.nested import NestedSlots
+from greenroom.runtime.slots.tier import Pools, Tier
+
+LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
+          "substitute_below")  # fmt: skip
+
+
+def thresholds(config: LoadConfig) -> Thresholds | None:
+    """Those of a run; None where all is exact."""
+    found = Thresholds(
+        *thresholds_of(
+            config.miss_precision, config.low_below, config.skip_below, config.substitute_below
+        ),
+        follow=config.low_follow,
+    )
+    return found if found.most else None
+
+
+def check_copies(catalog: Catalog, precision: str) -> None:
+    """UsageError, which names the command that makes them, where a checkpoint has no copies."""
+    if precision == "off":
+        return
+    there = ""
+    if isinstance(catalog, CopiesCatalog):
+        low = catalog.low_layers[0].low
+        assert low is not None
+        there = low.precision
+    if there != precision:
+        has = f"this pack's are in {there}" if there else "this checkpoint has none"
+        raise UsageError(
+            f"--miss-precision {precision} needs copies of the experts in {precision}, and {has}:"
+            " make a pack that has them with `greenroom pack MODEL -o OUT --experts same"
+            f" --miss-precision {precision}` and run that"
+        )
+
+
+def copies_of(catalog: Catalog, config: LoadConfig, room: int, top_k: int) -> Copies | None:
+    """The copies of a pack, in slots that take their share of `room` whole experts; those of a
+    token at least."""
+    if config.miss_precision == "off":
+        return None
+    assert isinstance(catalog, CopiesCatalog)
+    exact, low, rest = catalog.copy_bytes()
+    share = Amount.parse(config.low_share, "--low-share").of(room * catalog.slot_bytes)
+    most = catalog.experts
+    return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
+
+
+def slots_with_copies(parts: ModelSetup, pieces: Pieces, kind: type[HostSlots]) -> Pools:
+    """Slots of exact experts, and those of low-precision copies, in memory of this kind."""
+    catalog, copies = parts.catalog, parts.copies
+    assert copies is not None
+    seats = copies.seats
+
+    def sizes(capacity: int) -> list[int]:
+        return [sum(group_sizes(pieces, capacity, parts.scope)), seats]
+
+    exact = kind(sizes(parts.capacity)[0], catalog.slot_bytes, catalog.experts)
+    low = kind(seats, max(copies.low))
+    return Pools([joining(catalog, exact), low], parts.capacity, sizes)
+
+
+def joining(catalog: Catalog, slots: HostSlots) -> HostSlots | NestedSlots:
+    """Slots of exact experts, which join planes where the pack has these."""
+    nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+    return NestedSlots(slots, nestings) if nestings else slots
+
+
+def layer_with_less(
+    parts: ModelSetup, module: nn.Module, layer: int, slots: Tier
+) -> ExpertsWithCopies:
+    """A layer whose misses may be served with less; by copies where there are any."""
+    layout, catalog, low = parts.catalog.layouts[layer], parts.catalog, None
+    if parts.copies is not None:
+        assert isinstance(catalog, CopiesCatalog)
+        of = catalog.low_layers[layer].low
+        assert of is not None
+        low = of.layout, slots.pools[-1]
+    assert parts.thresholds is not None
+    if parts.thresholds.substitute and module.has_bias:
+        raise UsageError(
+            "--substitute-below takes another expert's matrices, and this model's experts have"
+            " biases beside them: leave it out"
+        )
+    return ExpertsWithCopies(module, layout, slots.pools[0], low)

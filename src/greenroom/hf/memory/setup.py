@@ -1,0 +1,56 @@
+"""All that was decided about how a model is served: options, sizes, devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from greenroom.core.cache.pins import Pins
+from greenroom.core.cache.scope import Scope
+from greenroom.core.layout import Catalog
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.pieces import Copies, Split
+from greenroom.hf.checkpoint.source import Source
+from greenroom.hf.kv.sizes import KVBytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """All that was decided about a model; `fake` uses the device that poisons stale slots, behind a
+    second link.
+
+    On a GPU (`cuda`) the slots are in its memory, and `host_capacity` experts are kept in host
+    memory between them and the disk, by `host_policy`; so they are behind the fake device.
+    """
+
+    catalog: Catalog
+    capacity: int
+    policy: str = "auto"
+    scope: Scope = "shared"
+    split: Split | None = None  # how experts are cut, as the catalog's pieces are
+    thresholds: Thresholds | None = None  # below which misses are served with less
+    copies: Copies | None = None  # in low precision, which the catalog must have
+    precision: str = "off"  # theirs
+    watch: bool = False  # record what the next run's split and budgets are set by
+    pins: Pins | None = None  # experts of tasks that stay
+    prefetch: str = "off"
+    predictor: str | None = None  # the file of `learned`
+    guard: bool = True
+    fingerprint: str = ""  # of the checkpoint
+    chosen: str = ""  # where policy, scope and prefetch come from, if neither user nor defaults
+    remember: bool = False  # begin with what earlier runs learned, and leave it to the next
+    kernels: str = "auto"
+    fake: bool = False
+    cuda: bool = False
+    devices: tuple[int, ...] = (0,)  # their numbers; experts are spread over several
+    host_capacity: int = 0
+    host_policy: str = "auto"
+    co_compute: bool = False  # may the host's processor compute what is missing?
+    readers: int = 2
+    direct: str = "auto"
+    read_limit: int | None = None  # bytes a second
+    seed: int = 0
+    budget_bytes: int | None = None  # of the memory that the slots are in
+    host_bytes: int | None = None  # budget of host memory, where that is another one
+    context: int = 0  # tokens that the KV cache has room for
+    keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of a request
+    source: Source | None = None  # the checkpoint, where all experts can be read again

@@ -1,0 +1,172 @@
+"""The slots of a model's experts: how many, of what size, in which memory, and read from where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from greenroom.config import Amount
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.layout import Catalog
+from greenroom.core.pieces import Pieces, Split
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import BudgetError, UsageError
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog
+from greenroom.hf.checkpoint.pack.checked import checked
+from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.memory.approximate import joining, slots_with_copies
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.policies import policy as named_policy
+from greenroom.runtime.cuda.engine import Engine, Host
+from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.cuda.slab import Slab
+from greenroom.runtime.cuda.slots import DeviceSlots
+from greenroom.runtime.driver.copier import Store
+from greenroom.runtime.fakes import FakeSlots, FakeStore
+from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.slots.tier import Pool, Pools, Tier
+from greenroom.runtime.store.disk import Chunk, DiskStore
+
+Chunks = Sequence[tuple[Chunk, ...]]
+
+
+def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache") -> int:
+    """How many slots an amount of cache is; BudgetError where not even one expert fits."""
+    amount = Amount.parse(cache, what)
+    if amount.share is not None:
+        slots = amount.of(catalog.experts)
+    else:
+        slots = amount.of(0) // catalog.slot_bytes
+    if slots < 1:
+        raise BudgetError(
+            f"{what} {cache} holds no expert: one takes {catalog.slot_bytes} bytes"
+            f" ({1 / catalog.experts:.2%} of the {catalog.experts} experts)"
+        )
+    return min(slots, catalog.experts)
+
+
+def pieces_of(parts: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
+    """All experts of a model, each with its home."""
+    catalog = parts.catalog
+    if parts.cuda or len(parts.devices) > 1 or parts.host_capacity:
+        _check_whole(parts)
+    if parts.copies is not None:
+        return Pieces.with_copies(catalog.offsets, parts.copies, chunks)
+    if parts.split is not None:
+        return Pieces.parts(catalog.offsets, parts.split, chunks)
+    nbytes = [layout.nbytes for layout in catalog.layouts]
+    return Pieces.whole(catalog.offsets, nbytes, chunks, len(parts.devices))
+
+
+def _check_whole(parts: ModelSetup) -> None:
+    """UsageError for what is computed from one host memory alone."""
+    catalog = parts.catalog
+    if any(layout.segments for layout in catalog.layouts):
+        raise UsageError(
+            "experts in segments are computed from one host memory: pack the model without"
+            " --segments for GPUs, several devices or a host tier"
+        )
+    if isinstance(catalog, CopiesCatalog) and catalog.nestings:
+        raise UsageError(
+            "int8 experts that contain int4 copies are joined in one host memory: pack the model"
+            " without --miss-precision for GPUs, several devices or a host tier"
+        )
+    if parts.thresholds is not None:
+        raise UsageError(
+            "--miss-precision, --skip-below and --substitute-below are for one CPU's memory: leave"
+            " them out with GPUs, several devices or a host tier"
+        )
+
+
+def open_store(parts: ModelSetup, given: Store | None) -> tuple[Store, bool]:
+    """Where experts wait (the checkpoint's files, or what stands in for them), as slow as it was
+    asked to be; and whether it is read past the page cache."""
+    if given is None:
+        disk = DiskStore(parts.catalog, direct=parts.direct)
+        store, direct = checked(disk, parts.catalog), disk.direct
+    else:
+        store, direct = given, True
+    if parts.read_limit is not None:
+        store = FakeStore(store, bandwidth=parts.read_limit)
+    if parts.fake:
+        store = FakeStore(store, jitter=0.002, seed=parts.seed)
+    return store, direct
+
+
+def chunks_in(store: Store, parts: ModelSetup) -> Chunks:
+    """The chunks of every piece; none of those that do not exist."""
+    catalog = parts.catalog
+    chunks: list[tuple[Chunk, ...]] = [store.chunks(piece) for piece in range(catalog.experts)]
+    if isinstance(catalog, PackCatalog) and parts.split is not None:
+        there = set(catalog.pieces)
+        bottoms = range(catalog.experts, 2 * catalog.experts)
+        chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
+    if isinstance(catalog, CopiesCatalog) and parts.copies is not None:
+        chunks += [store.chunks(piece) for piece in catalog.pieces[catalog.experts :]]
+    return chunks
+
+
+def make_slots(parts: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
+    """Room for `parts.capacity` experts, in the memory of each device."""
+    catalog = parts.catalog
+    if parts.split is not None:
+        return _kinds(parts, pieces, parts.split)
+    if parts.copies is not None:
+        return slots_with_copies(parts, pieces, _in_memory(parts))
+    each: list[Pool] = []
+    for number, share in enumerate(pieces.shares(parts.capacity)):
+        if engines:
+            each.append(DeviceSlots(engines[number], share, catalog.slot_bytes, catalog.experts))
+        else:
+            pool = _in_memory(parts)(share, catalog.slot_bytes, reserve=catalog.experts)
+            each.append(joining(catalog, pool))
+    return Pools(each, parts.capacity, pieces.shares) if len(each) > 1 else each[0]
+
+
+def _in_memory(parts: ModelSetup) -> type[HostSlots]:
+    return FakeSlots if parts.fake else HostSlots
+
+
+def _kinds(parts: ModelSetup, pieces: Pieces, split: Split) -> Pools:
+    """Slots of tops, of a size for each group, and those of bottoms."""
+    offsets, kind = pieces.offsets, _in_memory(parts)
+
+    def sizes(capacity: int) -> list[int]:
+        return [*group_sizes(pieces, capacity, parts.scope), split.seats]
+
+    if parts.scope == "shared":
+        tops, most = [max(split.tops)], [offsets[-1]]
+    else:
+        tops, most = list(split.tops), [b - a for a, b in pairwise(offsets)]
+    counted = zip(
+        sizes(parts.capacity), [*tops, max(split.bottoms)], [*most, split.seats], strict=True
+    )
+    made = [kind(n, stride, reserve) for n, stride, reserve in counted]
+    return Pools(made, parts.capacity, sizes)
+
+
+def host_tier(parts: ModelSetup, pieces: Pieces) -> HostTier | None:
+    """What keeps experts in host memory, where there is room for any."""
+    if parts.host_capacity < len(parts.devices):
+        return None
+    policy = named_policy(parts.host_policy)
+    return HostTier(pieces, parts.host_capacity, policy, seed=parts.seed)
+
+
+def memory_between(
+    parts: ModelSetup,
+    pieces: Pieces,
+    chunks: Chunks,
+    seats: int,
+    engines: Sequence[Engine],
+    computes: bool,
+) -> HostMemory:
+    """Host memory between the disk and the slots: `seats` for what passes through, and what the
+    tier keeps; `computes`: as slots that the host's processor can compute from."""
+    kept = parts.host_capacity
+    nodes = []
+    if engines and kept >= len(parts.devices):
+        each = zip(pieces.shares(kept), engines, strict=True)
+        nodes = [(share, engine.node) for share, engine in each]
+    at = engines[0] if engines else Host(), chunks, seats, kept
+    return Slab(*at, parts.catalog.slot_bytes, nodes) if computes else HostMemory(*at, nodes)

@@ -1,0 +1,44 @@
+"""Cut the experts of a pack in two: which segments are the top that may stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from greenroom.core.layout import Catalog, SlotLayout
+from greenroom.core.pieces import SEATS, Split
+from greenroom.errors import UsageError
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog
+
+
+def split_experts(
+    catalog: Catalog, shares: float | Sequence[float], top_k: int
+) -> tuple[Catalog, Split | None]:
+    """The catalog of tops and bottoms, each layer cut at the segment nearest to its share; without
+    a split where every layer stays whole.
+
+    UsageError where experts do not lie in segments, or there are shares for another number of
+    layers.
+    """
+    layers = len(catalog.layers)
+    each = [shares] * layers if isinstance(shares, float) else list(shares)
+    if len(each) != layers:
+        raise UsageError(f"--split has {len(each)} numbers, the model has {layers} layers")
+    if not isinstance(catalog, PackCatalog) or not any(x.segments for x in catalog.layouts):
+        raise UsageError(
+            "--split cuts experts that are packed in segments: make such a pack with"
+            " `greenroom pack MODEL -o OUT --experts same --segments 8` and run that"
+        )
+    cuts = [nearest(layout, share) for layout, share in zip(catalog.layouts, each, strict=True)]
+    made = catalog.cut_at(cuts)
+    tops, bottoms = made.part_bytes()
+    if not any(bottoms):
+        return catalog, None
+    most = min(b - a for a, b in zip(catalog.offsets, catalog.offsets[1:], strict=False))
+    return made, Split(tops, bottoms, max(2, min(SEATS * top_k, 2 * most)))
+
+
+def nearest(layout: SlotLayout, share: float) -> int:
+    """The number of segments, at least 1, that take nearest to this share of an expert."""
+    ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
+    gaps = [abs(end / layout.nbytes - share) for end in ends]
+    return 1 + gaps.index(min(gaps))

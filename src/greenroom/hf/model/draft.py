@@ -1,0 +1,361 @@
+"""Build a model whose dense parts are in memory and whose experts stay on disk.
+
+draft = Draft.of(folder)      # config and headers only: nothing is loaded yet
+draft.dense_bytes             # what loading will take
+model = draft.load()          # the dense parts, as `from_pretrained` would have them
+draft.catalog                 # where the experts are
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.monkey_patching import patch_output_recorders
+
+from greenroom.core.layout import FLOATS, Catalog
+from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
+from greenroom.hf.adapters import adapt, conversions
+from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.foreign import bounded_construction, check_layers, foreign_errors
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.index.catalog import make_catalog
+from greenroom.hf.index.experts import Streamed, detach_experts, streamed_parameters
+from greenroom.hf.index.gguf_routes import converted, gguf_routes
+from greenroom.hf.index.routes import Route, TargetDtypes, find_routes
+from greenroom.hf.model.architectures import class_of
+from greenroom.hf.model.dense import Kept, kept
+from greenroom.hf.model.implementation import IMPLEMENTATION
+from greenroom.json_file import plain, read_object
+from greenroom.runtime.cuda.engine import device_errors
+from greenroom.runtime.memory.pages import Pages
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Draft:
+    """A model that is known but not loaded: parameters on the meta device, experts taken out."""
+
+    checkpoint: Checkpoint
+    catalog: Catalog
+    model: PreTrainedModel
+    dtype: torch.dtype
+    layers: list[list[Streamed]]  # the experts' parameters that were taken out
+    _routes: dict[str, Route]  # of the dense parameters
+    _names: list[str]  # of all parameters, experts included
+    _kept: dict[str, Kept] = field(default_factory=dict)  # dense ones that stay as stored
+
+    @classmethod
+    def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
+        """Read config and headers, construct the model on the meta device, index its experts.
+
+        `dtype` is "auto" (the config's, else that of the weights) or a name of `FLOATS`. Raises
+        NotAModel, NotMoE, UnsupportedModel or CheckpointError; all of them before anything is
+        loaded.
+        """
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        with foreign_errors(f"{checkpoint.folder}: no model can be made of its config and tensors"):
+            return cls._of(checkpoint, dtype)
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint, dtype: str) -> Draft:
+        config = _config(checkpoint)
+        kind, config = class_of(config)
+        config.name_or_path = str(checkpoint.folder)  # a text part's own has none
+        main = _dtype(dtype, checkpoint, config)
+        with bounded_construction(len(checkpoint.tensors), str(checkpoint.folder)):
+            model = _construct(kind, config, main)
+        if said := adapt(model):
+            log.warning("%s", said)
+        dtypes = TargetDtypes(model._get_dtype_plan(main))
+        layers = streamed_parameters(model, dtypes)
+        routes, unused = routes_of(model, checkpoint)
+        catalog = make_catalog(model, checkpoint, routes, layers)
+        streamed = {s.full_name for layer in layers for s in layer}
+        names = list(model.state_dict())
+        detach_experts(model, layers)
+        dense = {k: r for k, r in routes.items() if not streamed.intersection(r.targets)}
+        draft = cls(checkpoint, catalog, model, main, layers, dense, names)
+        draft._check_dense()
+        _report_unused(model, unused)
+        return draft
+
+    def keep_stored(self) -> None:
+        """Have dense matrices stay as the checkpoint stores them, where kernels can read them so.
+
+        Call it before `load`, once. `accelerate` then gives their layers a forward, and its
+        `detach` their weights.
+        """
+        self._kept = kept(self.model, self.checkpoint, self._routes, self.dtype)
+        for target, one in self._kept.items():
+            one.take_out(self.model)
+            del self._routes[target]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all parameters and buffers that stay in memory; tied ones count once."""
+        dtypes = TargetDtypes(self.model._get_dtype_plan(self.dtype))
+        tied = set(self.model.all_tied_weights_keys)
+        loaded = self.model.state_dict()
+        total: int = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
+        total += sum(one.stored.nbytes for one in self._kept.values())
+        for name, tensor in loaded.items():
+            if name not in tied:
+                total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
+        return total
+
+    @property
+    def dense_tensors(self) -> list[str]:
+        """The checkpoint's tensors that the dense parameters are made of."""
+        routes = self._routes.values()
+        names = [name for route in routes for own in route.sources.values() for name in own]
+        return names + [one.tensor for one in self._kept.values()]
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of all experts as transformers would have them, in the model's dtype."""
+        return sum(prod(s.shape) * s.dtype.itemsize for layer in self.layers for s in layer)
+
+    def load(self, device: str | torch.device = "cpu") -> PreTrainedModel:
+        """Load the dense parts tensor by tensor, then move the model to `device`; call it once.
+
+        The model equals `from_pretrained`'s in every dense parameter and buffer but those that are
+        kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
+        CheckpointError, and DeviceError where there is no address space or no room on the device.
+        """
+        model, options = self.model, self._options()
+        tied = model.all_tied_weights_keys
+        taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
+        model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
+        info = self._load(self._routes, self._names, options, Pages().empty)
+        type(model)._finalize_model_loading(model, options, info)
+        model.all_tied_weights_keys = tied
+        apart = Pages()  # these go before the others when the model is detached
+        for one in self._kept.values():
+            one.load(self.checkpoint, apart.empty)
+        model.eval()
+        model.set_use_kernels(False, None)
+        if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
+            load_generation_config(model, self.checkpoint.folder)
+        if torch.device(device).type != "cpu":
+            with device_errors("the dense parts"):
+                model.to(device)
+        return model
+
+    def _options(self) -> LoadStateDictConfig:
+        # No device map: with one, transformers looks up every name it expects, experts included,
+        # to reserve memory. A move afterwards also takes what a class keeps beside its parameters.
+        return LoadStateDictConfig(
+            pretrained_model_name_or_path=str(self.checkpoint.folder),
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=[] if isinstance(self.checkpoint, Gguf) else conversions(self.model),
+            use_safetensors=True,
+        )
+
+    def _load(
+        self,
+        routes: dict[str, Route],
+        expected: list[str],
+        options: LoadStateDictConfig,
+        empty: Callable[..., torch.Tensor],
+    ) -> Any:
+        """Have transformers load what these routes lead to. What it does not convert by itself
+        lies in memory from `empty`."""
+        dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
+        tensors: dict[str, Any] = {}
+        for target, route in routes.items():
+            dtype = dtypes(target, constructed[target].dtype)
+            names = [name for own in route.sources.values() for name in own]
+            if isinstance(self.checkpoint, Gguf):  # its names mean nothing to transformers' loader
+                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype, empty)
+            else:
+                into = empty if route.converter is None else torch.empty
+                tensors |= {name: _OnDisk(self.checkpoint, name, dtype, into) for name in names}
+        info, _ = type(self.model)._load_pretrained_model(
+            self.model, tensors, None, options, expected_keys=expected
+        )
+        self._check_loaded(info)
+        return info
+
+    def _check_dense(self) -> None:
+        """Every dense parameter must be in the checkpoint, plain ones in their shape."""
+        model, folder = self.model, self.checkpoint.folder
+        wanted = model.state_dict()
+        have = {target for route in self._routes.values() for target in route.targets}
+        tied: dict[str, set[str]] = {}
+        for target, source in model.all_tied_weights_keys.items():
+            tied.setdefault(source, {source}).add(target)
+        for group in tied.values():
+            if group & have:
+                have |= group
+        optional = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["(?!)"]))
+        missing = [name for name in wanted if name not in have and not optional.search(name)]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(f"{folder}: {missing[0]} is missing{more}")
+        for target, route in self._routes.items():
+            if route.converter is None:
+                name = next(iter(route.sources))
+                stored = self.checkpoint.tensors[name]
+                if stored.shape != tuple(wanted[target].shape):
+                    raise CheckpointError(
+                        f"{self.checkpoint.files[stored.file]}: {name} has shape"
+                        f" {list(stored.shape)}, but the config says {list(wanted[target].shape)}"
+                    )
+
+    def _check_loaded(self, info: Any) -> None:
+        """What only the conversion itself can find out."""
+        folder = self.checkpoint.folder
+        if info.conversion_errors:
+            name = next(iter(info.conversion_errors))
+            raise CheckpointError(f"{folder}: the tensors for {name} do not go together")
+        if info.mismatched_keys:
+            name, got, wanted = sorted(info.mismatched_keys)[0]
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(got)}, but the config says {list(wanted)}"
+            )
+
+
+class _OnDisk:
+    """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        dtype: torch.dtype,
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
+        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
+        self._empty = empty
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        return self._checkpoint.read(self._name, self._dtype, self._empty)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """Stands for a parameter that is made from tensors of a GGUF file, when it is asked for."""
+
+    checkpoint: Gguf
+    route: Route
+    model: PreTrainedModel
+    dtype: torch.dtype
+    empty: Callable[..., torch.Tensor]
+
+    def __getitem__(self, whole: object) -> torch.Tensor:
+        names = [name for own in self.route.sources.values() for name in own]
+        if self.route.converter is None:
+            return self.checkpoint.read(names[0], self.dtype, self.empty)
+        # As transformers does: what is computed with is in float32, and cast at the end.
+        tensors = {name: self.checkpoint.read(name, torch.float32) for name in names}
+        made = converted(self.route, tensors, self.model)
+        return self.empty(*made.shape, dtype=self.dtype).copy_(made)
+
+
+def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:
+    """Which tensors make which parameters; see find_routes."""
+    if isinstance(checkpoint, Gguf):
+        return gguf_routes(model, checkpoint)
+    return find_routes(model, checkpoint.tensors)
+
+
+def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    if isinstance(checkpoint, Gguf):
+        return checkpoint.hf_config()
+    raw, path = checkpoint.config, checkpoint.folder / "config.json"
+    kind = raw["model_type"]
+    if kind not in CONFIG_MAPPING:
+        if "auto_map" in raw:
+            raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
+        raise UnsupportedModel(
+            f"{path}: this transformers does not know the model type {plain(kind)}"
+        )
+    check_layers(raw, len(checkpoint.tensors), str(path))
+    with foreign_errors(f"{path}: not a valid {kind} config"):
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):  # the model has plain modules: it is expanded
+            del part.quantization_config
+    return config
+
+
+def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype to build in, also written into the config, as `from_pretrained` does."""
+    if dtype != "auto" and dtype not in FLOATS:
+        raise UnknownName("dtype", dtype, ["auto", *FLOATS])
+    if dtype == "auto" and checkpoint.pack is not None:
+        dtype = checkpoint.pack.header.dtype
+    if dtype == "auto" and isinstance(checkpoint, Gguf):
+        dtype = checkpoint.dtype()
+    main: torch.dtype
+    _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
+    if str(main)[6:] not in FLOATS:
+        raise UnsupportedModel(
+            f"{checkpoint.folder}: its dtype is {str(main)[6:]}: give one of {', '.join(FLOATS)}"
+        )
+    return main
+
+
+def _construct(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model on the meta device, with no memory for any parameter."""
+    config._experts_implementation = IMPLEMENTATION
+    with ExitStack() as stack:
+        for context in kind.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        with foreign_errors(f"{kind.__name__} cannot be constructed", UnsupportedModel):
+            model = kind(config)
+        patch_output_recorders(model)
+    return model
+
+
+def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """The folder's generation_config.json, or one made from the config, as transformers does."""
+    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+        return
+    hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+    path = folder / "generation_config.json"
+    if path.is_file():  # transformers takes its own defaults, without a word, for what is no JSON
+        read_object(path, CheckpointError)
+    with foreign_errors(f"{path}: not a valid generation config"):
+        model.adjust_generation_fn(
+            None,
+            False,
+            None,
+            str(folder),
+            force_download=False,
+            local_files_only=True,
+            subfolder="",
+            trust_remote_code=False,
+            **hub,
+        )
+
+
+def _report_unused(model: PreTrainedModel, unused: list[str]) -> None:
+    """One line where tensors are ignored, unless the model says that they are to be."""
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or []), "inv_freq"]))
+    if odd := [name for name in unused if not ignored.search(name)]:
+        log.warning(
+            "%s has no place for %d tensors of the checkpoint, such as %s",
+            type(model).__name__,
+            len(odd),
+            odd[0],
+        )

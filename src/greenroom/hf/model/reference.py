@@ -1,0 +1,264 @@
+"""The reference for what is streamed: the same experts by transformers' own loading code.
+
+Nothing here uses the catalog. A quantised checkpoint is expanded by transformers' own quantiser.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig
+
+from greenroom.core.layout import PLAIN, TensorSpec, WeightSpec
+from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.adapters import adapter_of
+from greenroom.hf.checkpoint.checkpoint import Checkpoint
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf_file import ENCODED
+from greenroom.hf.checkpoint.header import DTYPES, Stored
+from greenroom.hf.checkpoint.pack.format import DATA, Layer
+from greenroom.hf.checkpoint.pack.low import joined
+from greenroom.hf.checkpoint.pack.reading import Pack
+from greenroom.hf.checkpoint.quantised import settings_of
+from greenroom.hf.index.experts import Streamed
+from greenroom.hf.index.gguf_routes import converted, gguf_routes
+from greenroom.hf.index.routes import find_routes
+from greenroom.hf.model.draft import Draft
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.slots.cutting import Cutting
+
+ALIGNED = 64  # bytes: what torch's own memory is aligned to
+
+
+def quantiser(checkpoint: Checkpoint) -> Any:
+    """transformers' quantiser of a quantised checkpoint, told to expand it; None of others.
+
+    UnsupportedModel where it needs a package that is not installed.
+    """
+    settings = settings_of(checkpoint.config)
+    if settings is None:
+        return None
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        given = AutoHfQuantizer.merge_quantization_configs(dict(settings), None)
+        given.dequantize = True
+        made = AutoHfQuantizer.from_config(given, pre_quantized=True)
+        made.validate_environment()
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModel(f"{checkpoint.folder}: transformers says: {reason}") from error
+    return made
+
+
+def loads_whole(checkpoint: Checkpoint) -> bool:
+    """Whether transformers can load it as gguf expands it: of a GGUF in parts it reads only one, of
+    gpt-oss's it finds no gate and no up projection, qwen35moe's it expands in the model's type,
+    rounding at every step, for all it needs accelerate; and it knows no packs."""
+    if checkpoint.pack is not None:
+        return False
+    if not isinstance(checkpoint, Gguf):
+        return True
+    if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss" or checkpoint.mapped:
+        return False
+    return find_spec("accelerate") is not None
+
+
+def whole_model(draft: Draft) -> PreTrainedModel:
+    """The full model, as `from_pretrained` loads it, computed by eager; takes all of its memory."""
+    checkpoint, options = draft.checkpoint, {}
+    if (quantised := quantiser(checkpoint)) is not None:
+        options["quantization_config"] = quantised.quantization_config
+    adapter = adapter_of(draft.model)
+    if adapter is not None and adapter.part:
+        whole = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        options["config"] = getattr(whole, adapter.part)
+        options["key_mapping"] = dict(adapter.names)
+    if isinstance(checkpoint, Gguf):
+        from transformers.utils.quantization_config import GgufConfig
+
+        options["config"] = checkpoint.hf_config()
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    model: PreTrainedModel = type(draft.model).from_pretrained(
+        **checkpoint.source, **options, dtype=draft.dtype, experts_implementation="eager"
+    )
+    if quantised is not None and adapter is None:
+        for one in (one for layer in draft.layers for one in layer):
+            expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
+            expert.data = expert.data.to(one.dtype)
+    return aligned(model.eval())
+
+
+def aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """With weights at multiples of ALIGNED bytes, as ours are.
+
+    transformers maps some from their file, where they lie at any address, and MKL on processors
+    that are not Intel's gives products of float32 other last bits then.
+    """
+    for weight in (*model.parameters(), *model.buffers()):
+        if weight.data_ptr() % ALIGNED:
+            weight.data = weight.data.clone()
+    return model
+
+
+def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
+    """One layer's whole expert parameters [experts, ...] by name.
+
+    Takes the layer's whole size in memory; the draft is not to be loaded after this.
+    """
+    if draft.checkpoint.pack is not None:
+        return expanded(draft, draft.checkpoint.pack, layer)
+    model, checkpoint, streamed = draft.model, draft.checkpoint, draft.layers[layer]
+    module = model.get_submodule(streamed[0].module)
+    for one in streamed:
+        empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        module.register_parameter(one.name, nn.Parameter(empty, requires_grad=False))
+    wanted = {one.full_name for one in streamed}
+    if isinstance(checkpoint, Gguf):
+        made = {one.name: _by_gguf(draft, checkpoint, one) for one in streamed}
+        for one in streamed:
+            module.register_parameter(one.name, None)
+        return made
+    routes, _ = find_routes(model, checkpoint.tensors)
+    sources = [
+        name
+        for route in routes.values()
+        if wanted.intersection(route.targets)
+        for names in route.sources.values()
+        for name in names
+    ]
+    quantised, adapter = quantiser(checkpoint), adapter_of(model)
+    mapping = get_model_conversion_mapping(model, None, quantised)
+    options = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(checkpoint.folder),
+        dtype=draft.dtype,
+        dtype_plan=model._get_dtype_plan(draft.dtype),
+        weight_mapping=mapping if adapter is None else adapter.conversions(mapping),
+        hf_quantizer=quantised,
+        use_safetensors=True,
+    )
+    info, _ = type(model)._load_pretrained_model(
+        model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(wanted)
+    )
+    if info.conversion_errors:
+        raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
+    # What compressed-tensors expands, transformers leaves in the type of its scales.
+    loaded = {one.name: getattr(module, one.name).data.to(one.dtype) for one in streamed}
+    for one in streamed:
+        module.register_parameter(one.name, None)
+    return loaded
+
+
+def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
+    """One parameter, expanded by gguf and joined as transformers joins it."""
+    routes, _ = gguf_routes(draft.model, checkpoint)
+    route = routes[streamed.full_name]
+    import gguf  # only here: what reads no GGUF must not need it
+
+    tensors = {}
+    for name in (name for own in route.sources.values() for name in own):
+        stored = checkpoint.stored[name]
+        data = np.fromfile(
+            checkpoint.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
+        )
+        if stored.encoding == PLAIN:
+            values = torch.from_numpy(data).view(getattr(torch, stored.dtype))
+        else:
+            kind = next((k for k, v in ENCODED.items() if v == stored.encoding), stored.encoding)
+            values = torch.from_numpy(
+                gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
+            )
+        tensors[name] = values.view(stored.shape).float()
+    return converted(route, tensors, draft.model).to(streamed.dtype)
+
+
+def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:
+    """What the files hold for some tensors, under the names there."""
+
+    def place(stored: Stored) -> tuple[int, int]:
+        return stored.file, stored.offset
+
+    wanted = set()
+    for name in names:
+        stored = checkpoint.tensors[name]
+        wanted |= {place(stored), *map(place, stored.companions)}
+    return {
+        name: _Lazy(checkpoint, name)
+        for name, stored in checkpoint.stored.items()
+        if place(stored) in wanted
+    }
+
+
+class _Lazy:
+    """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def get_dtype(self) -> str:
+        """As safetensors spell it."""
+        dtype = self._checkpoint.stored[self._name].dtype
+        return next(name for name, (torch_name, _) in DTYPES.items() if torch_name == dtype)
+
+    def __getitem__(self, whole: object) -> Tensor:
+        return self._checkpoint.read_stored(self._name)
+
+
+def expanded(draft: Draft, pack: Pack, layer: int) -> dict[str, Tensor]:
+    """One layer's whole expert parameters [experts, ...] by name: the reference for a pack.
+
+    Read with nothing but the header, and expanded by the encodings' decoders.
+    """
+    stored = pack.header.layers[layer]
+    made = {}
+    for streamed in draft.layers[layer]:
+        weight = stored.layout.weight(streamed.name)
+        module = draft.model.get_submodule(streamed.module)
+        transposed, cutting = module.is_transposed, Cutting.of(module, stored.layout)
+        full = torch.empty(streamed.shape, dtype=streamed.dtype)
+        for expert in range(stored.experts):
+            w = _matrix(pack, stored, expert, weight, streamed.dtype, cutting)
+            full[expert] = w.T if transposed and weight.encoding != PLAIN else w
+        made[streamed.name] = full
+    return made
+
+
+def _matrix(
+    pack: Pack,
+    layer: Layer,
+    expert: int,
+    weight: WeightSpec,
+    dtype: torch.dtype,
+    cutting: Cutting,
+) -> Tensor:
+    parts = []
+    with open(pack.folder / DATA, "rb") as stream:
+        begin = layer.place(expert) + (layer.low.stride if layer.low is not None else 0)
+        if layer.low is not None and layer.low.nested:
+            rest = _tensor(stream, begin, layer.low.rest[weight.name])
+            low = layer.low.layout.weight(weight.name).parts
+            high, scale = (_tensor(stream, layer.place(expert), spec) for spec in low)
+            parts = [*joined(high, rest, scale)]
+            return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+        for spec in weight.parts:
+            each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]
+            found = [_tensor(stream, begin + at, own) for at, own in each]
+            if found:
+                parts.append(cutting.joined(spec, found))
+            else:
+                parts.append(_tensor(stream, begin, spec))
+    if weight.encoding == PLAIN:
+        return parts[0]
+    return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
+
+
+def _tensor(stream: BinaryIO, begin: int, spec: TensorSpec) -> Tensor:
+    stream.seek(begin + spec.offset)
+    raw = torch.frombuffer(bytearray(stream.read(spec.nbytes)), dtype=torch.uint8)
+    return raw.view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,0 +1,1 @@
+"""Prompts and answers: chat templates, generation, tool calls."""

@@ -1,0 +1,156 @@
+"""Answer one prompt: tokens as they come, and how long each of them took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+
+from greenroom.config import SamplingConfig, bounded_temperature
+from greenroom.errors import UsageError
+from greenroom.hf.text.prompt_limit import token_ids
+from greenroom.hf.text.templates import Templates
+from greenroom.runtime.cuda.engine import device_errors
+
+OnText = Callable[[str], None]
+Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times in seconds. `gaps` are the times between tokens; `tpot_s` is their median."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    cut_short: bool = False  # by the context, not by the model or --max-new-tokens
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def tpot_s(self) -> float | None:
+        return float(np.median(self.gaps)) if self.gaps else None
+
+    @property
+    def tpot_p95_s(self) -> float | None:
+        return float(np.percentile(self.gaps, 95)) if self.gaps else None
+
+    @property
+    def tpot_p99_s(self) -> float | None:
+        return float(np.percentile(self.gaps, 99)) if self.gaps else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of decoding: the prompt's time is TTFT."""
+        return len(self.gaps) / sum(self.gaps) if self.gaps else None
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False) -> torch.Tensor:
+    """Token ids [1, T]; a chat template is applied where the tokenizer has one.
+
+    A text is taken as it is if `raw`; messages need a template.
+    """
+    if not isinstance(prompt, str) and not tokenizer.chat_template:
+        raise UsageError("the model has no chat template: give prompts that are text")
+    if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        with Templates() as templates:
+            ids = token_ids(tokenizer, templates.chat(tokenizer, messages), special=False)
+    else:
+        ids = token_ids(tokenizer, str(prompt))
+    if not ids:
+        raise UsageError("the prompt is empty")
+    return torch.tensor([ids])
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    sampling: SamplingConfig,
+    *,
+    raw: bool = False,
+    context: int,
+    on_text: OnText = lambda text: None,
+    to_the_end: bool = False,
+) -> Answer:
+    """Generate an answer; `on_text` is given each piece of text when it is complete.
+
+    `to_the_end` has it go on to all tokens of `sampling`: the model may not end it before.
+    """
+    ids = encode(tokenizer, prompt, raw)
+    room = context - ids.shape[1]
+    if room < 1:
+        raise UsageError(
+            f"the prompt has {ids.shape[1]} tokens, --context has room for {context}: raise it"
+        )
+    if sampling.seed is not None:
+        set_seed(sampling.seed)
+    clock = _Clock(tokenizer, on_text)
+    ids = ids.to(model.device)
+    with torch.inference_mode(), device_errors():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=clock,
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            min_new_tokens=min(sampling.max_new_tokens, room) if to_the_end else None,
+            **_options(model, sampling),
+        )
+    tokens = clock.tokens
+    return Answer(
+        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        token_ids=tokens,
+        prompt_tokens=ids.shape[1],
+        ttft_s=clock.times[0] - clock.begin,
+        gaps=np.diff(clock.times).tolist(),
+        cut_short=room < sampling.max_new_tokens and len(tokens) == room,
+    )
+
+
+def _options(model: PreTrainedModel, sampling: SamplingConfig) -> dict[str, Any]:
+    """What the user set; what is unset is left to the model's generation config."""
+    options: dict[str, Any] = {}
+    if sampling.temperature is not None and bounded_temperature(sampling.temperature) == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    else:
+        names = ("temperature", "top_p", "top_k")
+        given = {n: getattr(sampling, n) for n in names if getattr(sampling, n) is not None}
+        if "temperature" in given:
+            given["temperature"] = bounded_temperature(given["temperature"])
+        if given:
+            options |= {"do_sample": True, **given}
+    if model.generation_config.pad_token_id is None:
+        end = model.generation_config.eos_token_id
+        options["pad_token_id"] = end[0] if isinstance(end, list) else end
+    return options
+
+
+class _Clock(TextStreamer):
+    """Notes when each token came, and passes text on as soon as whole words are there."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+        self.begin = time.perf_counter()
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+            self.tokens += value.flatten().tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)

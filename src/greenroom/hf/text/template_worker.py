@@ -1,0 +1,169 @@
+"""The process that renders chat templates: `python template_worker.py BYTES SECONDS PATH...`.
+
+A template is a program of whoever made the checkpoint: it may loop, or write without end. Here it
+can be ended by the kernel. BYTES are all the address space that this process may have, SECONDS are
+of CPU time for each rendering, PATH is where modules lie. Only jinja2 and the standard library are
+imported, so that it stays small.
+
+It reads requests from standard input and writes one answer to each (`HEAD`, then its text):
+
+    request: length, marshal.dumps((template, variables, most characters of the result))
+    answer:  outcome, length, text in UTF-8
+"""
+
+import json
+import marshal
+import math
+import resource
+import signal
+import struct
+import sys
+from datetime import datetime
+
+LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<BQ")
+DONE, REFUSED, LAST = 0, 1, 2  # LAST is added where this process ends after the answer
+RETIRE_BYTES = 40 << 20  # a process that has become so large makes way for a new one
+
+
+class TooMuch(Exception):
+    """The template wrote more than it may."""
+
+
+class Dict:
+    """`dict` without the methods of a type."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
+def environment(jinja2):
+    """What transformers gives to chat templates (`_compile_jinja_template` of 5.23)."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks the model's own words: here it is its content alone."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            call = self.call_method("_content")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _content(self, caller):
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """A namespace without names that begin with an underscore."""
+
+        def __init__(*args, **kwargs):  # `self` may be one of the names
+            found = dict(*args[1:], **kwargs)
+            for name in found:
+                check(name)
+            jinja2.utils.Namespace.__init__(args[0], found)
+
+        def __setitem__(self, name, value):
+            check(name)
+            super().__setitem__(name, value)
+
+    def check(name):
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.globals["dict"], made.globals["namespace"] = Dict(), Namespace
+    return made
+
+
+class Renderer:
+    """Compiles each template once."""
+
+    def __init__(self):
+        import jinja2
+        import jinja2.ext
+
+        self._made = environment(jinja2)
+        self._source, self._template = None, None
+        self._mistakes = jinja2.exceptions.TemplateError
+
+    def __call__(self, source, variables, most):
+        """(outcome, text)"""
+        try:
+            if source != self._source:
+                self._source, self._template = source, self._made.from_string(source)
+            return DONE, self._text(variables, most)
+        except TooMuch:
+            return REFUSED, f"it writes more than {most:,} characters"
+        except self._mistakes as error:
+            return REFUSED, str(error) or type(error).__name__
+        except MemoryError:
+            return REFUSED | LAST, "it needs too much memory"
+        except BaseException as error:  # templates may raise whatever Python does
+            return REFUSED, f"{type(error).__name__}: {error}"
+
+    def _text(self, variables, most):
+        pieces, left = [], most
+        for piece in self._template.generate(**variables):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise TooMuch
+        return "".join(pieces)
+
+
+def main(limit, seconds, path):
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    render = Renderer()
+    for kind, most in (("AS", limit), ("CORE", 0), ("FSIZE", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while head := requests.read(LENGTH.size):
+        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        allowed = math.ceil(used) + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.RLIM_INFINITY))
+        outcome, text = _answer(render, requests, LENGTH.unpack(head)[0])
+        if resident_bytes() > RETIRE_BYTES:
+            outcome |= LAST
+        answers.write(HEAD.pack(outcome, len(text)))
+        answers.write(text)
+        answers.flush()
+        if outcome & LAST:
+            return
+
+
+def resident_bytes():
+    """Memory that this process holds. (The largest it had, which the system counts, is that of
+    whoever started it.)"""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _answer(render, requests, length):
+    try:
+        outcome, text = render(*marshal.loads(requests.read(length)))
+        return outcome, text.encode("utf-8", "surrogatepass")
+    except MemoryError:
+        return REFUSED | LAST, b"it needs too much memory"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,246 @@
+"""Chat templates, rendered in a process of their own that may be ended.
+
+with Templates() as templates:
+    text = templates.chat(tokenizer, messages)
+
+The text is that of `tokenizer.apply_chat_template`. A template that loops, writes without end or
+takes too much memory is a UsageError of one line; the next rendering has a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from greenroom.errors import UsageError
+from greenroom.hf.text import template_worker
+from greenroom.hf.text.template_worker import DONE, HEAD, LAST, LENGTH
+
+CPU_S = 2  # of one rendering
+WALL_S = 10.0  # of one rendering, on a machine with other work
+MOST_CHARS = 4 << 20
+BASE_BYTES = 64 << 20  # address space of the process, most of it never touched
+CHAR_BYTES = 24  # for each character of a result: its parts, copies, and encoding
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what clients call it, in this order
+END = "GREENROOM_RESUMES_HERE "  # a template that trims contents takes the space, and so shows it
+
+Messages = list[dict[str, Any]]
+
+
+class Templates:
+    """Renders templates to texts of at most `most_chars`. Safe to share between threads."""
+
+    def __init__(self, most_chars: int = MOST_CHARS, cpu_s: int = CPU_S) -> None:
+        self.most_chars, self._cpu_s = min(most_chars, MOST_CHARS), cpu_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Any = None  # ends the process, at the latest with ours
+
+    @property
+    def limit_bytes(self) -> int:
+        """The address space that the process may have; it holds 20 MiB of memory at rest."""
+        return limit_bytes(self.most_chars)
+
+    def __enter__(self) -> Templates:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process. The next rendering starts another."""
+        with self._lock:
+            self._drop()
+
+    def chat(
+        self,
+        tokenizer: Any,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None = None,
+        resume: bool = False,
+        ends: bool = False,
+        **variables: Any,
+    ) -> str:
+        """A conversation up to where the model speaks, or goes on where `resume`, or to its end
+        where it `ends`. UsageError where the template does not take it."""
+        if not messages:
+            raise UsageError("the conversation is empty")
+        try:
+            template = tokenizer.get_chat_template(None, tools)
+        except ValueError as error:
+            raise UsageError(f"the model has no chat template for this: {error}") from error
+        turns = [_turn(message) for message in messages]
+        if resume:
+            _mark(turns[-1], template)
+        given = {**tokenizer.special_tokens_map, **variables}
+        text = self.render(
+            template,
+            {
+                "messages": turns,
+                "tools": _plain(tools) or None,
+                "documents": None,
+                "add_generation_prompt": not (resume or ends),
+                **_plain(given),
+            },
+        )
+        return _to_the_mark(text, str(messages[-1]["content"])) if resume else text
+
+    def render(self, template: str, variables: dict[str, Any]) -> str:
+        """What a template writes. UsageError where it fails, or takes too much."""
+        try:
+            request = marshal.dumps((template, variables, self.most_chars))
+        except ValueError as error:
+            raise UsageError(f"the chat template cannot be given these messages: {error}") from None
+        with self._lock:
+            try:
+                outcome, data = self._answer(request)
+            except BaseException:
+                self._drop()
+                raise
+            if outcome & LAST:
+                self._drop()
+        text = data.decode("utf-8", "surrogatepass")
+        if outcome & ~LAST != DONE:
+            raise _refused(" ".join(text.split())[:200])
+        return text
+
+    def _answer(self, request: bytes) -> tuple[int, bytes]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            self._drop()
+            process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        due = time.monotonic() + WALL_S
+        try:
+            _send(process.stdin, LENGTH.pack(len(request)) + request, due)
+            outcome, length = HEAD.unpack(_receive(process.stdout, HEAD.size, due))
+            return outcome, _receive(process.stdout, length, due)
+        except TimeoutError:
+            raise _refused(f"it takes longer than {self._cpu_s} seconds") from None
+        except (EOFError, BrokenPipeError):
+            # The kernel ends a process that is out of its time; nothing else is expected to.
+            raise _refused(
+                f"it takes longer than {self._cpu_s} seconds, or too much memory"
+            ) from None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        script = str(Path(template_worker.__file__))
+        path = [each for each in sys.path if each and Path(each) != Path(script).parent]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            script,
+            str(self.limit_bytes),
+            str(self._cpu_s),
+            *path,
+        ]
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, bufsize=0,
+                                   env={**os.environ, "MALLOC_ARENA_MAX": "1"})  # fmt: skip
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+        self._process, self._end = process, weakref.finalize(self, _kill, process)
+        return process
+
+    def _drop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+
+def limit_bytes(most_chars: int) -> int:
+    """Bytes that the process may take to render texts of so many characters."""
+    return BASE_BYTES + CHAR_BYTES * min(most_chars, MOST_CHARS)
+
+
+def _refused(why: str) -> UsageError:
+    return UsageError(f"the chat template does not take these messages: {why}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    process.wait()
+
+
+def _send(stream: IO[bytes], data: bytes, due: float) -> None:
+    view = memoryview(data)
+    while view:
+        _wait(stream, due, write=True)
+        with contextlib.suppress(BlockingIOError):
+            view = view[os.write(stream.fileno(), view) :]
+
+
+def _receive(stream: IO[bytes], length: int, due: float) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        _wait(stream, due)
+        part = os.read(stream.fileno(), min(length - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _wait(stream: IO[bytes], due: float, write: bool = False) -> None:
+    poll = select.poll()  # unlike select it takes descriptors of any number
+    poll.register(stream, select.POLLOUT if write else select.POLLIN)
+    if not poll.poll(max(0.0, due - time.monotonic()) * 1e3):
+        raise TimeoutError
+
+
+def _turn(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to templates: without what is None, its reasoning under
+    the names that templates read."""
+    if not isinstance(message, Mapping):
+        raise UsageError("a message is an object with a role and a content")
+    turn: dict[str, Any] = _plain({key: one for key, one in message.items() if one is not None})
+    reasoning = next((turn[name] for name in REASONING if name in turn), None)
+    if reasoning is None:
+        return turn
+    return {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """`value` made of JSON's types, without what subclasses of these add."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return f"<{type(value).__name__}>"
+
+
+def _mark(last: dict[str, Any], template: str) -> None:
+    """Note where the last message ends: there the model goes on."""
+    if not isinstance(last.get("content"), str) or "content" not in template:
+        raise UsageError("the chat template cannot go on with the last message")
+    last["content"] += END
+
+
+def _to_the_mark(text: str, content: str) -> str:
+    """The text up to the mark, without spaces that the template cut off before it."""
+    at = text.rfind(END.strip())
+    if at < 0 or content.strip() not in text:
+        raise UsageError("the chat template cannot go on with the last message: it changes it")
+    return text[:at] if text.startswith(END, at) else text[:at].rstrip()

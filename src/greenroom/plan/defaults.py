@@ -1,0 +1,47 @@
+"""The defaults of a run: settings that are stored for this model and machine, else a quick plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import date
+
+from greenroom.errors import OutputError
+from greenroom.plan.evidence import decoded, enough, stand_in
+from greenroom.plan.history import files
+from greenroom.plan.history.recent import trace_of
+from greenroom.plan.history.records import StoredSetting
+from greenroom.plan.quick import quick
+
+log = logging.getLogger(__name__)
+
+
+def default_setting(
+    fingerprint: str, machine: str, sizes: Sequence[int], top_k: int, slots: int, device: str
+) -> StoredSetting | None:
+    """The setting that is stored for about so many slots of a model whose layers have `sizes`
+    experts; else one that a quick plan finds, and stores.
+
+    None where nothing is stored (GREENROOM_LEARNED=off), or where the slots have no room for a
+    token's experts of a layer.
+    """
+    found = files.load_records(fingerprint, machine).nearest(slots, device)
+    if (found is not None and found.by != "quick") or not files.enabled():
+        return found
+    own = trace_of(files.load_routing(fingerprint), sizes)
+    tokens = decoded(own) if own is not None and enough(own) else 0
+    if found is not None and (not tokens or tokens < 2 * found.tokens):  # that has half of it seen
+        return found
+    trace = own if own is not None and tokens else stand_in(sizes, top_k)
+    if slots < max(top_k, trace.top_k):
+        return None
+    made = quick(trace, slots)
+    entry = StoredSetting(
+        slots, made.setting.options(), "quick", made.misses, max(made.plain, 1e-9),
+        date.today().isoformat(), device, tokens,
+    )  # fmt: skip
+    try:
+        files.update_records(fingerprint, machine, lambda records: records.with_setting(entry))
+    except OutputError as error:
+        log.warning("the setting that a quick plan found is not stored: %s", error)
+    return entry

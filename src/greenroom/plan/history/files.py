@@ -1,0 +1,234 @@
+"""Files that runs and measurements leave to later ones, and the file of a trained predictor.
+
+In the user's cache folder a model has two files, named by its fingerprint: `learned/` holds arrays
+(`routing.py`), `plans/` holds JSON with an entry for each machine (`records.py`). Both can be
+deleted at any time. A file is written beside its place and renamed. A file that is damaged, of
+another format or of a later version is ignored until the next save replaces it.
+GREENROOM_LEARNED=off reads and writes neither. The predictor's file lies where the user says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from greenroom.errors import OutputError, PredictorError, UsageError
+from greenroom.json_file import JsonObject, Malformed, parse, plain, read
+from greenroom.plan.history.records import Records
+from greenroom.plan.history.routing import Arrays, RoutingHistory
+from greenroom.trace import container
+from greenroom.trace.container import Tensor, beside
+
+SWITCH = "GREENROOM_LEARNED"
+LIMIT = 64 << 20  # bytes of arrays in a file of routing
+RECORDS, RECORDS_VERSION = "greenroom-kept", 1
+_OVERHEAD = 1 << 20  # bytes that a header may add
+_STALE_S = 3600.0  # an older draft was left by a process that died
+_LOCK = threading.RLock()  # a process has one draft of a file at a time
+
+log = logging.getLogger(__name__)
+
+
+class ArrayFormat(NamedTuple):
+    """Safetensors files with a model's fingerprint. PredictorError, in one line, says of a file
+    that it is no `noun`, or of another version."""
+
+    noun: str
+    name: str
+    version: int
+
+    def write(self, path: Path, arrays: Arrays, fingerprint: str, **metadata: str) -> None:
+        """Write a new file. OutputError."""
+        own = {"format": self.name, "version": str(self.version), "fingerprint": fingerprint}
+        tensors = {name: Tensor(a.dtype, a.shape, [a]) for name, a in arrays.items()}
+        container.write(path, tensors, own | metadata)
+
+    def read(self, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        """Return copies of the arrays, and the metadata."""
+        try:
+            arrays, metadata = container.read(path, self.noun, PredictorError)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise PredictorError(f"{path}: cannot be read: {reason}") from error
+        if metadata.get("format") != self.name:
+            raise PredictorError(f"{path}: a safetensors file, but not a {self.noun}")
+        if metadata.get("version") != str(self.version):
+            raise PredictorError(
+                f"{path}: a {self.noun} of version {plain(metadata.get('version'))}; this"
+                f" Greenroom reads {self.version}"
+            )
+        return {name: np.array(array) for name, array in arrays.items()}, metadata
+
+
+ROUTING = ArrayFormat("routing history", "greenroom-learned", 1)
+PREDICTOR = ArrayFormat("predictor", "greenroom.predictor", 1)
+
+
+def cache_folder() -> Path:
+    """Greenroom's folder in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "greenroom"
+
+
+def enabled() -> bool:
+    """Whether the history of models is read and written."""
+    return os.environ.get(SWITCH, "").lower() not in ("off", "0", "no", "false")
+
+
+def routing_path(fingerprint: str) -> Path:
+    """A model's file of routing. ValueError for a fingerprint that cannot be a file's name."""
+    return _path("learned", fingerprint, ".safetensors")
+
+
+def records_path(fingerprint: str) -> Path:
+    """A model's file of records. ValueError for a fingerprint that cannot be a file's name."""
+    return _path("plans", fingerprint, ".json")
+
+
+def _path(folder: str, fingerprint: str, suffix: str) -> Path:
+    if not re.fullmatch(r"\w[\w.-]{0,127}", fingerprint):
+        raise ValueError(f"no fingerprint: {fingerprint!r}")
+    return cache_folder() / folder / f"{fingerprint}{suffix}"
+
+
+def load_routing(fingerprint: str) -> RoutingHistory | None:
+    """Return the routing of earlier runs; None, with a warning, where the file is not usable."""
+    path = routing_path(fingerprint)
+    if not enabled() or not path.exists():
+        return None
+    try:
+        if path.stat().st_size > LIMIT + _OVERHEAD:
+            raise ValueError("it is larger than any that is written")
+        arrays, metadata = ROUTING.read(path)
+        if metadata.get("fingerprint") != fingerprint:
+            raise ValueError("it belongs to another model")
+        if metadata.get("crc32") != checksum(arrays):
+            raise ValueError("it is damaged: its checksum is another")
+        return RoutingHistory.from_arrays(arrays)
+    except (PredictorError, OSError, ValueError, KeyError) as error:
+        reason = plain(str(error).removeprefix(f"{path}: ")) or type(error).__name__
+        log.warning("%s is not used, and will be replaced: %s", path, reason)
+        return None
+
+
+def save_routing(fingerprint: str, history: RoutingHistory) -> Path | None:
+    """Store the routing for later runs; None where GREENROOM_LEARNED is off.
+
+    States of predictors that do not fit into LIMIT are left out, largest first. OutputError;
+    ValueError where a predictor's name has a slash.
+    """
+    path, arrays = routing_path(fingerprint), history.arrays(LIMIT)
+    if not enabled():
+        return None
+    crc32 = checksum(arrays)
+    with _LOCK:
+        _prepare(path)
+        ROUTING.write(path, arrays, fingerprint, crc32=crc32)
+    return path
+
+
+def load_records(fingerprint: str, machine: str) -> Records:
+    """Return what is stored of a model on the machine of this name; nothing where the file is not
+    usable."""
+    return _records(_machines(fingerprint), machine)
+
+
+def update_records(
+    fingerprint: str, machine: str, change: Callable[[Records], Records]
+) -> Path | None:
+    """Store what `change` makes of the records. The file; None where GREENROOM_LEARNED is off.
+
+    The file stays as it is where `change` returns its argument. OutputError.
+    """
+    if not enabled():
+        return None
+    path = records_path(fingerprint)
+    with _LOCK:
+        machines = _machines(fingerprint)
+        before = _records(machines, machine)
+        if (after := change(before)) is before:
+            return path
+        machines[machine] = asdict(after)
+        found = {"format": RECORDS, "version": RECORDS_VERSION, "machines": machines}
+        _prepare(path)
+        with beside(path) as file:
+            file.write(json.dumps(found, indent=1).encode())
+    return path
+
+
+def _records(machines: Mapping[str, Any], machine: str) -> Records:
+    try:
+        return Records.from_json(machines.get(machine, {}))
+    except (Malformed, UsageError):
+        return Records()
+
+
+def _machines(fingerprint: str) -> dict[str, Any]:
+    """The entries of all machines."""
+    if not enabled():
+        return {}
+    try:
+        found = read(records_path(fingerprint))
+    except (OSError, Malformed):
+        return {}
+    if not isinstance(found, dict) or found.get("format") != RECORDS:
+        return {}
+    machines = found.get("machines") if found.get("version") == RECORDS_VERSION else None
+    return machines if isinstance(machines, dict) else {}
+
+
+def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
+    """Return the tensors of a predictor that was trained for the model with this fingerprint.
+
+    PredictorError, in one line, where the file is missing, damaged, of another version, or of
+    another model.
+    """
+    tensors, metadata = PREDICTOR.read(Path(path))
+    if metadata.get("fingerprint") == fingerprint:
+        return tensors
+    try:
+        model = JsonObject(parse(metadata.get("about", ""))).text("model")
+    except Malformed:
+        model = ""
+    raise PredictorError(
+        f"{path}: was trained for another model{f' ({plain(model)})' if model else ''}: train one"
+        " for this model with `greenroom train-predictor`"
+    )
+
+
+def save_predictor(path: Path, tensors: Arrays, fingerprint: str, about: Mapping[str, Any]) -> None:
+    """Write a predictor's file; `about` is what it says of itself, as JSON. OutputError."""
+    PREDICTOR.write(path, tensors, fingerprint, about=json.dumps(about))
+
+
+def checksum(arrays: Arrays) -> str:
+    """CRC-32 of names, types, shapes and contents."""
+    crc = 0
+    for name, array in sorted(arrays.items()):
+        crc = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)
+        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return f"{crc:08x}"
+
+
+def _prepare(path: Path) -> None:
+    """Make the folder, and remove drafts of the file that nobody will finish. OutputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    for draft in path.parent.glob(f".{path.name}.*.tmp"):
+        with suppress(OSError):
+            if draft.stat().st_mtime < time.time() - _STALE_S:
+                draft.unlink()

@@ -1,0 +1,126 @@
+"""The routing of the latest tokens: a state of the history of a model's routing.
+
+Plans without a recording go by it (plan/evidence.py), and so do the defaults of a run. Passes of
+single sequences are noted; a pass of several sequences mixes their tokens and is not. Ids of
+experts only: no text, no token, no weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.predictor import Ids
+from greenroom.errors import TraceError
+from greenroom.plan.history.routing import Arrays, RoutingHistory
+from greenroom.trace import Trace
+from greenroom.trace.trace import starts_of
+
+NAME = "recent"  # of the state
+TOKENS = 4096  # that are kept, the latest
+
+
+class Pass(NamedTuple):
+    """One sequence's: experts are [tokens, layers, top_k] ids within their layers."""
+
+    experts: np.ndarray
+    request: int
+    prompt: bool
+
+
+class RecentRouting:
+    """Notes passes until there are TOKENS, and forgets the oldest after that."""
+
+    def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
+        """`offsets` [layers + 1] are the dense ids at which layers begin."""
+        self._sizes = [b - a for a, b in pairwise(offsets)]
+        self._passes: deque[Pass] = deque()
+        self._tokens, self._earlier = 0, 0
+        self._now: tuple[int, bool] | None = None  # request and kind of the pass that is noted
+        self._rows: dict[int, Ids] = {}
+        for each in passes_of(history, self._sizes):
+            self._note(each)
+            self._earlier = each.request + 1
+
+    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+        """A pass of so many sequences begins; the one before has ended."""
+        self._end()
+        self._now = (self._earlier + request, prompt) if sequences == 1 else None
+
+    def chosen(self, layer: int, experts: Ids) -> None:
+        """A layer's router has chosen these experts, [tokens, top_k]."""
+        if self._now is not None:
+            self._rows[layer] = experts.astype(np.uint16)
+
+    def state(self) -> Arrays | None:
+        """What is stored; None where nothing was noted."""
+        self._end()
+        if not self._passes:
+            return None
+        return {
+            "experts": np.concatenate([each.experts for each in self._passes]),
+            "lengths": np.array([len(each.experts) for each in self._passes], np.int64),
+            "requests": np.array([each.request for each in self._passes], np.int64),
+            "prompts": np.array([each.prompt for each in self._passes], np.uint8),
+        }
+
+    def _end(self) -> None:
+        """Note the pass whose layers have chosen, where that is all of them."""
+        now, rows, self._rows = self._now, self._rows, {}
+        self._now = None
+        whole = len(rows) == len(self._sizes) and len({each.shape for each in rows.values()}) == 1
+        if now is None or not whole:
+            return
+        experts = np.stack([rows[layer] for layer in range(len(self._sizes))], axis=1)
+        if (experts < np.array(self._sizes)[:, None]).all():
+            self._note(Pass(experts[-TOKENS:], *now))
+
+    def _note(self, each: Pass) -> None:
+        if self._passes and each.experts.shape[1:] != self._passes[0].experts.shape[1:]:
+            return
+        self._passes.append(each)
+        self._tokens += len(each.experts)
+        while self._tokens > TOKENS:
+            self._tokens -= len(self._passes.popleft().experts)
+
+
+def passes_of(history: RoutingHistory | None, sizes: Sequence[int]) -> list[Pass]:
+    """The passes that were noted, the oldest first; none where they are not those of a model whose
+    layers have so many experts."""
+    if history is None or NAME not in history.states:
+        return []
+    state = history.states[NAME]
+    try:
+        experts, lengths = np.asarray(state["experts"]), state["lengths"]
+        fits = experts.shape[1] == len(sizes) and (experts < np.array(sizes)[:, None]).all()
+        if not fits or int(lengths.sum()) != len(experts) or lengths.min() < 1:
+            return []
+        parts = np.split(experts, np.cumsum(lengths)[:-1])
+        kinds = zip(parts, state["requests"].tolist(), state["prompts"].tolist(), strict=True)
+        return [Pass(part, int(request), bool(prompt)) for part, request, prompt in kinds]
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+        return []
+
+
+def trace_of(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
+    """The passes that were noted as a recording of a model whose layers have so many experts."""
+    if not (passes := passes_of(history, sizes)):
+        return None
+    requests = np.array([each.request for each in passes])
+    first = np.flatnonzero(np.append(True, requests[1:] != requests[:-1]))
+    starts = starts_of(np.array([len(each.experts) for each in passes], np.int64))
+    try:
+        return Trace(
+            np.concatenate([each.experts for each in passes]),
+            np.array(sizes, np.int64),
+            np.append(starts[first], starts[-1]),
+            starts,
+            np.array([each.prompt for each in passes], np.bool_),
+            ("",) * len(first),
+        )
+    except TraceError:  # a token that names an expert twice, say
+        return None

@@ -1,0 +1,98 @@
+"""The routing of earlier runs: resident experts, popularity and predictors' states.
+
+MoE-Infinity (appendix, failure recovery) stores its collection likewise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.core.cache.scope import Scope, split_capacity
+
+log = logging.getLogger(__name__)
+
+Ids = NDArray[np.int64]
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class RoutingHistory:
+    """Of a model with E experts in all, ids dense.
+
+    hot:        experts that were resident at the end [n], dearest first
+    popularity: how much each expert was asked for [E]
+    states:     what predictors and others counted, by name
+    """
+
+    hot: Ids
+    popularity: NDArray[np.float64]
+    states: Mapping[str, Arrays] = field(default_factory=dict)
+
+    @classmethod
+    def of_counts(cls, requests: NDArray[Any]) -> RoutingHistory:
+        """A history that knows no more than how often each expert was asked for [E]."""
+        return cls(np.empty(0, np.int64), requests.astype(np.float64))
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays) -> RoutingHistory:
+        """Read arrays by their names in a file. KeyError or ValueError for others."""
+        hot, popularity = arrays["hot"], arrays["popularity"]
+        if (hot.ndim, popularity.ndim) != (1, 1) or hot.dtype != np.int64:
+            raise ValueError("its arrays are of another kind")
+        states: dict[str, dict[str, NDArray[Any]]] = {}
+        for name, array in arrays.items():
+            if name not in ("hot", "popularity"):
+                _, owner, own = name.split("/", 2)
+                states.setdefault(owner, {})[own] = array
+        return cls(hot, popularity.astype(np.float64), states)
+
+    def arrays(self, limit: int) -> Arrays:
+        """All arrays by their names in a file: `hot`, `popularity`, `states/OWNER/NAME`.
+
+        While they have more than `limit` bytes the largest state is left out. ValueError for an
+        owner with a slash.
+        """
+        arrays: dict[str, NDArray[Any]] = {
+            "hot": np.ascontiguousarray(self.hot, np.int64),
+            "popularity": np.ascontiguousarray(self.popularity, np.float64),
+        }
+        left = limit - sum(array.nbytes for array in arrays.values())
+        sizes = {name: sum(a.nbytes for a in state.values()) for name, state in self.states.items()}
+        stored = sorted(sizes, key=sizes.__getitem__)
+        while stored and sum(sizes[name] for name in stored) > left:
+            log.warning("the state of predictor %s is too large to be kept", stored.pop())
+        for name in stored:
+            if "/" in name:
+                raise ValueError(f"no predictor's name: {name!r}")
+            state = self.states[name].items()
+            arrays |= {f"states/{name}/{own}": np.asarray(a, order="C") for own, a in state}
+        return arrays
+
+    def hot_set(self, offsets: Sequence[int], capacity: int, scope: Scope = "shared") -> Ids:
+        """The experts to load at the start into `capacity` slots, dearest first, each once.
+
+        `offsets` [L + 1] are the dense ids at which layers begin. First come those that were
+        resident at the end of the last run, then those that were asked for most; none that was
+        never asked for. With scope `per-layer` no layer gets more than its share. Ids that cannot
+        be this model's are passed over.
+        """
+        groups = np.array(split_capacity(capacity, len(offsets) - 1, scope), np.int64)
+        experts, popularity = int(offsets[-1]), self.popularity
+        if popularity.shape != (experts,) or not np.isfinite(popularity).all():
+            return np.empty(0, np.int64)
+        asked = np.argsort(-popularity, kind="stable")
+        wanted = np.concatenate([self.hot, asked[popularity[asked] > 0]])
+        wanted = wanted[(wanted >= 0) & (wanted < experts)]
+        _, firsts = np.unique(wanted, return_index=True)
+        wanted = wanted[np.sort(firsts)]
+        if scope == "shared":
+            return wanted[:capacity]
+        layer = np.searchsorted(offsets, wanted, "right") - 1
+        earlier = np.array([np.count_nonzero(layer[:i] == each) for i, each in enumerate(layer)])
+        return wanted[earlier < groups[layer]] if wanted.size else wanted

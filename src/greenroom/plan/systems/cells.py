@@ -1,0 +1,165 @@
+"""Named systems in a simulation: each row of the table as cells of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from greenroom.core.activity import Activity
+from greenroom.core.cache.scope import least_capacity
+from greenroom.errors import UsageError
+from greenroom.plan.configurator import Latency
+from greenroom.plan.recorded import Configured, foreseen, programmed
+from greenroom.plan.systems.table import System
+from greenroom.predictors import AUTO, OFF, predictor
+from greenroom.sim.event_driven import parts_of
+from greenroom.sim.foresight import automatic, chosen
+from greenroom.sim.study import Cell, Row, Study
+from greenroom.trace import Trace
+
+STAND_IN = "noisy-oracle:1,accuracy=0.85"  # about what the papers report of the next layer's gate
+
+Given = Mapping[str, Any]  # options of `simulate`; one that is missing or None is as the row has it
+
+
+def simulate_systems(
+    rows: Sequence[System],
+    given: Given,
+    study: Study,
+    capacities: Sequence[int],
+    go: Callable[[Study, list[Cell]], list[Row]],
+    before: Trace | None = None,
+) -> list[Row]:
+    """A row of the result for each system and capacity; with a guard the faster of its cells.
+
+    `go` runs cells. Algorithm 1 looks at `before`, with the predictions of the row's predictor;
+    without it the trace that is simulated stands in for what a run would have counted until then.
+    UsageError for options that cannot be right.
+    """
+    found: list[Row] = []
+    for row in rows:
+        how = conditions(given, study, row)
+        activity = cache(partial(foreseen, before or study.trace, how.prefetches[-1]))
+        for capacity in capacities:
+            own, less = with_sizes(given, study, row, capacity, activity)
+            own = replace(own, co_compute=study.co_compute or how.co_compute)
+            if row.chosen and study.event_by_event and how.policy == "lru":
+                own = replace(own, stay=most_used(study, capacity))
+            pin = given.get("pin") or "step"
+            cells = [Cell(how.policy, capacity, pin, each) for each in how.prefetches]
+            best = min(go(own, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"])
+            shares = {"split": list(own.split)} if isinstance(own.split, tuple) else {}
+            found.append({"system": row.name, **best, **shares, "without": [*how.notes, *less]})
+    return found
+
+
+class Conditions(NamedTuple):
+    """How a system is simulated: several cells where its guard would choose among them; `notes`
+    say what of it is not simulated, or by what instead."""
+
+    policy: str
+    prefetches: tuple[str, ...]
+    co_compute: bool
+    notes: tuple[str, ...]
+
+
+def conditions(given: Given, study: Study, row: System) -> Conditions:
+    """A row over a trace, with the options that are given beside it."""
+    both = row.both and given.get("co_compute") is None and can_share(study)
+    notes = [
+        what
+        for option, what in row.parts().items()
+        if option not in ("scope", "pin", "split")
+        and given.get(option) is None
+        and not (both and option == "co_compute")
+    ]
+    if row.split and given.get("split") is None:
+        notes += without_algorithm_1(given, study)
+    policy = given.get("policy") or row.policy
+    if row.chosen and not given.get("policy") and study.event_by_event:
+        policy = "lru"  # of the scratch slots, as in a run: what was chosen stays by itself
+    wanted = given.get("prefetch") or row.prefetch
+    prefetches: tuple[str, ...] = (OFF,)
+    if wanted != OFF and study.costs is None:
+        notes.append("prefetching, which needs --machine")
+    elif wanted != OFF:
+        found = wanted if given.get("prefetch") else replayed(study.trace, wanted)
+        if found != wanted:
+            notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
+        prefetches = (OFF, found) if row.guard else (found,)
+    return Conditions(policy, prefetches, both, tuple(notes))
+
+
+def without_algorithm_1(given: Given, study: Study) -> list[str]:
+    """What of MoEpic's Algorithm 1 is not simulated, or by what instead."""
+    if given.get("scope") is not None:
+        return ["split experts, since --scope is given and no --split with it"]
+    if study.costs is None:
+        return ["Algorithm 1, which needs --machine: sizes of layers by a dynamic programme stand"
+                " in, and experts are whole"]  # fmt: skip
+    if not can_split(study):
+        return ["split experts, which have no host tier, are on one device and exact: Algorithm"
+                " 1's budgets are of whole ones"]  # fmt: skip
+    return []
+
+
+def can_split(study: Study) -> bool:
+    """Whether the simulator can cut the experts of this study in two."""
+    return not study.host and study.devices == 1 and study.lesser is None
+
+
+def can_share(study: Study) -> bool:
+    """Whether misses can be shared out between two processors: host memory keeps experts, and
+    somebody computes there."""
+    return study.host > 0 and study.costs is not None and study.costs.host is not None
+
+
+def most_used(study: Study, capacity: int) -> tuple[int, ...]:
+    """The experts asked for most in the trace that is simulated, but for the slots that a step of
+    one token needs."""
+    asked = np.bincount(study.requests.pieces, minlength=int(study.trace.offsets[-1]))
+    most = np.argsort(-asked, kind="stable")[: max(0, capacity - study.trace.top_k)]
+    return tuple(np.sort(most).tolist())
+
+
+def replayed(trace: Trace, prefetch: str) -> str:
+    """A row's predictor, or what stands in for one that runs beside a model only."""
+    if predictor(prefetch).kind is AUTO:
+        return automatic(trace)
+    try:
+        chosen(trace, prefetch)
+    except UsageError:
+        return STAND_IN
+    return prefetch
+
+
+def with_sizes(
+    given: Given, study: Study, row: System, capacity: int, activity: Callable[[], Activity]
+) -> tuple[Study, tuple[str, ...]]:
+    """The study with a row's slots shared out as it says, unless the user said otherwise; experts
+    split, where Algorithm 1 has them so; and what of that there is no room for.
+
+    Sizes of a dynamic programme are found on the trace that is simulated, which flatters them a
+    little; `activity` gives what Algorithm 1 looks at.
+    """
+    if given.get("scope") is not None:
+        return study, ()
+    if row.sizes is None:
+        return replace(study, scope=row.scope), ()
+    if row.sizes == "dp" or study.costs is None:
+        offsets = study.trace.offsets
+        found = programmed(study.requests, offsets, capacity, reset=study.reset)
+        return replace(study, scope=found), ()
+    latency = Latency.of(study.costs, study.expert_bytes, study.trace.top_k)
+    best = Configured.of(activity(), capacity, latency)
+    whole = replace(study, scope=best.scope)
+    if best.split is None or given.get("split") is not None or not can_split(study):
+        return whole, ()
+    pieces = parts_of(study.trace, study.expert_bytes, best.split)
+    if capacity < least_capacity(pieces, best.scope):
+        return whole, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
+    return replace(whole, split=best.split), ()

@@ -1,5 +1,0 @@
-"""Triton kernels over slots in device memory: one token and many, plain and encoded experts."""
-
-from greenroom.runtime.cuda.kernels.kernel import Triton, unread
-
-__all__ = ["Triton", "unread"]

@@ -1,0 +1,145 @@
+"""The copier: one thread for each lane of each link, carrying chunks towards their slots.
+
+With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
+into the slot. With two (disk to host to device) the first link's lanes read into the staging seat,
+or the slot of the tier between, that the scheduler names, and the second's copy from there. Reading
+and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is reported like
+its arrival, so that a lane never dies and nobody waits for it in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from greenroom.core.events import StartChunk
+from greenroom.core.layout import Copy
+from greenroom.errors import DeviceError, StoreError
+from greenroom.runtime.slots.tier import Tier
+from greenroom.runtime.store.disk import Chunk, Staging
+
+
+class Store(Protocol):
+    """A read-only mapping from piece to bytes."""
+
+    def chunks(self, expert_id: int) -> tuple[Chunk, ...]: ...
+
+    def read(self, chunk: Chunk, staging: Staging) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+class Between(Protocol):
+    """Memory between two links: staging seats, and what is kept."""
+
+    def bring(
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
+    ) -> None: ...
+
+    def source(
+        self, action: StartChunk, chunk: Chunk
+    ) -> tuple[tuple[Copy, ...], np.ndarray, int]: ...
+
+    def close(self) -> None: ...
+
+
+class Seats:
+    """Staging seats alone, each as large as what it was last asked for."""
+
+    def __init__(self, count: int) -> None:
+        self._staging = [Staging() for _ in range(count)]
+        self._staged: list[np.ndarray] = [np.empty(0, np.uint8)] * count
+
+    def bring(
+        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
+    ) -> None:
+        """Have a chunk read into its seat."""
+        self._staged[action.seat] = read(chunk, self._staging[action.seat])
+
+    def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
+        """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
+        return chunk.extent.copies, self._staged[action.seat], chunk.start
+
+    def close(self) -> None:
+        """The buffers go with their last use."""
+
+
+Failure = StoreError | DeviceError
+Deliver = Callable[[StartChunk, int, Failure | None], None]
+
+
+class Copier:
+    """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
+
+    `lanes[h]` threads for link h; between two links lies `between`, by default `seats` staging
+    buffers.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Tier,
+        lanes: Sequence[int],
+        seats: int,
+        deliver: Deliver,
+        between: Between | None = None,
+    ) -> None:
+        self._store, self._slots, self._deliver = store, slots, deliver
+        self._last = len(lanes) - 1
+        self._between = between or Seats(seats if self._last else 0)
+        self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
+            (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
+        }
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(jobs, None if self._last else Staging()),
+                name=f"greenroom-{link}-{lane}",
+                daemon=True,
+            )
+            for (link, lane), jobs in self._jobs.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, action: StartChunk) -> None:
+        self._jobs[action.link, action.lane].put(action)
+
+    def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging | None) -> None:
+        while (action := jobs.get()) is not None:
+            nbytes = 0
+            failure: Failure | None = None
+            try:
+                nbytes = self._carry(action, staging)
+            except (StoreError, DeviceError) as error:
+                failure = error
+            except BaseException as error:
+                failure = StoreError(f"expert {action.piece} could not be read: {error!r}")
+                failure.__cause__ = error
+            self._deliver(action, nbytes, failure)
+
+    def _carry(self, action: StartChunk, staging: Staging | None) -> int:
+        """Take a chunk over its link; the bytes that it has."""
+        chunk = self._store.chunks(action.piece)[action.chunk]
+        if staging is not None:
+            copies, start = chunk.extent.copies, chunk.start
+            data = self._store.read(chunk, staging)
+        elif action.link == 0:
+            self._between.bring(action, chunk, self._store.read)
+            return chunk.length
+        else:
+            copies, data, start = self._between.source(action, chunk)
+        self._slots.write(action.slot, copies, data, start)
+        return chunk.length
+
+    def close(self) -> None:
+        """End the threads, after what they are carrying now."""
+        for jobs in self._jobs.values():
+            jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,400 @@
+"""The driver: turns the scheduler's actions into reads and computation, under one lock."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from greenroom.core.cache.all_resident import Tables
+from greenroom.core.events import (
+    HOST,
+    Action,
+    Cancelled,
+    Compute,
+    Computed,
+    Event,
+    Failed,
+    Finish,
+    Landed,
+    Move,
+    Predicted,
+    Resized,
+    Routed,
+    StartChunk,
+    Trim,
+)
+from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.prefetch.guard import Guard
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.errors import StoreError
+from greenroom.runtime.driver.copier import Between, Copier, Failure, Store
+from greenroom.runtime.driver.fair_lock import FairLock
+from greenroom.runtime.driver.host_worker import HostWorker, Job
+from greenroom.runtime.driver.meter import Meter
+from greenroom.runtime.driver.orders import Orders
+from greenroom.runtime.driver.predictions import Predictions
+from greenroom.runtime.driver.timeline import COMPUTE, Timeline
+from greenroom.runtime.slots.tier import Tier
+
+ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
+OnHost = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memory)
+
+
+class Driver:
+    """One model's experts at run time. Steps are served one after another.
+
+    `foresight` predicts, unless every expert has a slot; `guard` stops what does not pay.
+
+    An exception in the midst of a decision, in whichever thread, leaves it unknown what is where:
+    the driver is broken, whoever waits is told so (ClosedError), and so is everybody after.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        slots: Tier,
+        *,
+        foresight: Foresight | None = None,
+        guard: Guard | None = None,
+        links: tuple[str, ...] = ("disk -> host",),
+        between: Between | None = None,
+    ) -> None:
+        """`between` is the memory between two links; staging seats where none is given."""
+        self.scheduler, self.slots = scheduler, slots
+        self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
+        self.meter = Meter.of(scheduler.transfers.queue.lanes)
+        self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
+        self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
+        self.timeline: Timeline | None = None
+        self.links, self._store, self._between = links, store, between
+        self._orders = Orders()
+        self._changed = self._orders.changed
+        self._one_step = FairLock()
+        self._error: Failure | None = None  # of the step under way
+        self._meanwhile: Callable[[], None] | None = None
+        self._pass, self._layer = -1, scheduler.pieces.layers
+        self._request = 0
+        self._prefill = False
+        self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
+        self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
+        self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
+        queue = scheduler.transfers.queue
+        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
+
+    def begin_pass(self, at: PassBegins) -> None:
+        """A pass begins; `at.request` says of which prompt."""
+        with self._changed:
+            self._request, self._prefill = at.request, at.prefill
+            self._begun = time.perf_counter(), self.meter.stall_s, at.tokens
+        self.predictions.begin(at, self._orders.closed)
+
+    @property
+    def resident(self) -> bool:
+        """Has every expert a slot?"""
+        return self.scheduler.capacity >= self.scheduler.pieces.experts
+
+    def end_pass(self) -> None:
+        """The pass is over, or was given up."""
+        if self._begun is None:
+            return
+        begun, stalls, tokens = self._begun
+        self._begun, now = None, time.perf_counter()
+        seconds, waited = now - begun, self.meter.stall_s - stalls
+        if not self._prefill:
+            self.meter.decoded(seconds, waited)
+        if self.timeline is not None:
+            self.timeline.span("passes", "prompt" if self._prefill else "token", begun, now)
+        self.predictions.end(self._prefill, seconds, waited, tokens)
+
+    def decided(self, layer: int, experts: np.ndarray) -> None:
+        """A layer's router has chosen these (ids within it, ascending); its step is yet to come.
+
+        They begin to come, where slots may be on loan.
+        """
+        if not self._orders.closed:
+            first = self.scheduler.pieces.offsets[layer]
+            self._tell(Predicted(layer, experts + first, certain=True))
+
+    def interrupt(self) -> None:
+        """Nobody waits for the pass under way: its step raises Interrupted, and so do those that
+        follow, until `resume`. What it has asked for is not fetched any more."""
+        self._orders.interrupt()
+
+    def resume(self) -> None:
+        """Steps are served again."""
+        self._orders.interrupted = False
+
+    def step(
+        self,
+        layer: int,
+        experts: np.ndarray,
+        compute: ComputeWave,
+        rows: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        *,
+        tails: np.ndarray | None = None,
+        seen: Callable[[bool], Seen] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        on_host: OnHost | None = None,
+    ) -> None:
+        """Have `compute(experts, slots)` called on every expert of a step once, in waves; of split
+        experts `compute(experts, slots, part)` on every part, the top before the bottom.
+
+        experts: ids within the layer, ascending, int64
+        rows, weights: the tokens that chose each, and the sums of their gate weights
+        tails: how much each matters, where misses may be served with less
+        seen: gives what predictors are told, with the router's inputs or without
+        meanwhile: is called once at most, when there is nothing to compute but a wait
+        on_host: what it gives for (experts, slots) is called in the host processor's thread
+
+        StoreError where an expert cannot be read, DeviceError where the device does not take it.
+        The cache stays usable, and so it does after an exception in `compute`.
+        """
+        if experts.size == 0:
+            return
+        first = self.scheduler.pieces.offsets[layer]
+        with self._one_step:
+            self._enter(wanted=True)
+            self._come_to(layer)
+            pieces = experts + first
+            self.asked[pieces] += 1
+            path = self.scheduler.all_resident
+            slots = None if path is None else path.step(pieces)
+            if slots is not None:
+                begin = time.perf_counter()
+                compute(experts, slots)
+                if self.timeline is not None:
+                    self.timeline.wave(layer, Compute(pieces, slots), begin)
+                return
+            self._meanwhile, self._error = meanwhile, None
+            misses = self.scheduler.counts.misses
+            try:
+                self._tell(Routed(
+                    self._pass, layer, pieces, self._request, rows, weights, self._prefill, tails,
+                    moved=on_host is None,
+                ))  # fmt: skip
+                self.missed[layer] += self.scheduler.counts.misses - misses
+                self.predictions.routed(seen)
+                order = self._compute(layer, compute, on_host)
+            except BaseException:
+                self._abandon()
+                raise
+            if order.failed >= 0:
+                raise self._error or StoreError(f"expert {order.failed} could not be read")
+
+    def _compute(self, layer: int, compute: ComputeWave, on_host: OnHost | None) -> Finish:
+        """Have every wave of the step computed, as they are ordered; how it ends."""
+        first = self.scheduler.pieces.offsets[layer]
+        in_parts = self.scheduler.parts
+        while isinstance(order := self._next_order(), Compute):
+            if order.device == HOST:
+                self._to_host(order, on_host)
+                continue
+            begin = time.perf_counter()
+            compute(order.experts - first, order.slots, *([order.part] if in_parts else []))
+            if not self._prefill:
+                self.meter.computed_s += time.perf_counter() - begin
+            if self.timeline is not None:
+                self.timeline.wave(layer, order, begin)
+            self._tell(Computed(order.device))
+        return order
+
+    def _to_host(self, order: Compute, on_host: OnHost | None) -> None:
+        """Have the host's processor compute a wave, while this thread goes on."""
+        assert self._host is not None
+        assert on_host is not None
+        layer, begin = self._layer, time.perf_counter()
+        first = self.scheduler.pieces.offsets[layer]
+
+        def done(error: BaseException | None) -> None:
+            if self.timeline is not None:
+                self.timeline.wave(layer, order, begin)
+            with self._changed:
+                if error is not None:
+                    self._orders.host_error = self._orders.host_error or error
+                    self._changed.notify_all()
+                elif self._orders.broken is None:
+                    with contextlib.suppress(BaseException):  # it says so to everybody who waits
+                        self._carry_out(Computed(HOST))
+
+        self._host.start(on_host(order.experts - first, order.slots), done)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that the host's processor has computed misses for."""
+        return 0.0 if self._host is None else self._host.busy_s
+
+    def at_once(
+        self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
+    ) -> bool:
+        """A step without a decision: `find` (see `AllResident`), then `compute()`. False, and
+        nothing done, where it has to be a `step`."""
+        if self.timeline is not None:
+            return False
+        with self._one_step:
+            self._enter(wanted=True)
+            first, path = self.scheduler.pieces.offsets[layer], self.scheduler.all_resident
+            if path is None or not path.compiled_step(first, self.asked, find):
+                return False
+            self._come_to(layer)
+            compute()
+            return True
+
+    def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
+        """As `at_once` for consecutive layers, which `find` also computes, until one that has to be
+        a `step`. How many steps were done; None where nothing was."""
+        if self.timeline is not None:
+            return None
+        with self._one_step:
+            self._enter(wanted=True)
+            path = self.scheduler.all_resident
+            done = None if path is None else path.compiled_steps(self.asked, find)
+            for layer in layers[: done or 0]:
+                self._come_to(layer)
+            return done
+
+    def order(self, event: Event) -> None:
+        """Tell the scheduler something between two steps."""
+        with self._one_step:
+            self._enter()
+            self._tell(event)
+
+    def resize(self, capacity: int) -> None:
+        """Change the number of slots between steps; returns when it is done."""
+        with self._one_step:
+            self._enter()
+            if capacity == self.scheduler.capacity:
+                return
+            if capacity > self.slots.capacity:
+                self.slots.trim(capacity)
+            self._tell(Resized(capacity))
+            with self._changed:  # what is being prefetched lands first
+                while self.scheduler.capacity != capacity:
+                    self._orders.wait()
+        self.predictions.resized()
+
+    def _come_to(self, layer: int) -> None:
+        """A layer's step; one that does not come after the last one's begins another pass."""
+        self._pass += layer <= self._layer
+        self._layer = layer
+        self.meter.passes = self._pass + 1
+
+    def _enter(self, wanted: bool = False) -> None:
+        """A step or a resize begins; a step whose leaving was interrupted is left now."""
+        self._orders.check_open()
+        if self.scheduler.step is not None or self._orders:
+            self._abandon()
+        if wanted:
+            self._orders.check_wanted()
+
+    def _tell(self, event: Event) -> None:
+        with self._changed:
+            self._carry_out(event)
+
+    def _carry_out(self, event: Event) -> None:
+        """Do what the scheduler says to an event; with the lock held."""
+        now = time.perf_counter()
+        try:
+            for action in self.scheduler.on(event, now):
+                self._do(action, now)
+        except BaseException as error:
+            self._orders.break_off(error)
+            raise
+
+    def _do(self, action: Action, now: float) -> None:
+        match action:
+            case StartChunk():
+                if action.begins and action.slot >= 0:
+                    self.slots.clear(action.slot)
+                if action.joins >= 0:
+                    layer = int(self.scheduler.pieces.layer[action.piece])
+                    self.slots.join(action.joins, action.slot, layer)
+                self.meter.links[action.link].starts(now)
+                self._starts[action.link, action.lane] = now
+                self._copier.start(action)
+            case Compute() | Finish():
+                self._orders.put(action)
+            case Move():
+                self.slots.move(action.source, action.target)
+            case Trim():
+                self.slots.trim(action.capacity)
+                self._changed.notify_all()
+
+    def _next_order(self) -> Compute | Finish:
+        if self._meanwhile is not None and not self._orders:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
+        with self._changed:
+            if not self._orders:
+                begin, cause = time.perf_counter(), self._cause()
+                while not self._orders:
+                    self._orders.check_wanted()
+                    self._orders.wait()
+                end = time.perf_counter()
+                self.meter.stalls[cause] += end - begin
+                if self.timeline is not None:
+                    self.timeline.span(COMPUTE, f"stall: {cause}", begin, end, layer=self._layer)
+            return self._orders.popleft()
+
+    def _cause(self) -> str:
+        """Why there is nothing to compute; one of `meter.CAUSES`."""
+        step = self.scheduler.step
+        if self._prefill or step is None:
+            return "prefill"
+        return "late" if step.late & step.missing.keys() else "miss"
+
+    def _delivered(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
+        """A chunk has arrived, or could not. In a thread of the copier: what fails here must reach
+        those who wait."""
+        with self._changed:
+            if self._orders.broken is None:
+                try:
+                    self._arrived(action, nbytes, error)
+                except BaseException as broken:
+                    self._orders.break_off(broken)
+
+    def _arrived(self, action: StartChunk, nbytes: int, error: Failure | None) -> None:
+        now = time.perf_counter()
+        self.meter.links[action.link].ends(now, nbytes)
+        if self.timeline is not None:
+            began = self._starts[action.link, action.lane]
+            self.timeline.chunk(self.links[action.link], action, began, now)
+        if error is None:
+            self._carry_out(Landed(action.lane, action.piece, action.link))
+        else:
+            step = self.scheduler.step
+            if step is not None and action.piece in step.missing:
+                self._error = self._error or error
+            self._carry_out(Failed(action.lane, action.piece, action.link))
+
+    def _abandon(self) -> None:
+        """Leave the step; what is moving lands first, since a read cannot be recalled, and what the
+        host computes ends."""
+        if self._host is not None:
+            self._host.wait()
+        with self._changed:
+            self._orders.host_error = None
+            self._orders.clear()
+            if self.scheduler.step is not None and self._orders.broken is None:
+                self._carry_out(Cancelled())
+                while not self._orders and self._orders.broken is None:
+                    self._changed.wait()
+            self._orders.clear()
+
+    def close(self) -> None:
+        """End the threads and free the slots; a step under way ends first."""
+        with self._one_step:
+            if not self._orders.closed:
+                self._orders.closed = True
+                self._copier.close()
+                if self._host is not None:
+                    self._host.close()
+                self._store.close()
+                self.slots.close()
+                if self._between is not None:
+                    self._between.close()

@@ -1,0 +1,129 @@
+"""A timeline: what ran when, in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
+
+One row for what computes, one for each lane of a link; counters are drawn above them. An event is
+appended from any thread without a lock. The latest `limit` events are kept, 400 bytes or so each.
+
+The file is JSON: `{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}`. Spans are
+complete events (`ph` X), marks are instants (i), counters are C, names of rows metadata (M).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from greenroom.core.events import HOST, Compute, StartChunk
+from greenroom.trace.container import beside
+
+LIMIT = 100_000  # events
+COMPUTE = "compute"  # the row of waves, of the rest of a pass, and of stalls
+ON_HOST = "compute on the host"  # waves of its processor beside a device
+_PID = 1
+
+
+def lane(link: str, number: int) -> str:
+    """The name of a lane's row: `lane("disk -> host", 0)`."""
+    return f"{link}, lane {number}"
+
+
+# number among all recorded, ph, row, name, begin and end in seconds, args
+_Event = tuple[int, str, str, str, float, float, dict[str, Any]]
+
+
+class Timeline:
+    """Records until `save`; where none is wanted, its owners hold None instead."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.origin = time.perf_counter()
+        self._events: deque[_Event] = deque(maxlen=limit)
+        self._numbers = itertools.count()
+
+    def span(self, row: str, name: str, begin: float, end: float, **args: Any) -> None:
+        """Something in a row took from `begin` to `end`, in seconds of `time.perf_counter`.
+
+        Spans of a row must not overlap but for those that lie whole within another. `args` are
+        shown with it; they are numbers, texts, or lists of them.
+        """
+        self._events.append((next(self._numbers), "X", row, name, begin, end, args))
+
+    def mark(self, row: str, name: str, at: float, **args: Any) -> None:
+        """Something happened in a row at a moment."""
+        self._events.append((next(self._numbers), "i", row, name, at, at, args))
+
+    def count(self, name: str, at: float, **values: float) -> None:
+        """A counter's values from here on; several are drawn on top of each other."""
+        self._events.append((next(self._numbers), "C", "", name, at, at, values))
+
+    def wave(self, layer: int, order: Compute, begin: float) -> None:
+        """Experts of a layer were computed from `begin` until now."""
+        name = f"layer {layer}: {order.experts.size} experts"
+        place = ON_HOST if order.device == HOST else COMPUTE
+        self.span(place, name, begin, time.perf_counter(), layer=layer)
+
+    def chunk(self, link: str, action: StartChunk, begin: float, end: float) -> None:
+        """A chunk was carried over a link."""
+        self.span(
+            lane(link, action.lane), "demand" if action.demand else "prefetch", begin, end,
+            expert=action.piece, chunk=action.chunk, slot=action.slot,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Events that are kept."""
+        return len(self._events)
+
+    def save(self, path: str | Path) -> None:
+        """Write all that is kept: beside, then renamed. OutputError where it cannot be written."""
+        events = sorted(self._events.copy())
+        dropped = events[0][0] if events else 0
+        note = {
+            "microseconds": "since the recorder was made",
+            "dropped": dropped,
+            "note": f"the first {dropped} events were dropped, the latest {len(events)} are here"
+            if dropped
+            else "all events are here",
+        }
+        target = Path(path)
+        with beside(target) as file:
+            file.write(b'{"displayTimeUnit": "ms", "otherData": ')
+            file.write(json.dumps(note).encode() + b', "traceEvents": [\n')
+            for n, event in enumerate(self._as_json(events, dropped)):
+                file.write((",\n" if n else "").encode() + json.dumps(event).encode())
+            file.write(b"\n]}\n")
+
+    def _as_json(self, events: list[_Event], dropped: int) -> Iterator[dict[str, Any]]:
+        names = sorted({event[2] for event in events} - {COMPUTE, ""})
+        rows = {row: tid for tid, row in enumerate([COMPUTE, *names])}
+        yield _named("process_name", 0, name="greenroom")
+        for row, tid in rows.items():
+            yield _named("thread_name", tid, name=row)
+            yield _named("thread_sort_index", tid, sort_index=tid)
+        if dropped:
+            name, at = f"{dropped} earlier events were dropped", self._micros(events[0][4])
+            yield {"ph": "i", "name": name, "ts": at, "pid": _PID, "tid": 0, "s": "g"}
+        for _, kind, row, name, begin, end, args in events:
+            event = {"ph": kind, "name": name, "ts": self._micros(begin), "pid": _PID}
+            event |= {"tid": rows.get(row, 0), "args": {k: _plain(v) for k, v in args.items()}}
+            if kind == "X":
+                event |= {"cat": name.split(" ")[0], "dur": max(0.0, round((end - begin) * 1e6, 3))}
+            elif kind == "i":
+                event["s"] = "t"  # drawn as high as its row
+            yield event
+
+    def _micros(self, at: float) -> float:
+        return round((at - self.origin) * 1e6, 3)
+
+
+def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": _PID, "tid": tid, "args": args}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows: NumPy's numbers and arrays as Python's, and no NaN or infinity."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

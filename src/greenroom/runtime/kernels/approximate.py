@@ -1,0 +1,61 @@
+"""Kernels over steps in which some experts are computed with less than their own weights.
+
+Copies in low precision are computed by the kernels of their encoding, from slots of their own. An
+expert that is left out gives nothing; one that a buddy stands in for is computed from that one's
+slot. Outputs are kept apart and summed in the order of experts, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from greenroom.core.layout import SlotLayout
+from greenroom.core.plan import LOW, SKIP
+from greenroom.runtime.kernels import base, eager
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.tier import Slots
+
+
+class ExpertsWithCopies(LayerExperts):
+    """One layer's experts; `low` are their copies, a layer of its own, where there are any."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: SlotLayout,
+        slots: Slots,
+        low: tuple[SlotLayout, Slots] | None = None,
+    ) -> None:
+        super().__init__(module, layout, slots)
+        self.low = LayerExperts(module, *low, self.recipe) if low is not None else None
+
+
+class ApproximateKernel(Kernel):
+    """Another kernel, over `ExpertsWithCopies`; slot s is number s // `pools` of its pool."""
+
+    def __init__(self, kernel: Kernel, pools: int = 1) -> None:
+        self.kernel, self._pools = kernel, pools
+        self.name = kernel.name
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> base.Step:
+        """Start a step: x [T, H], weights [T, K]. A layer whose copies no compiled product reads is
+        left to the eager kernel."""
+        low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
+        if low is not None and low.unfused:
+            return eager.Step(layer, x, routing, weights)
+        return self.kernel.begin(layer, x, routing, weights)
+
+    def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0) -> None:
+        """Compute experts of the step from their slots, or from those of their copies, or not."""
+        numbers = [slot // self._pools for slot in slots]
+        if part == SKIP:
+            step.leave_out(experts)
+        elif part == LOW:
+            step.part(experts, numbers, step.layer.low)
+        else:
+            step.wave(experts, numbers)

@@ -1,0 +1,241 @@
+"""The experts' kernels: `wave` computes experts of a step from their slots, `combine` sums them.
+
+Both are bodies of a parallel region: every thread enters with the address of one array of int64
+words (named below), claims units of work with an atomic counter and leaves when
+none is left. So a thread that the machine takes away for a while delays one unit, not the step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from greenroom.runtime.kernels.codegen.entries.gating import activate, finish
+from greenroom.runtime.kernels.codegen.entries.products import BLOCK, F, encoded, plain, transposed
+from greenroom.runtime.kernels.codegen.formats.encoded import L_CODES, L_ROW
+from greenroom.runtime.kernels.codegen.llvm.ir import (
+    address_of,
+    await_,
+    claim,
+    float_of,
+    get,
+    put,
+    rounded,
+    size_of,
+    word,
+)
+
+# The words of `wave`. APART: rows of an expert up to which encoded weights are multiplied with one
+# at a time. Slots, experts and finished units (one each per expert) follow them.
+WAVE_WORDS = 38
+(
+    CURSOR, TICKET, UP, DOWN, EXPERTS, ROUTED, ROUTED_EXPERTS, STARTS, TOKENS, ROWINDEX, CARRY, X,
+    MID, ACT, OUT, SCRATCH, SCRATCH_STRIDE, BASE, STRIDE, UP_OFFSET, DOWN_OFFSET, HIDDEN, INNER,
+    WIDTH, INTERLEAVED, BIAS, ACTIVATION, LIMIT, ALPHA, ROUNDS, UP_PRODUCT, UP_LAYOUT,
+    DOWN_PRODUCT, DOWN_LAYOUT, UP_STEP, DOWN_STEP, NARROW, APART,
+) = range(WAVE_WORDS)  # fmt: skip
+
+# The words of `combine`.
+(
+    TOKENS_COUNT, HIDDEN_SIZE, C_ROUTED, C_EXPERTS, C_STARTS, C_TOKENS, C_ROWS, C_OUT, C_WEIGHTS,
+    SUMS, RESULT, C_BIAS, C_ROUNDS, ROUND_PRODUCT, ROUND_SUM, C_NARROW,
+) = range(1, 17)  # fmt: skip
+
+
+@njit(inline="always")
+def entries(experts, starts, count, expert):
+    """Which rows an expert computes: bisection of the step's ascending ids."""
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if word(experts, middle) < expert:
+            low = middle + 1
+        else:
+            high = middle
+    return word(starts, low), word(starts, low + 1)
+
+
+@njit(inline="always")
+def codes_of(p, unit, up_total, ups, downs, wide):
+    """Where the codes of a unit of encoded matrices begin; `wide`: rows for each channel."""
+    is_up = unit < up_total
+    e = unit // ups if is_up else (unit - up_total) // downs
+    e = min(e, word(p, EXPERTS) - 1)
+    layout = word(p, UP_LAYOUT) if is_up else word(p, DOWN_LAYOUT)
+    first = unit % ups * word(p, UP_STEP) * wide
+    if not is_up:
+        first = (unit - up_total) % downs * word(p, DOWN_STEP)
+    slot = word(p, BASE) + word(p + 8 * WAVE_WORDS, e) * word(p, STRIDE)
+    return slot + word(layout, L_CODES) + first * word(layout, L_ROW)
+
+
+@njit(inline="always")
+def unit_of(p, unit, up_total, ups, downs):
+    """(is it one of the up projection, the expert's place, channels c0..c1, first row, rows,
+    runs of rows) of a unit of work."""
+    inner = word(p, INNER)
+    if unit < up_total:
+        pairs = 2 if word(p, WIDTH) > inner else 1  # gate and up projection, or no gate
+        c0 = unit % ups * word(p, UP_STEP)
+        c1 = min(c0 + word(p, UP_STEP), inner)
+        runs = 1 if word(p, INTERLEAVED) != 0 else pairs
+        return True, unit // ups, c0, c1, c0 * (pairs // runs), (c1 - c0) * (pairs // runs), runs
+    c0 = (unit - up_total) % downs * word(p, DOWN_STEP)
+    c1 = min(c0 + word(p, DOWN_STEP), word(p, HIDDEN))
+    return False, (unit - up_total) // downs, c0, c1, c0, c1 - c0, 1
+
+
+@njit(inline="always")
+def up_side(p, inputs):
+    """(offset, inputs, outputs, product, layout, x, xi, out, oi) of the up projection."""
+    return (
+        word(p, UP_OFFSET), word(p, HIDDEN), word(p, WIDTH), word(p, UP_PRODUCT),
+        word(p, UP_LAYOUT), inputs, word(p, TOKENS), word(p, MID), 0,
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def down_side(p):
+    """The same of the down projection."""
+    return (
+        word(p, DOWN_OFFSET), word(p, INNER), word(p, HIDDEN), word(p, DOWN_PRODUCT),
+        word(p, DOWN_LAYOUT), word(p, ACT), 0, word(p, OUT), word(p, ROWINDEX),
+    )  # fmt: skip
+
+
+@njit(inline="always")
+def activated(kind, p, expert, c0, c1, first, n, runs, j0, j1):
+    """Round what the up projection gave for channels c0..c1 of rows j0..j1, and activate it."""
+    inner, width, rounds = word(p, INNER), word(p, WIDTH), word(p, ROUNDS)
+    limit, alpha = float_of(np.int32(word(p, LIMIT))), float_of(np.int32(word(p, ALPHA)))
+    mid, paired = word(p, MID), word(p, INTERLEAVED) != 0
+    for j in range(j0, j1):
+        for run in range(runs):
+            at = first + run * inner
+            bias = word(p, BIAS)
+            if bias != 0:
+                bias += (expert * width + at) * size_of(kind)
+            finish(kind, mid + 4 * (j * width + at), bias, n, rounds)
+        gate = mid + 4 * (j * width + first)
+        up = gate + 4 * (1 if paired else width - inner)
+        out = word(p, ACT) + 4 * (j * inner + c0)
+        activate(kind, word(p, ACTIVATION), gate, up, paired, out, c1 - c0, limit, alpha)
+
+
+def wave(kind, by_columns, by_code):
+    """A wave: for each expert the up projection's units, then the down projection's.
+
+    Each product has one place, and `by_columns` (are the matrices transposed?) and `by_code` (are
+    any encoded?) are constants: what is compiled again at every call delays the first answer.
+    """
+
+    def enter(pointer):
+        p = address_of(pointer)
+        scratch = word(p, SCRATCH) + claim(p, TICKET, 1) * word(p, SCRATCH_STRIDE)
+        count, inner, hidden, inputs = word(p, EXPERTS), word(p, INNER), word(p, HIDDEN), word(p, X)
+        if word(p, NARROW) != 0:  # one token, not yet widened: each thread does it for itself
+            for i in range(hidden):
+                put(F, scratch, i, get(kind, inputs, i))
+            inputs, scratch = scratch, scratch + 4 * hidden
+        slots = p + 8 * WAVE_WORDS
+        experts, done = slots + 8 * count, slots + 16 * count
+        ups = (inner + word(p, UP_STEP) - 1) // word(p, UP_STEP)
+        downs = (hidden + word(p, DOWN_STEP) - 1) // word(p, DOWN_STEP)
+        packed, up_total = 0, count * ups * word(p, UP)
+        total = up_total + count * downs * word(p, DOWN)
+        while True:
+            unit = claim(p, CURSOR, 1)
+            if unit >= total:
+                return
+            is_up, e, c0, c1, first, n, runs = unit_of(p, unit, up_total, ups, downs)
+            if not is_up and up_total != 0:
+                await_(done, e, ups)
+            side = up_side(p, inputs) if is_up else down_side(p)
+            offset, K, columns, product, layout, x, xi, out, oi = side
+            block = BLOCK if by_columns or not is_up else hidden
+            carry = 0 if is_up else word(p, CARRY)
+            expert, slot = word(experts, e), word(p, BASE) + word(slots, e) * word(p, STRIDE)
+            w = slot + offset
+            j0, j1 = entries(word(p, ROUTED_EXPERTS), word(p, STARTS), word(p, ROUTED), expert)
+            for run in range(runs):
+                at = first + run * inner
+                if by_code:
+                    after = slot + word(layout, L_CODES) + (at + inner) * word(layout, L_ROW)
+                    if run == runs - 1:
+                        wide = word(p, WIDTH) // inner // runs
+                        after = codes_of(p, word(p, CURSOR), up_total, ups, downs, wide)
+                    packed = encoded(
+                        product, layout, slot, K, columns, at, n, block, carry, x, xi, out, oi,
+                        j0, j1, scratch, packed, after, word(p, APART),
+                    )  # fmt: skip
+                elif by_columns:
+                    transposed(
+                        kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
+                    )  # fmt: skip
+                else:
+                    plain(
+                        kind, w, K, columns, at, n, block, carry, x, xi, out, oi, j0, j1, scratch
+                    )  # fmt: skip
+            if is_up:
+                activated(kind, p, expert, c0, c1, first, n, runs, j0, j1)
+                claim(done, e, 1)
+
+    return enter
+
+
+def combine(kind):
+    """Round the experts' sums, add their biases, weight them and add them up, by ascending id."""
+
+    def enter(pointer):
+        p = address_of(pointer)
+        tokens, hidden = word(p, TOKENS_COUNT), word(p, HIDDEN_SIZE)
+        routed, experts, starts = word(p, C_ROUTED), word(p, C_EXPERTS), word(p, C_STARTS)
+        token_of, row_of = word(p, C_TOKENS), word(p, C_ROWS)
+        out, weights, sums, result = (
+            word(p, C_OUT),
+            word(p, C_WEIGHTS),
+            word(p, SUMS),
+            word(p, RESULT),
+        )
+        bias, rounds = word(p, C_BIAS), word(p, C_ROUNDS)
+        round_product, round_sum = word(p, ROUND_PRODUCT), word(p, ROUND_SUM)
+        narrow = word(p, C_NARROW) != 0
+        size = size_of(kind)
+        while True:
+            c0 = claim(p, 0, 1) * 256
+            if c0 >= hidden:
+                return
+            n = min(256, hidden - c0)
+            for t in range(tokens):
+                for c in range(n):
+                    put(F, sums + 4 * (t * hidden + c0), c, F)
+            for i in range(routed):
+                expert = word(experts, i)
+                for j in range(word(starts, i), word(starts, i + 1)):
+                    y = out + 4 * (word(row_of, j) * hidden + c0)
+                    b = bias + size * (expert * hidden + c0) if bias != 0 else 0
+                    finish(kind, y, b, n, rounds)
+                    total = sums + 4 * (word(token_of, j) * hidden + c0)
+                    weight = (
+                        get(kind, weights, word(row_of, j))
+                        if narrow
+                        else get(F, weights, word(row_of, j))
+                    )
+                    if round_product and round_sum:
+                        for c in range(n):
+                            v = rounded(kind, get(F, y, c) * weight)
+                            put(F, total, c, rounded(kind, get(F, total, c) + v))
+                    elif round_product:
+                        for c in range(n):
+                            v = rounded(kind, get(F, y, c) * weight)
+                            put(F, total, c, get(F, total, c) + v)
+                    else:
+                        for c in range(n):
+                            v = get(F, y, c) * weight
+                            put(F, total, c, get(F, total, c) + v)
+            for t in range(tokens):
+                for c in range(n):
+                    v = get(F, sums + 4 * (t * hidden + c0), c)
+                    put(kind, result + size * (t * hidden + c0), c, v)
+
+    return enter

@@ -1,0 +1,90 @@
+"""What follows an expert's products: rounding, biases, and the activation between its projections.
+
+Every operation is rounded to the model's type, as eager's separate tensor operations are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from greenroom.runtime.kernels.codegen.llvm.lanes import Lanes, over_rows
+
+# Activations that are computed here; the others are called on the module.
+RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
+
+
+@over_rows("f", "f")
+def round_row(kind: Any, x: Lanes) -> Lanes:
+    return x.rounded(kind)
+
+
+@over_rows("fk", "f")
+def add_bias(kind: Any, x: Lanes, bias: Lanes) -> Lanes:
+    return x + bias
+
+
+@over_rows("fk", "f")
+def add_bias_rounded(kind: Any, x: Lanes, bias: Lanes) -> Lanes:
+    return (x.rounded(kind) + bias).rounded(kind)
+
+
+@njit(inline="always")
+def finish(kind, gu, bias, n, rounds):
+    """Round n float32 sums to the model's type in place, and add the bias as eager does."""
+    if bias != 0 and rounds:
+        add_bias_rounded(kind, n, (gu, bias, gu))
+    elif bias != 0:
+        add_bias(kind, n, (gu, bias, gu))
+    elif rounds:
+        round_row(kind, n, (gu, gu))
+
+
+def _silu(kind: Any, gate: Lanes, up: Lanes, limit: Lanes) -> Lanes:
+    gate, up = gate.at_most(limit), up.at_most(limit).at_least(-limit)
+    return ((gate / ((-gate).exp() + 1)).rounded(kind) * up).rounded(kind)
+
+
+def _silu_float(kind: Any, gate: Lanes, up: Lanes) -> Lanes:
+    return (gate / ((-gate).exp() + 1) * up).rounded(kind)
+
+
+def _clamped(kind: Any, gate: Lanes, up: Lanes, limit: Lanes, alpha: Lanes) -> Lanes:
+    gate, up = gate.at_most(limit), up.at_most(limit).at_least(-limit)
+    sigmoid = ((-(gate * alpha).rounded(kind)).exp() + 1).under(1).rounded(kind)
+    return ((up + 1).rounded(kind) * (gate * sigmoid).rounded(kind)).rounded(kind)
+
+
+@over_rows("f", "f")
+def relu2(kind: Any, x: Lanes) -> Lanes:
+    positive = x.at_least(0)
+    return (positive * positive).rounded(kind)
+
+
+# Gate and up projection in two rows, or in pairs.
+silu, silu_of_pairs = (over_rows(each, "f", 1)(_silu) for each in ("ff", "22"))
+silu_float, silu_float_of_pairs = (over_rows(each, "f")(_silu_float) for each in ("ff", "22"))
+clamped, clamped_of_pairs = (over_rows(each, "f", 2)(_clamped) for each in ("ff", "22"))
+
+
+@njit(inline="always")
+def activate(kind, code, gate, up, paired, out, n, limit, alpha):
+    """out[:n] from the values of the gate and the up projection, rounded; float32 all.
+
+    paired: they take turns
+    """
+    if code == SILU and paired:
+        silu_of_pairs(kind, n, (gate, up, out), (limit,))
+    elif code == SILU:
+        silu(kind, n, (gate, up, out), (limit,))
+    elif code == SILU_FLOAT and paired:
+        silu_float_of_pairs(kind, n, (gate, up, out))
+    elif code == SILU_FLOAT:
+        silu_float(kind, n, (gate, up, out))
+    elif code == CLAMPED and paired:
+        clamped_of_pairs(kind, n, (gate, up, out), (limit, alpha))
+    elif code == CLAMPED:
+        clamped(kind, n, (gate, up, out), (limit, alpha))
+    elif code == RELU2:
+        relu2(kind, n, (up, out))

@@ -1,0 +1,186 @@
+"""Products of some rows with one expert's matrix: as it lies, transposed, or encoded."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from greenroom.runtime.kernels.codegen.formats.encoded import expanded_rows, one_row
+from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS, LANES, ROWS, STRIP
+from greenroom.runtime.kernels.codegen.llvm.ir import (
+    axpy_1x1,
+    axpy_many,
+    dot_1x1,
+    dot_1x4,
+    dot_many,
+    get,
+    panel_1,
+    panel_8,
+    put,
+    row,
+    size_of,
+)
+
+BLOCK = 64  # elements of the intermediate dimension that are summed on their own
+FEW = 4  # rows up to which one by one is faster than widening encoded weights for all
+MANY = 8  # rows from which an expert's weights are widened once and for all
+GROUP = 16  # weight rows widened together
+F = np.float32(0)
+
+
+@njit(error_model="numpy")
+def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1):
+    """out[j, column:column + N] (+)= x[j] @ w.T; w: N rows of K elements, `ld` bytes apart."""
+    out += 4 * column
+    for j in range(j0, j1, ROWS):
+        many = j1 - j >= ROWS
+        whole = N - N % COLUMNS
+        if many:
+            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
+            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
+            if ROWS == 4:
+                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
+                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
+                for n in range(0, whole, COLUMNS):
+                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
+                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1, x2, x3), ends)
+            else:
+                for n in range(0, whole, COLUMNS):
+                    ends = (o0 + 4 * n, o1 + 4 * n)
+                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1), ends)
+        for i in range(j, min(j + ROWS, j1)):
+            xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
+            if not many:
+                for n in range(0, whole, COLUMNS):
+                    dot_1x4(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
+            for n in range(whole, N):
+                dot_1x1(kind, F, w + n * ld, ld, K, block, carry, (xa,), (oa + 4 * n,))
+
+
+@njit(error_model="numpy")
+def panels(kind, w, ld, K, N, block, carry, x, out, cells):
+    """out[:N] (+)= x[:K] @ w by long runs along the rows of w; N is a multiple of LANES.
+
+    The tiles of `axpys` would touch a new page for every few cache lines.
+    """
+    if carry == 0:
+        for n in range(N):
+            put(F, out, n, F)
+    for start in range(0, K, block):
+        stop = min(start + block, K)
+        for n in range(N):
+            put(F, cells, n, F)
+        eights = stop - (stop - start) % 8
+        for k in range(start, eights, 8):
+            panel_8(kind, w + k * ld, ld, N, x + 4 * k, cells)
+        for k in range(eights, stop):
+            panel_1(kind, w + k * ld, ld, N, x + 4 * k, cells)
+        for n in range(N):
+            put(F, out, n, get(F, out, n) + get(F, cells, n))
+
+
+@njit(error_model="numpy")
+def axpys(
+    kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, j1, scratch
+):  # fmt: skip
+    """out[j, column:column + N] (+)= x[j] @ w; w: K rows, `ld` bytes apart, N columns used."""
+    size = size_of(kind)
+    out += 4 * column
+    for j in range(j0, j1, ROWS):
+        many = j1 - j >= ROWS
+        step = STRIP * LANES if many else LANES
+        whole = N - N % step
+        if many:
+            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
+            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
+            if ROWS == 4:
+                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
+                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
+                for n in range(0, whole, step):
+                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
+                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1, x2, x3), ends)
+            else:
+                for n in range(0, whole, step):
+                    ends = (o0 + 4 * n, o1 + 4 * n)
+                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1), ends)
+        for i in range(j, min(j + ROWS, j1)):
+            xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
+            if not many:
+                panels(kind, w, ld, K, whole, block, carry, xa, oa, scratch)
+            for n in range(whole, N, LANES):
+                axpy_1x1(kind, w + n * size, ld, K, block, carry, N - n, (xa,), (oa + 4 * n,))
+
+
+@njit(inline="always")
+def plain(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """Columns first..first + N of the product of rows j0..j1 of x with one expert's w [width, K].
+
+    x and out are float32, K and `width` elements wide; their rows are found through the indices
+    `xi` and `oi` (0: none).
+    """
+    size = size_of(kind)
+    ld = K * size
+    w += first * ld
+    if j1 - j0 < MANY or size == 4:
+        dots(kind, w, ld, K, N, block, carry, x, K, xi, out, width, oi, first, j0, j1)
+        return
+    for n in range(0, N, GROUP):
+        count = min(GROUP, N - n)
+        for i in range(count * K):
+            put(F, scratch, i, get(kind, w + n * ld, i))
+        dots(
+            F, scratch, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1
+        )  # fmt: skip
+
+
+@njit(inline="always")
+def transposed(kind, w, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch):
+    """As `plain`, for w [K, width]. Many rows share strips of w, widened block by block."""
+    size = size_of(kind)
+    w, ld = w + first * size, width * size
+    if j1 - j0 < MANY or size == 4:
+        axpys(
+            kind, w, ld, K, N, block, carry, x, K, xi, out, width, oi, first, j0, j1, scratch
+        )  # fmt: skip
+        return
+    tile = STRIP * LANES
+    cells = scratch + 4 * tile * BLOCK
+    for n in range(0, N, tile):
+        count = min(tile, N - n)
+        for start in range(0, K, block):
+            depth = min(block, K - start)
+            for k in range(depth):
+                source, target = w + n * size + (start + k) * ld, scratch + 4 * tile * k
+                for i in range(count):
+                    put(F, target, i, get(kind, source, i))
+            axpys(
+                F, scratch, 4 * tile, depth, count, depth, carry + start, x + 4 * start, K, xi,
+                out, width, oi, first + n, j0, j1, cells,
+            )  # fmt: skip
+
+
+@njit(inline="always")
+def encoded(
+    product, layout, slot, K, width, first, N, block, carry, x, xi, out, oi, j0, j1, scratch,
+    packed, after, apart,
+):  # fmt: skip
+    """As `plain`, for a matrix that `product` expands (see encoded.py).
+
+    Up to `apart` rows of x are multiplied one by one, with weights in registers: each has the bits
+    that it has alone. For more, GROUP rows of weights at a time are written to the scratch memory.
+    `packed` is the address of the row of x that lies packed there (0: none);
+    returns that address as it is afterwards. Codes at `after` come next.
+    """
+    if j1 - j0 <= apart:
+        for j in range(j0, j1):
+            one, result = row(x, xi, j, K), row(out, oi, j, width) + 4 * first
+            packed = one_row(
+                product, layout, slot, K, first, N, block, carry, one, result, scratch, packed,
+                after,
+            )  # fmt: skip
+        return packed
+    for n in range(0, N, GROUP):
+        count = min(GROUP, N - n)
+        rows = expanded_rows(product, layout, slot, K, first + n, count, scratch)
+        dots(F, rows, K * 4, K, count, block, carry, x, K, xi, out, width, oi, first + n, j0, j1)
+    return 0

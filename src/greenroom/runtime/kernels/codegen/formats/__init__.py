@@ -1,0 +1,1 @@
+"""Products with encoded matrices: how each format is read, expanded and multiplied."""

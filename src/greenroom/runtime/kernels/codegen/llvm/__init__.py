@@ -1,0 +1,1 @@
+"""Vectors: what Numba's own front end cannot say, as LLVM code."""

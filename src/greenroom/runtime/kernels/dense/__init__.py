@@ -1,0 +1,1 @@
+"""Compiled dense layers for the one token of a decode step."""

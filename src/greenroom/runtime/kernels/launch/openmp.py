@@ -1,0 +1,75 @@
+"""Run a compiled body on torch's own OpenMP threads.
+
+A second pool (Numba's) would fight torch's for the cores: workers of both spin after their work.
+So a body `void(void *)` is started by `GOMP_parallel`, the entry that compilers call for
+`#pragma omp parallel`, of the library that torch has loaded (GNU's or Intel's, which offers the
+same symbol). Where there is none, the body runs on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from greenroom.runtime.kernels.codegen.jit import Enter, machine_code
+
+_NAMES = ("libgomp", "libiomp5", "libomp")
+
+
+def _loaded() -> list[str]:
+    """OpenMP libraries mapped into this process, torch's own first."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")}
+    found = sorted(path for path in paths if Path(path).name.startswith(_NAMES))
+    return sorted(found, key=lambda path: "torch" not in path)
+
+
+def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
+    """`GOMP_parallel(body, data, threads, flags)` of the library that torch uses, and the address
+    of its `GOMP_barrier()`; (None, 0) where there is none."""
+    for path in _loaded():
+        try:
+            library = ctypes.CDLL(path)
+            parallel, barrier = library.GOMP_parallel, library.GOMP_barrier
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel, ctypes.cast(barrier, ctypes.c_void_p).value or 0
+    return None, 0
+
+
+PARALLEL, BARRIER = find_parallel()
+
+
+class Body:
+    """A compiled `void(void *)` that any number of threads may enter with the same argument."""
+
+    __slots__ = ("_alone", "_owner", "address")
+
+    def __init__(self, address: int, owner: object = None) -> None:
+        self.address = address
+        self._owner = owner  # keeps the machine code alive
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, argument: int, wide: bool = True) -> None:
+        """Enter with all of torch's threads, or with the caller's alone; the GIL is released."""
+        threads = torch.get_num_threads() if wide else 1
+        if threads > 1 and PARALLEL is not None:
+            PARALLEL(self.address, argument, threads, 0)
+        else:
+            self._alone(argument)
+
+
+@cache
+def body(kernel: Callable[..., Enter], dtype: torch.dtype, *options: int) -> Body:
+    """A kernel, compiled for a weight type, as the body of a region."""
+    code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
+    return Body(code.address, code)

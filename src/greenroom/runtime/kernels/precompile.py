@@ -1,0 +1,94 @@
+"""Compile the kernels in a second process while this one imports torch and transformers.
+
+The first answer on a machine waits for both: 6 seconds each on two cores. A model of another
+type or layout than was guessed compiles what it lacks itself.
+
+    python -m greenroom.runtime.kernels.precompile bfloat16
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import greenroom.core
+from greenroom.core.compiling.compile_folder import folder
+from greenroom.interrupts import end_with_parent
+
+PATIENCE = 120  # seconds
+_child: subprocess.Popen[bytes] | None = None
+
+
+def compile_all(dtype: str) -> None:
+    """All kernels for one weight type and plain matrices."""
+    from greenroom.runtime.kernels.codegen.entries import choice, compiled, heads, layers
+    from greenroom.runtime.kernels.codegen.jit import machine_code
+
+    machine_code(compiled.wave, dtype, False, False)
+    for dense in (layers.gemv, heads.project, heads.attend):
+        machine_code(dense, dtype, False)
+    machine_code(choice.select, dtype, False)
+    for small in (compiled.combine, layers.rms_norm, layers.join):
+        machine_code(small, dtype)
+    for any_type in (layers.in_turn, choice.place):
+        machine_code(any_type, "float32")
+    with suppress(OSError):  # where nothing can be written, nothing is kept
+        folder().mkdir(0o700, parents=True, exist_ok=True)
+        _marker(dtype).touch()
+
+
+@cache
+def _sources() -> str:
+    """A digest of all that kernels may be made of. The cache knows better, but imports Numba."""
+    package = Path(greenroom.core.__file__).parents[1]
+    paths = [*package.glob("core/**/*.py"), *package.glob("runtime/kernels/**/*.py")]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths)))
+    return digest.hexdigest()[:16]
+
+
+def _marker(dtype: str) -> Path:
+    """A file that says that all is compiled."""
+    python = "".join(map(str, sys.version_info[:2]))
+    return folder() / f"ahead-{dtype}-{_sources()}-numba{version('numba')}-py{python}.done"
+
+
+def start(dtype: str) -> None:
+    """Begin, where there is a second core, a folder that keeps the result, and a need."""
+    global _child
+    if _child or (os.cpu_count() or 1) < 2 or _marker(dtype).exists():
+        return
+    with suppress(OSError):
+        folder().mkdir(0o700, parents=True, exist_ok=True)
+    if not os.access(folder(), os.W_OK):
+        return
+    _child = subprocess.Popen(
+        [sys.executable, "-m", __name__, dtype],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    atexit.register(_child.kill)
+
+
+def wait() -> None:
+    """Until the second process, if there is one, has ended."""
+    global _child
+    if _child is not None:
+        try:
+            _child.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            _child.kill()
+        atexit.unregister(_child.kill)
+        _child = None
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    compile_all(sys.argv[1])

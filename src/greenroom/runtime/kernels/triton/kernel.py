@@ -1,0 +1,259 @@
+"""The default kernel on a GPU: two launches a wave and one a step, over slots in device memory.
+
+Every entry's output is kept apart until the sum over a token's experts, which is taken by
+ascending id; so waves, slots and the order of arrival do not change a bit. What the programs do
+not know (float32 models, arithmetic that is not the common one, other encodings) is left to the
+eager kernel on the same device, layer by layer: `unread` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenroom.core.layout import ITEMSIZE, PLAIN, TensorSpec, WeightSpec
+from greenroom.errors import UsageError
+from greenroom.runtime.kernels import base, eager
+from greenroom.runtime.kernels.activation import RAW, Activation, find_activation
+from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.cpu import CpuKernel
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.plain import Plain
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.triton import programs
+from greenroom.runtime.kernels.triton.expand import CODES
+
+Words = NDArray[np.int64]
+
+# Entries, outputs and inputs of a program; by the most entries that an expert of the step has.
+FEW, MANY = (16, 32, 128), (64, 64, 64)
+STAGES = 3
+SUMMED = 1024  # outputs of a program of `combine`
+GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
+
+
+def unread(layer: LayerExperts) -> str | None:
+    """Why a layer is left to the eager kernel; None where it is not."""
+    if layer.dtype is torch.float32:
+        return "float32 experts, for which eager is the nearest to transformers"
+    if layer.recipe.compute is not None:
+        return f"experts that compute in {str(layer.recipe.compute)[6:]}"
+    encodings = {w.encoding for w in (layer.up_weight, layer.down_weight)} - CODES.keys()
+    return f"experts in {', '.join(sorted(encodings))}" if encodings else None
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix's constant arguments: its tensors seen from slot 0, and how rows follow."""
+
+    codes: Tensor
+    scales: Tensor
+    numbers: tuple[int, ...]  # code_at, scale_at, row_n, row_k, scale_n, span_n, span_k
+    encoding: int
+    units: tuple[int, int]  # elements of codes, of scales, in a unit of a slot's offset
+
+    @classmethod
+    def of(cls, layer: LayerExperts, weight: WeightSpec) -> Matrix:
+        codes, scales = weight.parts[0], weight.parts[-1]
+        code, scale = codes.dtype, scales.dtype
+        rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
+        if weight.encoding == PLAIN and layer.transposed:
+            row_n, row_k = 1, codes.shape[1]
+        if weight.encoding == "fp8":  # read as bytes: not every device knows the type
+            code = "uint8"
+            span = rows // scales.shape[0], weight.shape[1] // scales.shape[1]
+        if weight.encoding in GGUF:
+            code, scale = "uint8", "float16"
+        elif weight.encoding != PLAIN:
+            scale_n = scales.shape[1]
+        sizes = ITEMSIZE[code], ITEMSIZE[scale]
+        return cls(
+            _anchor(layer, code),
+            _anchor(layer, scale),
+            (codes.offset // sizes[0], scales.offset // sizes[1], row_n, row_k, scale_n, *span),
+            CODES[weight.encoding],
+            (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
+        )
+
+
+def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
+    """Slot 0 as a vector: what other slots' offsets are counted from."""
+    elements = layer.slots.stride // ITEMSIZE[dtype]
+    return layer.slots.tensor(0, TensorSpec("slot", (elements,), dtype, 0))
+
+
+class Plan:
+    """What does not change for a layer."""
+
+    def __init__(self, layer: LayerExperts) -> None:
+        self.up, self.down = (Matrix.of(layer, w) for w in (layer.up_weight, layer.down_weight))
+        self.activation: Activation = find_activation(layer)
+        self.device = self.up.codes.device
+        self.start = self.up.codes.data_ptr()
+        self.none = torch.zeros(1, dtype=layer.dtype, device=self.device)  # in place of a bias
+        # The interpreter's products know no bfloat16; it is there to test, not to be fast.
+        self.wide = self.device.type == "cpu"
+        if self.wide and not triton.knobs.runtime.interpret:
+            raise UsageError("the kernels triton compute on a GPU: take numba or eager on a CPU")
+
+    def offset(self, layer: LayerExperts, slot: int) -> int:
+        """Where a slot begins, in units from slot 0; other segments may lie before it."""
+        return (layer.slots.address(slot) - self.start) // programs.UNIT
+
+
+class Step(base.Step):
+    """A step under way: mid [S, 2I] where the activation is the module's, act [S, I] and out
+    [S, H], all in the layer's type; S is the number of entries of the routing."""
+
+    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "raw", "sizes", "tokens")
+
+    def __init__(
+        self, layer: LayerExperts, plan: Plan, x: Tensor, routing: Routing, weights: Tensor
+    ) -> None:
+        super().__init__(layer, x.to(layer.dtype).contiguous(), routing, weights.contiguous())
+        self.plan, self.kind = plan, x.dtype
+        entries, most = len(routing.rows), int(np.diff(routing.starts).max(initial=0))
+        self.sizes = FEW if most <= FEW[0] else MANY
+
+        def empty(columns: int) -> Tensor:
+            return torch.empty(entries, columns, dtype=layer.dtype, device=plan.device)
+
+        self.raw = plan.activation.code == RAW
+        self.mid = empty(layer.width) if self.raw else None
+        self.act, self.out = empty(layer.inner), empty(layer.hidden)
+        self.tokens: Tensor | None = None  # [S], with the first wave's words
+        self.order: Tensor | None = None  # [T, K, 2]
+
+    def words(self, experts: Sequence[int], slots: Sequence[int]) -> Words:
+        """A wave's tiles: slot, expert, first entry, entries; [tiles, 4]."""
+        tiles, size = [], self.sizes[0]
+        for expert, slot in zip(experts, slots, strict=True):
+            rows, offset = self.routing.entries(expert), self.plan.offset(self.layer, slot)
+            for first in range(rows.start, rows.stop, size):
+                tiles.append((offset, expert, first, min(size, rows.stop - first)))
+        return np.array(tiles, np.int64).reshape(-1, 4)
+
+    def send(self, experts: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """Upload a wave's tiles, and with the first wave what the host knows of the whole step.
+
+        Returns the tiles as a vector of 4 numbers each.
+        """
+        tiles, device = self.words(experts, slots).ravel(), self.plan.device
+        if self.tokens is not None:
+            return upload(tiles, device)
+        # Each part begins at 16 bytes: Triton would compile for every other alignment.
+        tokens = np.resize(self.routing.tokens, -(-len(self.routing.tokens) // 2) * 2)
+        parts = (tokens, self.summed().ravel(), tiles)
+        sent = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+        self.tokens, self.order, words = sent
+        return words
+
+    def summed(self) -> Words:
+        """Of each token its entries by ascending expert, and the places of their weights."""
+        (tokens, top_k), routing = self.routing.shape, self.routing
+        order = np.full((tokens, top_k, 2), -1, np.int64)
+        entries = np.argsort(routing.tokens, kind="stable")  # entries are in order of experts
+        of = routing.tokens[entries]
+        rank = np.arange(of.size) - np.searchsorted(of, of)
+        order[of, rank, 0], order[of, rank, 1] = entries, routing.rows[entries]
+        return order
+
+    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts from their slots; returns before the device has done it."""
+        with _on(self.plan.device):
+            words = self.send(experts, slots)
+            if len(words):
+                self.project(words)
+
+    def project(self, words: Tensor) -> None:
+        """Launch both projections of the tiles that were sent to the device, and nothing else."""
+        tiles = len(words) // 4
+        layer, plan, (m, n, k) = self.layer, self.plan, self.sizes
+        shape = {"M": m, "N": n, "K": k, "WIDE": plan.wide, "num_stages": STAGES}
+        activation = plan.activation
+        biased = layer.up_bias is not None
+        programs.up[(triton.cdiv(layer.inner, n), tiles)](
+            *(self.x, words, self.tokens, plan.up.codes, plan.up.scales),
+            *(layer.up_bias if biased else plan.none, self.mid if self.raw else self.act),
+            *(layer.hidden, layer.inner, *plan.up.numbers),
+            *(float(activation.limit), float(activation.alpha)),
+            ENCODING=plan.up.encoding, GATED=layer.has_gate, INTERLEAVED=layer.interleaved,
+            ACTIVATION=activation.code, BIAS=biased,
+            CODE_UNITS=plan.up.units[0], SCALE_UNITS=plan.up.units[1], **shape,
+        )  # fmt: skip
+        if self.mid is not None:  # of all entries: others' rows are written again in their wave
+            self.act.copy_(layer.gate(self.mid))
+        biased = layer.down_bias is not None
+        programs.down[(triton.cdiv(layer.hidden, n), tiles)](
+            *(self.act, words, plan.down.codes, plan.down.scales),
+            *(layer.down_bias if biased else plan.none, self.out),
+            *(layer.inner, layer.hidden, *plan.down.numbers),
+            ENCODING=plan.down.encoding, BIAS=biased,
+            CODE_UNITS=plan.down.units[0], SCALE_UNITS=plan.down.units[1], **shape,
+        )  # fmt: skip
+
+    def total(self) -> Tensor:
+        layer, (tokens, top_k) = self.layer, self.routing.shape
+        result = torch.empty(tokens, layer.hidden, dtype=self.kind, device=self.plan.device)
+        if self.order is None:  # nothing was routed here
+            return result.zero_()
+        out = self.out if layer.norm is None else layer.norm(self.out)
+        product = self.kind if self.weights.dtype == self.kind else torch.float32
+        total = layer.recipe.sum_dtype(result, self.weights)
+        with _on(self.plan.device):
+            programs.combine[(triton.cdiv(layer.hidden, SUMMED), tokens)](
+                *(out, self.weights, self.order, result, top_k, layer.hidden),
+                ROUND_PRODUCT=self.kind in (product, total),
+                ROUND_SUM=total == self.kind,
+                N=SUMMED,
+            )
+        return result
+
+    def rows_of(self, expert: int) -> Tensor:
+        """An expert's outputs [n, H], before routing weights and norm."""
+        return self.out[self.routing.entries(expert)]
+
+    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+        each = [other.rows_of(expert) for expert in experts]
+        there = send(torch.cat(each).to(self.out.dtype))
+        for expert, rows in zip(experts, there.split([len(e) for e in each]), strict=True):
+            self.rows_of(expert).copy_(rows, non_blocking=True)
+
+    def host_kernel(self, layer: LayerExperts) -> Kernel:
+        compiled = CpuKernel()
+        return compiled if compiled.fuses(layer) else Plain()
+
+
+class Triton(Kernel):
+    """`kernels="triton"`; without a GPU only under Triton's interpreter."""
+
+    name = "triton"
+
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> Step | eager.Step:
+        if unread(layer) is not None or x.dtype is not layer.dtype:
+            return eager.Step(layer, x, routing, weights)
+        if layer.plan is None:
+            layer.plan = Plan(layer)
+        return Step(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
+
+
+def upload(words: Words, device: torch.device) -> Tensor:
+    """Numbers for the device, without waiting for it: by pinned memory, which torch keeps until
+    the copy is done."""
+    host = torch.from_numpy(words)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _on(device: torch.device) -> Any:
+    """Launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

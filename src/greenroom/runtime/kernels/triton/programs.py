@@ -1,0 +1,178 @@
+"""The three programs of a step: up projection with activation, down projection, sum over experts.
+
+A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
+outputs of a tile. Weights are read where they lie: `words` has for each tile where its slot begins
+(in units of 64 bytes from an anchor, slot 0), its expert, its first entry and how many it has.
+Sums run over the inputs in order, K at a time, in float32; values are rounded where eager rounds
+them. Rows of a tile do not mix, so an entry's result does not depend on the others, nor on waves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from greenroom.runtime.kernels.triton.expand import expand
+
+UNIT = 64  # bytes
+
+# As in kernels/compiled.py, which needs Numba.
+_RAW = tl.constexpr(0)
+_SILU = tl.constexpr(1)
+_SILU_FLOAT = tl.constexpr(2)
+_CLAMPED = tl.constexpr(3)
+_RELU2 = tl.constexpr(4)
+
+
+@triton.jit
+def _dot(a, b, total, WIDE: tl.constexpr):
+    """total + a @ b; WIDE multiplies in float32 (where the type has no product of its own)."""
+    if WIDE:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def _rounded(x, KIND: tl.constexpr):
+    return x.to(KIND).to(tl.float32)
+
+
+@triton.jit
+def _sum(total, bias, n, mask, KIND: tl.constexpr, BIAS: tl.constexpr):
+    """A product as eager leaves it: rounded, and rounded again with its bias [N]."""
+    h = _rounded(total, KIND)
+    if BIAS:
+        h = _rounded(h + tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)[None, :], KIND)
+    return h
+
+
+@triton.jit
+def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The formulas of kernels/activation.py, rounded after every operation of theirs."""
+    if ACTIVATION == _SILU_FLOAT:
+        h = g / (1.0 + tl.exp(-g)) * u
+    elif ACTIVATION == _RELU2:
+        h = tl.where(u < 0.0, 0.0, u)
+        h = h * h
+    else:
+        g = tl.where(g > limit, limit, g)
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+        if ACTIVATION == _SILU:
+            h = _rounded(g / (1.0 + tl.exp(-g)), KIND) * u
+        else:
+            s = _rounded(1.0 / (1.0 + tl.exp(-_rounded(g * alpha, KIND))), KIND)
+            h = _rounded(u + 1.0, KIND) * _rounded(g * s, KIND)
+    return h
+
+
+@triton.jit
+def up(
+    x, words, tokens, codes, scales, bias, out,
+    hidden, inner, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
+    ENCODING: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """out [entries, I] = activation of x [T, H] times a tile's expert's first matrix.
+
+    With _RAW there is no activation: out is [entries, 2I or I], as the module lays it out.
+    """
+    KIND: tl.constexpr = out.dtype.element_ty
+    tile, block = tl.program_id(1), tl.program_id(0)
+    slot, expert = tl.load(words + 4 * tile), tl.load(words + 4 * tile + 1)
+    first, count = tl.load(words + 4 * tile + 2), tl.load(words + 4 * tile + 3)
+    codes += slot * CODE_UNITS + code_at
+    scales += slot * SCALE_UNITS + scale_at
+    m, n = tl.arange(0, M), block * N + tl.arange(0, N)
+    there = (m < count)[:, None]
+    token = tl.load(tokens + first + m, mask=m < count, other=0)
+    width = inner * 2 if GATED else inner
+    gate_n = n * 2 if INTERLEAVED else n
+    up_n = (n * 2 + 1 if INTERLEAVED else n + inner) if GATED else n
+    g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
+    for k0 in range(0, hidden, K):
+        k = k0 + tl.arange(0, K)
+        inside = (k < hidden)[:, None] & (n < inner)[None, :]
+        a = tl.load(
+            x + token[:, None] * hidden + k[None, :], mask=there & (k < hidden)[None, :], other=0.0
+        )
+        if GATED:
+            w = expand(codes, scales, gate_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
+                       span_n, span_k, KIND, ENCODING)  # fmt: skip
+            g = _dot(a, w, g, WIDE)
+        w = expand(codes, scales, up_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
+                   span_n, span_k, KIND, ENCODING)  # fmt: skip
+        u = _dot(a, w, u, WIDE)
+    bias += expert * width
+    row, known = first + m, there & (n < inner)[None, :]
+    u = _sum(u, bias, up_n, n < inner, KIND, BIAS)
+    if GATED:
+        g = _sum(g, bias, gate_n, n < inner, KIND, BIAS)
+    if ACTIVATION == _RAW:
+        if GATED:
+            tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=known)
+        tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=known)
+    else:
+        h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
+        tl.store(out + row[:, None] * inner + n[None, :], h.to(KIND), mask=known)
+
+
+@triton.jit
+def down(
+    act, words, codes, scales, bias, out,
+    inner, hidden, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k,
+    ENCODING: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """out [entries, H] = act [entries, I] times a tile's expert's second matrix."""
+    KIND: tl.constexpr = out.dtype.element_ty
+    tile, block = tl.program_id(1), tl.program_id(0)
+    slot, expert = tl.load(words + 4 * tile), tl.load(words + 4 * tile + 1)
+    first, count = tl.load(words + 4 * tile + 2), tl.load(words + 4 * tile + 3)
+    codes += slot * CODE_UNITS + code_at
+    scales += slot * SCALE_UNITS + scale_at
+    m, n = tl.arange(0, M), block * N + tl.arange(0, N)
+    there, row = (m < count)[:, None], first + m
+    total = tl.zeros((M, N), tl.float32)
+    for k0 in range(0, inner, K):
+        k = k0 + tl.arange(0, K)
+        inside = (k < inner)[:, None] & (n < hidden)[None, :]
+        a = tl.load(
+            act + row[:, None] * inner + k[None, :], mask=there & (k < inner)[None, :], other=0.0
+        )
+        w = expand(codes, scales, n[None, :], k[:, None], inside, row_n, row_k, scale_n,
+                   span_n, span_k, KIND, ENCODING)  # fmt: skip
+        total = _dot(a, w, total, WIDE)
+    h = _sum(total, bias + expert * hidden, n, n < hidden, KIND, BIAS)
+    known = there & (n < hidden)[None, :]
+    tl.store(out + row[:, None] * hidden + n[None, :], h.to(KIND), mask=known)
+
+
+@triton.jit
+def combine(
+    out, weights, order, result, top_k, hidden,
+    ROUND_PRODUCT: tl.constexpr, ROUND_SUM: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """result [T, H]: each token's entries, weighted, added up in the order given.
+
+    order [T, K, 2]: an entry of the token and the place of its weight; -1 where there is none.
+    """
+    KIND: tl.constexpr = result.dtype.element_ty
+    token, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    total = tl.zeros((N,), tl.float32)
+    for j in range(top_k):
+        at = order + (token * top_k + j) * 2
+        entry = tl.load(at) + tl.zeros((N,), tl.int64)
+        weight = tl.load(weights + tl.maximum(tl.load(at + 1), 0)).to(tl.float32)
+        known = (entry >= 0) & (n < hidden)
+        product = tl.load(out + entry * hidden + n, mask=known, other=0.0).to(tl.float32) * weight
+        if ROUND_PRODUCT:
+            product = _rounded(product, KIND)
+        total = tl.where(known, total + product, total)
+        if ROUND_SUM:
+            total = _rounded(total, KIND)
+    tl.store(result + token * hidden + n, total.to(KIND), mask=n < hidden)

@@ -1,0 +1,1 @@
+"""What this machine can do: memory, disk, kernels, GPU."""

@@ -1,0 +1,217 @@
+"""What this machine can do: memory, disk. All bandwidths in bytes a second.
+
+The disk is read past the page cache (O_DIRECT), as the store reads it; where the file system
+refuses, through it, with the files dropped first.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import platform
+import random
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from greenroom.core.compiling.compile_cache import jit
+from greenroom.core.cost import Link
+from greenroom.errors import OutputError
+from greenroom.interrupts import undone_by
+from greenroom.runtime.store.disk import BLOCK
+
+RAM_BYTES = 512 << 20
+READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+READ_THREADS = (1, 2, 4)
+
+Reads = Mapping[tuple[int, int], float]  # (bytes of a read, threads) -> bytes a second
+
+
+def run_threads(work: Sequence[Callable[[], Any]]) -> float:
+    """Seconds until all have ended. The first error of any of them is raised."""
+    errors: list[BaseException] = []
+
+    def carry_out(each: Callable[[], Any]) -> None:
+        try:
+            each()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=carry_out, args=(each,)) for each in work]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    return seconds
+
+
+@jit(fastmath=True)
+def _total(values: np.ndarray) -> int:
+    """One add for eight bytes: the memory is what takes the time."""
+    result = 0
+    for i in range(values.size):
+        result += values[i]
+    return result
+
+
+def ram_bandwidth(threads: int, passes: int = 12, nbytes: int = RAM_BYTES) -> float:
+    """Read from memory by that many threads, best pass."""
+    values = np.ones(nbytes // 8, np.int64)
+    parts = np.array_split(values, threads)
+    _total(parts[0][:8])
+
+    def one_pass() -> float:
+        return run_threads([lambda part=part: _total(part) for part in parts])  # type: ignore[misc]
+
+    return float(values.nbytes / min(one_pass() for _ in range(passes)))
+
+
+def drop_page_cache(files: Sequence[Path]) -> None:
+    """Forget the files' pages. Pages that a live process still maps stay."""
+    for path in files:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def reads_directly(path: Path) -> bool:
+    """Whether the file system takes O_DIRECT; some accept it when opening and refuse the read."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return False
+    try:
+        with mmap.mmap(-1, BLOCK) as block:
+            os.preadv(handle, [block], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def disk_bandwidth(
+    files: Sequence[Path],
+    size: int,
+    threads: int,
+    direct: bool,
+    most_bytes: int = 1_200_000_000,
+    seconds: float = math.inf,
+) -> float:
+    """Random reads of `size` bytes (rounded up to 4 KiB), cold.
+
+    Ends after `most_bytes` or `seconds`, or when every block has been read once, so that no block
+    is in a cache because of an earlier read of it.
+    """
+    size = -(-size // BLOCK) * BLOCK
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    drop_page_cache(files)
+    handles: list[int] = []
+    done = [0] * threads
+    try:
+        handles += [os.open(path, flags) for path in files]
+        places = [
+            (handle, block * size)
+            for handle, path in zip(handles, files, strict=True)
+            for block in range(path.stat().st_size // size)
+        ]
+        random.Random(threads).shuffle(places)
+        places = places[: most_bytes // size]
+        if not direct:
+            for handle in handles:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+        end = time.perf_counter() + seconds
+
+        def read(reader: int) -> None:
+            with mmap.mmap(-1, size) as buffer:
+                for handle, offset in places[reader::threads]:
+                    if os.preadv(handle, [buffer], offset) != size:
+                        raise OSError(errno.EIO, "short read")
+                    done[reader] += size
+                    if time.perf_counter() > end:
+                        return
+
+        taken = run_threads([lambda i=i: read(i) for i in range(threads)])  # type: ignore[misc]
+    finally:
+        for handle in handles:
+            os.close(handle)
+    return sum(done) / taken
+
+
+@contextmanager
+def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file of noise in a folder, gone afterwards. OutputError where it cannot be written."""
+    noise = np.random.default_rng(0).bytes(4 << 20)
+    try:
+        handle, name = tempfile.mkstemp(prefix=".greenroom-", dir=folder)
+    except OSError as error:
+        raise OutputError(f"cannot write a test file in {folder}: {error.strerror}") from error
+    try:
+        with undone_by(partial(os.unlink, name)), os.fdopen(handle, "wb") as file:
+            for i in range(-(-nbytes // len(noise))):
+                file.write(i.to_bytes(8, "little") + noise[8:])  # no two blocks are alike
+            file.flush()
+            os.fsync(file.fileno())
+            yield Path(name)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(f"no room for a test file in {folder}: {error.strerror}") from error
+        raise
+    finally:
+        with suppress(OSError):
+            os.unlink(name)
+
+
+def fit_link(reads: Reads) -> Link:
+    """The link of the cost model that describes these reads.
+
+    Its bandwidth is the best that was measured; its latency, the median time of a single reader's
+    reads beyond what they take at that bandwidth; its lanes, the fewest threads that come within
+    5 % of the best with the largest reads.
+    """
+    bandwidth = max(reads.values())
+    largest = max(size for size, _ in reads)
+    alone = [size / rate - size / bandwidth for (size, n), rate in reads.items() if n == 1]
+    full = {n: rate for (size, n), rate in reads.items() if size == largest}
+    lanes = min(n for n, rate in full.items() if rate >= 0.95 * max(full.values()))
+    return Link(bandwidth, statistics.median(alone), lanes)
+
+
+def host() -> dict[str, Any]:
+    """Facts that a measurement cannot be read without; the load tells who else was at work."""
+    import torch
+
+    info = ""
+    with suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*:\s*(.+)", info)
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+    return {
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "instructions": [flag for flag in wanted if re.search(rf"\b{flag}\b", info)],
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "available_bytes": int(psutil.virtual_memory().available),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+    }

@@ -1,0 +1,154 @@
+"""Measure this machine, and make of it the profile that the simulator takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from greenroom.core.machine import Machine, Processor, Route
+from greenroom.errors import UsageError
+from greenroom.runtime.cuda.engine import Cuda, Engine
+from greenroom.runtime.measure import bandwidth
+from greenroom.runtime.measure.bandwidth import READ_SIZES, READ_THREADS
+
+LEAST_BYTES = 64 << 20  # fewer say nothing about a disk
+SUFFIXES = (".safetensors", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each measurement may take."""
+
+    ram_bytes: int
+    ram_passes: int
+    file_bytes: int
+    read_s: float
+    kernel_s: float
+
+
+QUICK = Effort(256 << 20, 5, 256 << 20, read_s=0.2, kernel_s=0.08)
+THOROUGH = Effort(512 << 20, 12, 2 << 30, read_s=1.5, kernel_s=0.8)
+
+Say = Callable[[str], None]
+
+
+def engines() -> list[Engine]:
+    """The GPU that a run would take, where there is one."""
+    if not torch.cuda.is_available():
+        return []
+    return [Cuda(0)]
+
+
+def examine(
+    path: Path | None = None,
+    effort: Effort = THOROUGH,
+    say: Say = lambda _: None,
+    devices: Sequence[Engine] = (),
+) -> Machine:
+    """Memory, disk and kernels of this machine, and what a device of it can do. `say` is told what
+    is being measured.
+
+    `path` is a model's folder or file, which is read, or any other folder, where a file is written
+    and read back (default: where models are downloaded to). UsageError, OutputError.
+    """
+    begin = time.perf_counter()
+    facts = bandwidth.host()
+    cores = os.cpu_count() or 1
+    with disk_files(path, effort.file_bytes, say) as (files, where):
+        direct = bandwidth.reads_directly(files[0])
+        reads = {}
+        for size in READ_SIZES:
+            say(f"disk, reads of {size >> 10} KiB")
+            for threads in READ_THREADS:
+                reads[size, threads] = bandwidth.disk_bandwidth(
+                    files, size, threads, direct, seconds=effort.read_s
+                )
+    say("memory")
+    memory = {
+        str(threads): bandwidth.ram_bandwidth(threads, effort.ram_passes, effort.ram_bytes)
+        for threads in sorted({1, cores})
+    }
+    from greenroom.runtime.measure import kernels as measure_kernels
+
+    say("kernels, experts")
+    expert = measure_kernels.expert_times(effort.kernel_s)
+    say("kernels, dense layers")
+    dense = measure_kernels.dense_times(effort.kernel_s)
+    measured: dict[str, Any] = {
+        "memory": memory,
+        "disk": {
+            "path": str(where),
+            "direct": direct,
+            "reads": [
+                {"nbytes": size, "threads": threads, "bandwidth": rate}
+                for (size, threads), rate in reads.items()
+            ],
+        },
+    }
+    machine = Machine(
+        (Route("disk", "host", bandwidth.fit_link(reads)),),
+        (Processor("cpu", "host", expert, dense),),
+        facts,
+        measured,
+    )
+    for engine in devices:
+        say(f"the device: {engine.name}")
+        from greenroom.runtime.measure.gpu import with_device
+
+        machine = with_device(machine, engine, effort.kernel_s)
+    seconds = time.perf_counter() - begin
+    return replace(machine, measured={**machine.measured, "seconds": seconds})
+
+
+@contextmanager
+def disk_files(path: Path | None, nbytes: int, say: Say) -> Iterator[tuple[list[Path], Path]]:
+    """Files to read, and the folder or file that the user would name for them."""
+    if path is not None and not path.exists():
+        raise UsageError(f"--path {path}: no such file or folder")
+    files = model_files(path) if path is not None else []
+    if files and path is not None:
+        total = sum(file.stat().st_size for file in files)
+        if total < LEAST_BYTES:
+            raise UsageError(
+                f"--path {path} holds {total >> 20} MiB of weights: at least {LEAST_BYTES >> 20}"
+                " are needed to measure the disk; leave --path out to measure on a temporary file"
+            )
+        yield files, path
+        return
+    folder = path or models_folder()
+    nbytes = min(nbytes, shutil.disk_usage(folder).free // 2)
+    if nbytes < LEAST_BYTES:
+        raise UsageError(
+            f"{folder} has no room for a test file of {LEAST_BYTES >> 20} MiB: name another folder,"
+            " or a model to read, with --path"
+        )
+    say(f"disk, writing a test file of {nbytes >> 20} MiB in {folder}")
+    with bandwidth.noise_file(folder, nbytes) as file:
+        yield [file], folder
+
+
+def model_files(path: Path) -> list[Path]:
+    """The file, or the weights in a folder."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+
+
+def models_folder() -> Path:
+    """Where models are downloaded to; the nearest folder above it that exists."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    folder = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+    with contextlib.suppress(StopIteration):
+        return next(each for each in (folder, *folder.parents) if os.access(each, os.W_OK))
+    return Path.cwd()

@@ -1,0 +1,38 @@
+"""Memory for what is read from end to end again and again: in pages of the largest size.
+
+A core that streams weights from pages of 4 KB waits for their addresses too: from pages of 2 MB the
+same matrix is read a tenth to a quarter faster (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from greenroom.runtime.memory.system import reservation
+
+ALIGNMENT = 64  # bytes, as of torch's own memory
+SPAN = 256 << 20  # bytes of address space that are taken at a time
+
+
+class Pages:
+    """Tensors side by side. Memory is taken as they are written, and goes back with the last of
+    those that share a span: it is for tensors that are kept as long as each other."""
+
+    def __init__(self) -> None:
+        self._span: Tensor | None = None  # bytes
+        self._used = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As torch.empty. DeviceError where there is no address space."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        if self._span is None or self._used + nbytes > len(self._span):
+            space = reservation(max(nbytes, SPAN), large_pages=True)
+            self._span, self._used = torch.frombuffer(space, dtype=torch.uint8), 0
+        start = self._used
+        self._used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+        return self._span[start : start + nbytes].view(dtype).view(shape)

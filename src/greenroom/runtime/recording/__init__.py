@@ -1,0 +1,1 @@
+"""What a run uses, recorded; and the predictor that is trained from such recordings."""

@@ -1,0 +1,103 @@
+"""Slots: the fast tier's memory, one anonymous reservation cut into slots of equal size.
+
+Address space is reserved for as many slots as the cache may ever have, and costs nothing until a
+slot is written; a smaller cache gives the pages of the slots it loses back at once. So a resize
+moves no address that a kernel may know, and a kernel takes a base, a stride and slot numbers.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
+from greenroom.errors import DeviceError
+from greenroom.runtime.memory.system import reservation
+from greenroom.runtime.slots.tier import OnePool
+
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+
+
+class HostSlots(OnePool):
+    """Slots in host memory. `stride` bytes each; slot s begins at `base + s * stride`."""
+
+    def __init__(self, capacity: int, stride: int, reserve: int | None = None) -> None:
+        """`reserve` is the largest capacity that a resize may ask for (default: `capacity`)."""
+        if capacity < 1:
+            raise DeviceError("a cache needs at least one slot")
+        self.capacity, self.stride = capacity, stride
+        self.reserve = max(capacity, reserve or 0)
+        self._map = reservation(self.reserve * stride, large_pages=True)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.base: int = self._bytes.ctypes.data
+        self._torch = torch.from_numpy(self._bytes)
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins."""
+        return self.base + slot * self.stride
+
+    def bytes(self, slot: int) -> np.ndarray:
+        """The slot's bytes, [stride] uint8."""
+        return self._bytes[slot * self.stride : (slot + 1) * self.stride]
+
+    def tensor(self, slot: int, spec: TensorSpec) -> torch.Tensor:
+        """A tensor of the expert in a slot, as a view."""
+        start = slot * self.stride + spec.offset
+        flat = self._torch[start : start + spec.nbytes]
+        return flat.view(_TORCH[spec.dtype]).view(spec.shape)
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
+        target, stop = self.bytes(slot), start + data.size
+        for copy in copies:
+            if copy.contiguous:
+                begin, end = max(copy.source, start), min(copy.source + copy.nbytes, stop)
+                if begin < end:
+                    at = copy.target + begin - copy.source
+                    target[at : at + end - begin] = data[begin - start : end - start]
+            else:
+                _transform(data, target, copy)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
+        self.bytes(target)[:] = self.bytes(source)
+
+    def trim(self, capacity: int) -> None:
+        """Have this many slots; the pages of those above go back to the system."""
+        if not 1 <= capacity <= self.reserve:
+            raise DeviceError(f"between 1 and {self.reserve} slots can be had, not {capacity}")
+        if capacity < self.capacity:
+            page = mmap.PAGESIZE
+            begin = -(-capacity * self.stride // page) * page
+            end = min(-(-self.capacity * self.stride // page) * page, len(self._map))
+            if begin < end:
+                self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self.capacity = capacity
+
+    def close(self) -> None:
+        """Give the pages back now; the address range goes with the last view of it."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        self.capacity = 0
+
+
+def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:
+    """Transpose, interleave or cast a block on its way into the slot."""
+    source = _strided(data[copy.source :], copy.source_dtype, copy.shape, copy.source_strides)
+    target = _strided(slot[copy.target :], copy.target_dtype, copy.shape, copy.target_strides)
+    if copy.source_dtype == copy.target_dtype:
+        target[...] = source
+    else:  # numpy knows neither bfloat16 nor the types of 8 bits
+        torch.from_numpy(target).view(_TORCH[copy.target_dtype]).copy_(
+            torch.from_numpy(source).view(_TORCH[copy.source_dtype])
+        )
+
+
+def _strided(
+    data: np.ndarray, dtype: str, shape: tuple[int, int], strides: tuple[int, int]
+) -> np.ndarray:
+    """Bytes as a two-dimensional block of integers as wide as the dtype."""
+    width = {1: np.int8, 2: np.int16, 4: np.int32}[ITEMSIZE[dtype]]
+    whole = data[: data.size // ITEMSIZE[dtype] * ITEMSIZE[dtype]].view(width)
+    return np.lib.stride_tricks.as_strided(whole, shape, strides)

@@ -1,0 +1,171 @@
+"""What a tier is: memory that experts are computed from, in one or several pools of equal slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from greenroom.core.layout import Copy, TensorSpec
+from greenroom.errors import DeviceError
+
+
+class Tier(Protocol):
+    """Slots of one or several pools: slot s is number s // n of pool s % n, where there are n."""
+
+    @property
+    def pools(self) -> Sequence[Pool]: ...
+
+    @property
+    def capacity(self) -> int:
+        """How many whole experts fit."""
+
+    @property
+    def computed(self) -> Callable[[Sequence[int]], None] | None:
+        """Is told of the slots of each wave, where the device computes it later."""
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
+
+    def clear(self, slot: int) -> None:
+        """A new piece is about to come into this slot."""
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot to another of the same pool."""
+
+    def join(self, copy: int, slot: int, layer: int) -> None:
+        """Put what a low-precision copy has of its expert into the expert's slot."""
+
+    def trim(self, capacity: int) -> None:
+        """Have room for this many experts; memory of slots above goes back to the system."""
+
+    def fitting(self, capacity: int) -> int:
+        """The most experts that take the memory of no more than `capacity`."""
+
+    def close(self) -> None:
+        """Give the memory back now."""
+
+
+class Slots(Protocol):
+    """What a kernel needs to address a slot: of `stride` bytes; in host memory they follow one
+    another."""
+
+    @property
+    def stride(self) -> int: ...
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins."""
+
+    def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
+        """A tensor of the expert in a slot, as a view."""
+
+
+class Pool(Tier, Slots, Protocol):
+    """A tier of one memory."""
+
+    def bytes(self, slot: int) -> Any:
+        """A slot's bytes, [stride] uint8: of NumPy in host memory, of torch on a device."""
+
+    def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
+        """Put the bytes of a copy to their places in a slot."""
+
+
+class OnePool:
+    """What most pools have in common."""
+
+    computed: Callable[[Sequence[int]], None] | None = None
+
+    @property
+    def pools(self) -> Sequence[Any]:
+        return (self,)
+
+    def clear(self, slot: int) -> None:
+        """Nothing has to be done."""
+
+    def join(self, copy: int, slot: int, layer: int) -> None:
+        self.fill(slot, self.bytes(copy), layer)  # type: ignore[attr-defined]
+
+    def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
+        raise AssertionError("experts here contain no copy")
+
+    def fitting(self, capacity: int) -> int:
+        """As many: the memory of each slot is given back."""
+        return capacity
+
+
+def by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
+    """Which of these slots each of so many pools has, as places in the list."""
+    found: dict[int, list[int]] = {}
+    for i, slot in enumerate(slots):
+        found.setdefault(slot % pools, []).append(i)
+    return found
+
+
+class Pools:
+    """Several pools as one tier, of different sizes or on different devices.
+
+    `sizes(capacity)` says how many slots each of them has in the room of so many experts.
+    """
+
+    def __init__(
+        self, pools: Sequence[Pool], capacity: int, sizes: Callable[[int], list[int]]
+    ) -> None:
+        self.pools, self.capacity, self._sizes = tuple(pools), capacity, sizes
+
+    def at(self, slot: int) -> tuple[Pool, int]:
+        """The pool of a slot, and its number there."""
+        count = len(self.pools)
+        return self.pools[slot % count], slot // count
+
+    @property
+    def computed(self) -> Callable[[Sequence[int]], None] | None:
+        return self._computed if any(pool.computed for pool in self.pools) else None
+
+    def _computed(self, slots: Sequence[int]) -> None:
+        for number, places in by_pool(slots, len(self.pools)).items():
+            mark = self.pools[number].computed
+            if mark is not None:
+                mark([slots[i] // len(self.pools) for i in places])
+
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        pool, number = self.at(slot)
+        pool.write(number, copies, data, start)
+
+    def clear(self, slot: int) -> None:
+        pool, number = self.at(slot)
+        pool.clear(number)
+
+    def move(self, source: int, target: int) -> None:
+        (pool, number), (same, other) = self.at(source), self.at(target)
+        assert pool is same
+        pool.move(number, other)
+
+    def join(self, copy: int, slot: int, layer: int) -> None:
+        (pool, number), (of, other) = self.at(slot), self.at(copy)
+        pool.fill(number, of.bytes(other), layer)
+
+    def trim(self, capacity: int) -> None:
+        """As `Tier.trim`; where a pool has no room, all are as they were."""
+        before = [pool.capacity for pool in self.pools]
+        try:
+            for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
+                if size != pool.capacity:
+                    pool.trim(size)
+        except DeviceError:
+            for pool, had in zip(self.pools, before, strict=True):
+                if pool.capacity > had:
+                    pool.trim(had)
+            raise
+        self.capacity = capacity
+
+    def fitting(self, capacity: int) -> int:
+        most = [p.fitting(n) for p, n in zip(self.pools, self._sizes(capacity), strict=True)]
+        while any(n > m for n, m in zip(self._sizes(capacity), most, strict=True)):
+            capacity -= 1
+        return capacity
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()

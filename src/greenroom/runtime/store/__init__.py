@@ -1,0 +1,1 @@
+"""Stores: where experts' bytes are read from."""

@@ -1,0 +1,98 @@
+"""A store in memory: all experts in one allocation, behind a line of a set bandwidth.
+
+Stands in for any link (a faster disk, PCI Express) on a machine that has room for the model: the
+runtime moves the same chunks by the same rules, and only when they arrive is set.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from greenroom.config import show_bytes
+from greenroom.core.layout import Catalog
+from greenroom.errors import BudgetError
+from greenroom.runtime.memory.system import available_bytes, reservation
+from greenroom.runtime.store.disk import CHUNK_BYTES, Chunk, DiskStore, Staging
+from greenroom.runtime.store.throttle import Throttle
+
+_TIMED_COPIES = 9
+_READERS = 4  # threads that fill it: what a disk needs to reach its speed
+
+
+class RamStore:
+    """Experts of a catalog, read from disk once and kept. Thread-safe.
+
+    A read returns when `line` has carried the chunk, less the time in which the reader then copies
+    it into a slot (measured at the start), so a chunk is in its slot when it is due. The bytes
+    are a view of the store's own, which must not be written to; staging is not used. Memory goes
+    with the last reference to the store, not with `close`: attached one after another, several
+    caches can have the same store. BudgetError where the experts do not fit.
+    """
+
+    direct = True  # nothing of what it holds is in the page cache
+
+    def __init__(
+        self, catalog: Catalog, line: Throttle | None = None, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self.line = line or Throttle()
+        disk = DiskStore(catalog, chunk_bytes=chunk_bytes)
+        try:
+            self._chunks = [disk.chunks(expert) for expert in range(catalog.experts)]
+            self._read_all(disk)
+        finally:
+            disk.close()
+        self._copy_s = self._seconds_a_byte(chunk_bytes)
+
+    def _read_all(self, disk: DiskStore) -> None:
+        total = sum(chunk.length for chunks in self._chunks for chunk in chunks)
+        if total > (available := available_bytes()):
+            raise BudgetError(
+                f"the experts take {show_bytes(total)} of memory, {show_bytes(available)} are free"
+            )
+        self._bytes = np.frombuffer(reservation(total, large_pages=True), np.uint8)
+        self._at: dict[tuple[int, int], int] = {}  # (file, offset of a chunk) -> its place here
+        end = 0
+        for chunks in self._chunks:
+            for chunk in chunks:
+                self._at[self._place(chunk)] = end
+                end += chunk.length
+
+        def read(chunks: tuple[Chunk, ...]) -> None:
+            staging = Staging()
+            for chunk in chunks:
+                begin = self._at[self._place(chunk)]
+                self._bytes[begin : begin + chunk.length] = disk.read(chunk, staging)
+
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(read, self._chunks))  # the list raises what a reader raised
+
+    @staticmethod
+    def _place(chunk: Chunk) -> tuple[int, int]:
+        return chunk.extent.file, chunk.extent.offset + chunk.start
+
+    def _seconds_a_byte(self, chunk_bytes: int) -> float:
+        """What a copy takes, from places that no cache of the processor holds."""
+        nbytes = min(chunk_bytes, self._bytes.size)
+        target, taken = np.zeros(nbytes, np.uint8), []
+        for begin in np.linspace(0, self._bytes.size - nbytes, _TIMED_COPIES).astype(int).tolist():
+            start = time.perf_counter()
+            target[:] = self._bytes[begin : begin + nbytes]
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken) / nbytes
+
+    def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
+        """An expert's chunks, as the disk's store cuts them."""
+        return self._chunks[expert_id]
+
+    def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
+        """A chunk's bytes: [length] uint8, a view of the store's own."""
+        at = self._at[self._place(chunk)]
+        self.line.carry(chunk.length, early=chunk.length * self._copy_s)
+        return self._bytes[at : at + chunk.length]
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,228 @@
+"""OpenAI's completions of text: POST /v1/completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.api.shared.chunks import Chunks
+from greenroom.server.api.shared.usage import finite
+from greenroom.server.engine.requests import Token
+from greenroom.server.engine.tokens.reader import Delta, End
+from greenroom.server.http.answers import Answers, Job
+from greenroom.server.http.endpoints import route
+from greenroom.server.http.errors import ApiError
+from greenroom.server.http.params import OpenAI, Sampled, Stop, StreamOptions
+from greenroom.server.http.service import Service
+
+DEFAULT_TOKENS = 16  # OpenAI's
+MOST_PROMPTS = 128
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _prompts(value: Any) -> Any:
+    """A text, a list of texts, ids, or a list of ids: as a tuple of texts or tuples of ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("prompt must be a text, token ids, or a list of either")
+    if _are_ids(value):
+        return (tuple(value),)
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"prompt is a list of at most {MOST_PROMPTS}")
+    if all(isinstance(one, str) for one in value):
+        return tuple(value)
+    if all(isinstance(one, list) and one and _are_ids(one) for one in value):
+        return tuple(map(tuple, value))
+    raise ValueError("prompt must be a text, token ids, or a list of either")
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(one) is int for one in value)
+
+
+Prompts = Annotated[
+    tuple[str | tuple[int, ...], ...],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                IDS,
+                {"type": "array", "items": IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(OpenAI, Sampled):
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = DEFAULT_TOKENS
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not supported: leave it out, or send what n is")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1 without echo")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    def job(self, dialogue: Dialogue) -> Job:
+        return Job(
+            prompts=tuple(_ids(prompt, dialogue) for prompt in self.prompt),
+            sampling=self.sampling(),
+            n=self.n or 1,
+            max_tokens=self.max_tokens,
+            stops=self.stop or (),
+            top_logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+            plain=True,
+        )
+
+
+def _ids(prompt: str | tuple[int, ...], dialogue: Dialogue) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        ids = tuple(dialogue.encode(prompt))
+        if not ids:
+            raise ApiError(400, "prompt is empty", param="prompt")
+        return ids
+    if not all(0 <= one < dialogue.vocabulary for one in prompt):
+        most = dialogue.vocabulary - 1
+        raise ApiError(400, f"prompt has a token id that is not from 0 to {most}", param="prompt")
+    return prompt
+
+
+BODIES = (CompletionRequest,)
+
+
+def router(service: Service) -> APIRouter:
+    return route(service, "/v1/completions", CompletionRequest, Shown)
+
+
+class Shown(Chunks):
+    """Answers in the form of completions."""
+
+    prefix, kind = "cmpl-", "text_completion"
+    chunk_kind = kind
+
+    def __init__(self, service: Service, body: CompletionRequest, answers: Answers) -> None:
+        super().__init__(service, body, answers)
+        job = answers.job
+        self._count = len(job.prompts) * job.n
+        self._offsets = [Offsets() for _ in range(self._count)]
+
+    async def whole(self) -> dict[str, Any]:
+        texts = [[self._echo(index)] for index in range(self._count)]
+        reasons = [""] * self._count
+        tokens: list[list[tuple[Token, int]]] = [[] for _ in range(self._count)]
+        async for index, said in self._answers:
+            if isinstance(said, End):
+                reasons[index] = self._ended(said)
+                continue
+            texts[index].append(said.text)
+            tokens[index] += self._placed(index, said)
+        return self._object([
+            self._choice(index, "".join(texts[index]), tokens[index], reasons[index])
+            for index in range(self._count)
+        ])  # fmt: skip
+
+    async def events(self) -> AsyncIterator[bytes]:
+        for index in range(self._count):
+            if self._body.logprobs is None and (text := self._echo(index)):
+                yield self._chunk(index, text, [], None)
+        async for index, said in self._answers:
+            if isinstance(said, End):
+                yield self._chunk(index, "", [], self._ended(said))
+            else:
+                text = self._echo(index) if said.prompt else said.text
+                yield self._chunk(index, text, self._placed(index, said), None)
+        yield self._closing()
+
+    def _echo(self, index: int) -> str:
+        if not self._body.echo:
+            return ""
+        prompt = self._body.prompt[index // self._answers.job.n]
+        return prompt if isinstance(prompt, str) else self._answers.dialogue.decode(prompt, True)
+
+    def _placed(self, index: int, said: Delta) -> list[tuple[Token, int]]:
+        """Tokens and where in the text each begins."""
+        dialogue, offsets = self._answers.dialogue, self._offsets[index]
+        if said.prompt:
+            text = self._echo(index)
+            at = [offsets.next(dialogue, token.id, text) for token in said.prompt]
+            offsets.at = len(text)
+            return list(zip(said.prompt, at, strict=True))
+        return [(token, offsets.next(dialogue, token.id)) for token in said.tokens]
+
+    def _chunk(
+        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
+    ) -> bytes:
+        return self._event(self._choice(index, text, tokens, reason))
+
+    def _choice(
+        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
+    ) -> dict[str, Any]:
+        shown = self._logprobs(tokens) if self._body.logprobs is not None else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(token.id) for token, _ in tokens],
+            "token_logprobs": [self._own(token) for token, _ in tokens],
+            "top_logprobs": [self._top(token) for token, _ in tokens],
+            "text_offset": [offset for _, offset in tokens],
+        }
+
+    def _own(self, token: Token) -> float | None:
+        """The first token of a prompt has none: nothing is before it."""
+        return None if token.logprob is None else finite(token.logprob)
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The likeliest tokens and the token itself, by their texts."""
+        if token.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for each, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self._text(each), finite(logprob))
+        return found
+
+    def _text(self, token_id: int) -> str:
+        """A token as text, or, where it is half a character, as OpenAI writes its bytes."""
+        data = self._answers.dialogue.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class Offsets:
+    """Where in a text its tokens begin, in characters."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, dialogue: Dialogue, token_id: int, text: str | None = None) -> int:
+        """Where the next token begins: of the prompt `text`, or of an answer. Special tokens are no
+        part of an answer, nor of a text that a tokenizer added them to."""
+        began, added = self.at, dialogue.tokenizer.added_tokens_decoder.get(token_id)
+        special = added is not None and added.special
+        if not special or (text is not None and text.startswith(added.content, began)):
+            self.at += len(self._decoder.decode(dialogue.token_bytes(token_id)))
+        return began if text is None else min(began, len(text))

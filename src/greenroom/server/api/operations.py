@@ -1,0 +1,87 @@
+"""For those who run the server: health, metrics, statistics, models, the size of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from greenroom.server.api.shared.resizes import Resizes
+from greenroom.server.http.errors import ApiError, cause_of
+from greenroom.server.http.params import Strict
+from greenroom.server.http.routes import body_of, described
+from greenroom.server.http.service import Service
+
+
+class CacheSize(Strict):
+    """The expert cache's new size: a share of the experts as 25%, or bytes as 2GiB."""
+
+    cache: Annotated[str, Field(min_length=1, max_length=32)]
+
+
+BODIES = (CacheSize,)
+
+
+def router(service: Service) -> APIRouter:
+    routes, resizes = APIRouter(), Resizes(service.engine.resize)
+
+    @routes.get("/health")
+    async def health() -> JSONResponse:
+        state, progress, _ = service.engine.state()
+        found: dict[str, Any] = {"status": state}
+        if state == "loading":
+            found["progress"] = round(progress, 3)
+        if state == "failed":
+            found["why"] = cause_of(service.engine.failure)
+        return JSONResponse(found, 200 if state == "ready" else 503)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type=service.metrics.CONTENT_TYPE)
+
+    @routes.get("/v1/stats")
+    async def stats() -> JSONResponse:
+        found = dict(await asyncio.to_thread(service.engine.stats))
+        if isinstance(found.get("state"), dict):  # why it failed may name files; the log has it
+            found["state"] = {k: v for k, v in found["state"].items() if k != "why"}
+        return JSONResponse(found)
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        one = _model(service)
+        return {"object": "list", "data": [one], "has_more": False,
+                "first_id": one["id"], "last_id": one["id"]}  # fmt: skip
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @routes.post("/v1/admin/cache", openapi_extra=described(CacheSize))
+    async def resize(request: Request) -> dict[str, Any]:
+        if service.key is None:
+            raise ApiError(403, "only for those with a key: start the server with --api-key-file")
+        body = await body_of(request, service, CacheSize)
+        service.dialogue()  # or 503
+        return {"slots": await resizes(body.cache)}
+
+    return routes
+
+
+def _model(service: Service) -> dict[str, Any]:
+    """As OpenAI describes a model, and as Anthropic does."""
+    made = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "greenroom",
+        "type": "model",
+        "display_name": service.name,
+        "created_at": made,
+    }

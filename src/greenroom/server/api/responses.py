@@ -1,0 +1,355 @@
+"""OpenAI's responses: POST /v1/responses. Nothing is kept: each request brings its conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+
+from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.api.chat import EFFORTS
+from greenroom.server.api.shared.calls import call_grammar
+from greenroom.server.api.shared.conversation import (
+    arguments_of,
+    call,
+    check_tools,
+    prompt_of,
+    thinking,
+)
+from greenroom.server.api.shared.formats import json_grammar
+from greenroom.server.api.shared.output import Output
+from greenroom.server.engine.tokens.reader import End
+from greenroom.server.http.answers import Answers, Job
+from greenroom.server.http.endpoints import route
+from greenroom.server.http.errors import ApiError
+from greenroom.server.http.params import (
+    CallId,
+    Choice,
+    Name,
+    OpenAI,
+    Sampled,
+    Strict,
+    Tokens,
+    by_type,
+    choice_of,
+    choice_schema,
+    tag,
+    text_of,
+    text_schema,
+    tool_told,
+)
+from greenroom.server.http.routes import new_id
+from greenroom.server.http.service import Service
+from greenroom.server.http.streams import event
+
+NAMED = ("name",)
+ToolChoice = Annotated[
+    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
+]
+LOGPROBS = "message.output_text.logprobs"
+Status = Literal["in_progress", "completed", "incomplete"]
+_TEXT = ("input_text", "output_text", "text")
+InputText = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InMessage(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: InputText
+    id: str | None = None
+    status: Status | None = None
+    phase: None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
+
+
+class InCall(Strict):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
+        return {"role": "assistant", "content": "", "tool_calls": [made]}
+
+
+class InOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: InputText
+    id: str | None = None
+    status: Status | None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class InReasoning(Strict):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    id: str | None = None
+    status: Status | None = None
+    encrypted_content: None = None
+
+    def told(self, where: str) -> dict[str, Any]:
+        text = "\n".join(part.text for part in self.content or ())
+        return {"role": "assistant", "content": "", "reasoning_content": text}
+
+
+Item = Annotated[
+    Annotated[InMessage, tag("message")]
+    | Annotated[InCall, tag("function_call")]
+    | Annotated[InOutput, tag("function_call_output")]
+    | Annotated[InReasoning, tag("reasoning")],
+    by_type(default="message"),
+]
+Items = Annotated[
+    list[Item],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(lambda it: [{"role": "user", "content": it}] if isinstance(it, str) else it),
+]
+
+
+class ResponsesTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def told(self) -> dict[str, Any]:
+        return tool_told(self.name, self.description, self.parameters)
+
+
+class Format(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Format:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("text.format.schema belongs to the type json_schema")
+        return self
+
+    def grammar(self) -> str | None:
+        return None if self.type == "text" else json_grammar(self.schema_, "text.format.schema")
+
+
+class TextConfig(Strict):
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    effort: EFFORTS | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(OpenAI, Sampled):
+    input: Items
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+    stream_options: StreamOptions | None = None
+    # Of these, only what they are without being sent:
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    context_management: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.include)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResponsesRequest:
+        if self.top_logprobs is not None and not self.include:
+            raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
+        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    def job(self, dialogue: Dialogue) -> Job:
+        """What the engine is asked. ApiError where this model cannot do it."""
+        form = self.text.format if self.text else None
+        grammar = form.grammar() if form else None
+        choice = self.tool_choice or Choice()
+        effort = self.reasoning.effort if self.reasoning else None
+        options = thinking(dialogue, effort, "reasoning.effort")
+        bound = None if grammar is None else "text.format"
+        messages = self._messages(dialogue)
+        ids, tools = prompt_of(dialogue, messages, self.tools, choice, options, bound)
+        if tools:
+            strict = {tool.name for tool in self.tools or () if tool.strict}
+            grammar = call_grammar(dialogue, ids, tools, choice, strict)
+        return Job(
+            prompts=(ids,),
+            sampling=self.sampling(),
+            max_tokens=self.max_output_tokens,
+            top_logprobs=(self.top_logprobs or 0) if self.include else None,
+            grammar=grammar,
+            tools=tools or None,
+            one_call=self.parallel_tool_calls is False,
+        )
+
+    def _messages(self, dialogue: Dialogue) -> list[dict[str, Any]]:
+        """Items as messages: what one turn thought, said and called is one message."""
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        for index, item in enumerate(self.input):
+            told = item.told(f"input.{index}")
+            if told["role"] == "tool" or "tool_calls" in told:
+                check_tools(dialogue, f"{item.type} items")
+            last = found[-1] if found else None
+            if last and last["role"] == told["role"] == "assistant":
+                found[-1] = _joined(last, told)
+            else:
+                found.append(told)
+        return found
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the model's own turn."""
+    both = {**first, **then}
+    both["content"] = "\n".join(text for text in (first["content"], then["content"]) if text)
+    if "tool_calls" in both:
+        both["tool_calls"] = [*first.get("tool_calls", ()), *then.get("tool_calls", ())]
+    return both
+
+
+def _choice(choice: Choice) -> Any:
+    return {"type": "function", "name": choice.name} if choice.name else choice.kind
+
+
+BODIES = (ResponsesRequest,)
+
+
+def router(service: Service) -> APIRouter:
+    return route(service, "/v1/responses", ResponsesRequest, Shown, "create")
+
+
+class Shown:
+    """An answer in the form of responses."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, answers: Answers) -> None:
+        self._body, self._answers = body, answers
+        self._sequence = 0
+        self._output = Output(answers.dialogue, body.wants_logprobs)
+        self._response: dict[str, Any] = {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": service.name,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": _format(body)},
+            "tool_choice": _choice(body.tool_choice or Choice()),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "background": False,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        async for _, said in self._answers:
+            if isinstance(said, End):
+                list(self._output.end(said))
+                return self._ended(said)
+            list(self._output.add(said))
+        raise ApiError(500, "the engine gave no end")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event({"type": kind, "response": self._response})
+        async for _, said in self._answers:
+            grown = self._output.end(said) if isinstance(said, End) else self._output.add(said)
+            for data in grown:
+                yield self._event(data)
+            if isinstance(said, End):
+                ended = self._ended(said)
+                yield self._event({"type": f"response.{ended['status']}", "response": ended})
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of an answer that broke off."""
+        told = {"code": "server_error", "message": str(error)}
+        response = {**self._response, "status": "failed", "error": told}
+        return self._event({"type": "response.failed", "response": response})
+
+    def _ended(self, end: End) -> dict[str, Any]:
+        cut = end.reason == "length"
+        new, prompt = end.finished.new_tokens, self._answers.prompt_tokens
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": end.finished.reused_tokens},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "total_tokens": prompt + new,
+        }
+        return {
+            **self._response,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output.items,
+            "usage": usage,
+        }
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        self._sequence += 1
+        return event({**data, "sequence_number": self._sequence - 1}, data["type"])
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    form = body.text.format if body.text else None
+    return form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}

@@ -1,0 +1,1 @@
+"""What several APIs have in common."""

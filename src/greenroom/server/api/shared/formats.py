@@ -1,0 +1,39 @@
+"""JSON answers: a grammar that an answer must follow, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher
+
+from greenroom.server.api.shared.schemas import too_large
+from greenroom.server.engine.tokens.grammar import limits, reason
+from greenroom.server.http.errors import ApiError
+
+# Otherwise a model that likes spaces could fill the whole answer with them.
+STRICT: Any = {"whitespace_flexible": False}
+
+
+def json_grammar(schema: dict[str, Any] | None, param: str) -> str:
+    """The grammar of a JSON schema, or of any object. ApiError that names `param` if it is none."""
+    check_schema(schema, param)
+    try:
+        text = json.dumps(schema or {"type": "object"})
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
+        wrong = LLMatcher.validate_grammar(grammar, limits=limits())
+    except (ValueError, RecursionError) as error:
+        wrong = str(error)
+    if wrong and not wrong.startswith("WARNING"):
+        raise _refused(param, reason(wrong))
+    return grammar
+
+
+def check_schema(schema: Any, param: str) -> None:
+    """ApiError where a schema, or a list of them, is too large to become a grammar."""
+    if wrong := too_large(schema):
+        raise _refused(param, wrong)
+
+
+def _refused(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param} is a schema that is not supported: {why}", param=param)

@@ -1,0 +1,52 @@
+"""Tokens as OpenAI's APIs count and show them: usage and log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.engine.requests import Token
+from greenroom.server.engine.tokens.reader import End
+
+FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
+LEAST = -9999.0  # JSON has no infinity
+
+
+def usage(prompt_tokens: int, ends: Iterable[End]) -> dict[str, Any]:
+    """Of all choices together."""
+    ends = list(ends)
+    new = sum(end.finished.new_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": reused(ends)},
+        "completion_tokens_details": {"reasoning_tokens": sum(e.reasoning_tokens for e in ends)},
+    }
+
+
+def reused(ends: Iterable[End]) -> int:
+    """Tokens of the prompt that were not computed again."""
+    return max((end.finished.reused_tokens for end in ends), default=0)
+
+
+def logprobs(dialogue: Dialogue, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """One entry a token, in the form of chat completions and of responses."""
+    return [
+        {
+            **_logprob(dialogue, token.id, token.logprob),
+            "top_logprobs": [_logprob(dialogue, *each) for each in token.top],
+        }
+        for token in tokens
+    ]
+
+
+def _logprob(dialogue: Dialogue, token_id: int, logprob: float | None) -> dict[str, Any]:
+    data = dialogue.token_bytes(token_id)
+    text = data.decode("utf-8", "replace")
+    return {"token": text, "bytes": list(data), "logprob": finite(logprob)}
+
+
+def finite(logprob: float | None) -> float:
+    return LEAST if logprob is None else max(LEAST, logprob)

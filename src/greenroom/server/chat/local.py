@@ -1,0 +1,123 @@
+"""A model in this process as somebody to talk to, without HTTP.
+
+voice = Voice(engine, sampling)
+reply = voice.answer(messages, on_delta)     # until it ends, or Ctrl-C ends it
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from greenroom.config import SamplingConfig
+from greenroom.errors import GreenroomError
+from greenroom.hf.text.dialogue import Dialogue
+from greenroom.interrupts import handled
+from greenroom.server.chat.backend import Messages, OnDelta, Reply
+from greenroom.server.engine.requests import (
+    Engine,
+    Event,
+    Finished,
+    PromptTokens,
+    Request,
+    Sampling,
+)
+from greenroom.server.engine.tokens.reader import Reader
+from greenroom.server.http.request_log import tokens_per_s
+
+
+class Voice:
+    """A model in this process."""
+
+    def __init__(self, engine: Engine, sampling: SamplingConfig, grace_s: float = 5.0) -> None:
+        self._engine, self._sampling, self._grace_s = engine, sampling, grace_s
+        self._dialogue = Dialogue(engine.tokenizer, engine.model_type, engine.context)
+
+    def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
+        ids = self._ids(messages)
+        reader = Reader(self._dialogue.spoken(ids), end_ids=self._engine.end_ids)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        ticket = self._engine.submit(self._request(ids), events.put)
+        reply = Reply()
+        try:
+            finished = self._hear(events, reader, reply, on_delta)
+        except KeyboardInterrupt as error:
+            handled(error)
+            ticket.cancel()
+            finished = _last(events)
+        if finished.reason == "error":
+            raise finished.error or GreenroomError("the engine failed")
+        return _told(reply, finished)
+
+    def _hear(
+        self,
+        events: queue.SimpleQueue[Event],
+        reader: Reader,
+        reply: Reply,
+        on_delta: OnDelta,
+    ) -> Finished:
+        while True:
+            event = events.get()
+            done = isinstance(event, Finished)
+            if isinstance(event, PromptTokens):
+                continue  # which Voice does not ask for
+            deltas = reader.end(event)[0] if isinstance(event, Finished) else reader.feed(event)
+            for delta in deltas:
+                reply.add(delta)
+                on_delta(delta)
+            if done:
+                assert isinstance(event, Finished)
+                return event
+
+    def _ids(self, messages: Messages) -> tuple[int, ...]:
+        """A model without a template goes on with what was said last."""
+        if self._dialogue.has_template:
+            return tuple(self._dialogue.chat(messages))
+        return tuple(self._dialogue.encode(messages[-1]["content"]))
+
+    def _request(self, ids: tuple[int, ...]) -> Request:
+        chosen, room = self._sampling, max(1, self._engine.context - len(ids))
+        return Request(
+            ids,
+            max_new_tokens=min(chosen.max_new_tokens, room),
+            sampling=Sampling(chosen.temperature, chosen.top_p, chosen.top_k, seed=chosen.seed),
+        )
+
+    def stats(self) -> dict[str, Any]:
+        return self._engine.stats()
+
+    def resize(self, cache: str) -> int:
+        return self._engine.resize(cache)
+
+    def close(self) -> None:
+        self._engine.stop(self._grace_s)
+        self._dialogue.close()
+
+
+def loaded(engine: Engine, show: Callable[[float], None]) -> None:
+    """Wait until the model is loaded, and tell how far it is. GreenroomError where it cannot be."""
+    while True:
+        state, progress, why = engine.state()
+        if state != "loading":
+            break
+        show(progress)
+        time.sleep(0.05)
+    if state != "ready":
+        raise GreenroomError(why or f"the model is {state}")
+
+
+def _last(events: queue.SimpleQueue[Event]) -> Finished:
+    while True:
+        event = events.get()
+        if isinstance(event, Finished):
+            return event
+
+
+def _told(reply: Reply, finished: Finished) -> Reply:
+    reply.reason, reply.prompt_tokens = finished.reason, finished.prompt_tokens
+    reply.reused_tokens, reply.new_tokens = finished.reused_tokens, finished.new_tokens
+    reply.ttft_s, reply.tokens_per_s = finished.ttft_s, tokens_per_s(finished)
+    reply.hit_ratio = finished.hit_ratio
+    return reply

@@ -1,0 +1,160 @@
+"""A conversation with a server elsewhere, by OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+
+from greenroom.config import SamplingConfig
+from greenroom.errors import GreenroomError, UsageError
+from greenroom.interrupts import handled
+from greenroom.json_file import Malformed, parse
+from greenroom.server.chat.backend import Messages, OnDelta, Reply
+from greenroom.server.engine.tokens.reader import Delta
+
+WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows a whole prompt
+
+
+class Remote:
+    """A server at a URL; Greenroom's, or any other that speaks this API."""
+
+    def __init__(
+        self, url: str, key: str | None, sampling: SamplingConfig, model: str | None = None
+    ) -> None:
+        base = url.rstrip("/").removesuffix("/v1")
+        if not base.startswith(("http://", "https://")):
+            raise UsageError(f"--url {url}: begin with http:// or https://")
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        self._client = httpx2.Client(base_url=base, headers=headers, timeout=WAIT_S)
+        self._url, self._sampling = url, sampling
+        try:
+            self.model = model or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
+        reply, began, times = Reply(), time.monotonic(), []
+        try:
+            for event in self._events(messages):
+                if delta := _delta(event):
+                    times.append(time.monotonic())
+                    reply.add(delta)
+                    on_delta(delta)
+                _note(event, reply)
+        except KeyboardInterrupt as error:  # leaving the stream hangs up, the server lets go
+            handled(error)
+            reply.reason = "cancelled"
+        if times:
+            reply.ttft_s = times[0] - began
+            if (count := (reply.new_tokens or len(times)) - 1) > 0 and times[-1] > times[0]:
+                reply.tokens_per_s = count / (times[-1] - times[0])
+        return reply
+
+    def stats(self) -> dict[str, Any]:
+        return self._json("GET", "/v1/stats")
+
+    def resize(self, cache: str) -> int:
+        return int(self._json("POST", "/v1/admin/cache", {"cache": cache})["slots"])
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _first_model(self) -> str:
+        found = self._json("GET", "/v1/models").get("data")
+        if not (isinstance(found, list) and found and isinstance(found[0], dict)):
+            raise GreenroomError(f"{self._url}: names no model")
+        return str(found[0].get("id"))
+
+    def _body(self, messages: Messages) -> dict[str, Any]:
+        chosen = self._sampling
+        options = {
+            "max_tokens": chosen.max_new_tokens,
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "top_k": chosen.top_k,
+            "seed": chosen.seed,
+        }
+        return {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in options.items() if value is not None},
+        }
+
+    def _events(self, messages: Messages) -> Iterator[dict[str, Any]]:
+        try:
+            with self._client.stream(
+                "POST", "/v1/chat/completions", json=self._body(messages)
+            ) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise self._refused(response)
+                for line in response.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = _parsed(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise GreenroomError(f"{self._url}: {_message(event)}")
+                    yield event
+        except httpx2.HTTPError as error:
+            raise self._broken(error) from error
+
+    def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path, json=body)
+        except httpx2.HTTPError as error:
+            raise self._broken(error) from error
+        except httpx2.InvalidURL as error:
+            raise UsageError(f"--url {self._url}: {error}") from error
+        if response.status_code >= 400:
+            raise self._refused(response)
+        return _parsed(response.text)
+
+    def _refused(self, response: httpx2.Response) -> GreenroomError:
+        try:
+            message = _message(response.json())
+        except ValueError:
+            message = f"HTTP {response.status_code}"
+        return GreenroomError(f"{self._url}: {message}")
+
+    def _broken(self, error: httpx2.HTTPError) -> GreenroomError:
+        return GreenroomError(f"{self._url}: {error or type(error).__name__}")
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = parse(text)
+    except Malformed as error:
+        raise GreenroomError(f"the server sent what is no JSON: {text[:80]!r}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") if isinstance(error, dict) else error or body)[:500]
+
+
+def _delta(event: dict[str, Any]) -> Delta | None:
+    """What a chunk says, if anything."""
+    for choice in event.get("choices") or ():
+        said = choice.get("delta") or {}
+        reasoning = said.get("reasoning_content") or said.get("reasoning") or ""
+        if said.get("content") or reasoning:
+            return Delta(text=said.get("content") or "", reasoning=reasoning)
+    return None
+
+
+def _note(event: dict[str, Any], reply: Reply) -> None:
+    """What a chunk counts."""
+    for choice in event.get("choices") or ():
+        reply.reason = choice.get("finish_reason") or reply.reason
+    if usage := event.get("usage"):
+        reply.prompt_tokens = usage.get("prompt_tokens")
+        reply.new_tokens = usage.get("completion_tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        reply.reused_tokens = details.get("cached_tokens")

@@ -1,0 +1,169 @@
+"""Who is let in next, and with which keys and values to begin."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+from greenroom.config import Amount, ServeConfig
+from greenroom.hf.kv import cache as kv
+from greenroom.hf.kv.batch import Batch
+from greenroom.server.engine.journal import Journal, Reuse
+from greenroom.server.engine.prefixes import LEAST, Ids, Kept, Prefixes, as_ids, common
+from greenroom.server.engine.sequence import Sequence
+
+WORTH = 64  # tokens that are worth waiting for, where somebody is about to read them
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Keys and values that are there: of one that runs, or `kept`."""
+
+    number: int
+    ids: Ids
+    cache: Any
+    exact: int
+    kept: Kept | None = None
+
+
+class Admission:
+    """Places and memory for requests, in the order in which they came.
+
+    Those that run have room for their keys and values at their longest; what is left of `limit`
+    bytes may hold what earlier ones read.
+    """
+
+    def __init__(
+        self,
+        greenroom: Any,
+        batch: Batch,
+        config: ServeConfig,
+        limit: int,
+        journal: Journal | None = None,
+    ) -> None:
+        self._greenroom, self._batch, self._config = greenroom, batch, config
+        self._journal, self.limit = journal, limit
+        share = Amount.parse(config.prefix_share, "--prefix-share").of(limit)
+        self.prefixes = Prefixes(0 if config.no_prefix_reuse else share)
+        self.reserved = 0
+
+    # ---- who
+
+    def choose(self, waiting: deque[Sequence], running: Many[Sequence]) -> list[Sequence]:
+        """Take from the queue those that can begin; the first that cannot keeps the others back."""
+        chosen: list[Sequence] = []
+        while waiting and self.can_begin(waiting[0], (*running, *chosen)):
+            each = waiting.popleft()
+            each.admitted = time.monotonic()
+            self.reserved += each.needs
+            chosen.append(each)
+        return chosen
+
+    def can_begin(self, sequence: Sequence, running: Many[Sequence]) -> bool:
+        """Is there a place, and memory, if need be that of prefixes?"""
+        if len(running) >= self._config.max_batch:
+            return False
+        if running and self.reserved + sequence.needs > self.limit:
+            return False
+        return not self._about_to_be_read(sequence, running)
+
+    def _about_to_be_read(self, sequence: Sequence, running: Many[Sequence]) -> bool:
+        """Does a prompt that is being read begin like this one? Then it is worth the wait."""
+        reading = [each for each in running if each.computed < each.prompt]
+        if not reading or not self._reuses(sequence) or not self._batch.plain:
+            return False
+        ids = as_ids(sequence.request.ids)
+        there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
+        coming = max(common(as_ids(each.request.ids), ids) for each in reading)
+        return self._cut(min(coming, ids.size - 1)) >= there + WORTH
+
+    def ready(self, running: Many[Sequence]) -> list[Sequence]:
+        """Those that take part in the next passes. Prompts that have not begun wait for others, to
+        be read together, as long as `delay` says."""
+        if self.delay(running) <= 0:
+            return list(running)
+        return [each for each in running if each.begun]
+
+    def delay(self, running: Many[Sequence]) -> float:
+        """Seconds for which prompts still wait for others, whose experts are mostly theirs: until
+        `--batch-delay` is over, no place is free, or one is being read anyway."""
+        fresh = [each.admitted or 0.0 for each in running if not each.begun]
+        reading = any(each.begun and each.computed < each.prompt for each in running)
+        if not fresh or reading or len(running) >= self._config.max_batch:
+            return 0.0
+        return min(fresh) + self._config.batch_delay / 1e3 - time.monotonic()
+
+    # ---- with what
+
+    def prepare(self, sequence: Sequence, running: Many[Sequence]) -> None:
+        """Give a sequence its keys and values: those of the prompt's first tokens that are there
+        already, and room for its own."""
+        sequence.cache = self._batch.cache()
+        ids = as_ids(sequence.ids)
+        sources = list(self._sources(running)) if self._reuses(sequence) else []
+        best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
+        tokens = self._usable(best, ids)
+        taken = best.kept is not None and tokens == best.ids.size
+        if best.kept is not None and taken:
+            sequence.cache = self.prefixes.take(best.kept)
+        elif best.kept is not None:
+            self.prefixes.used(best.kept)
+        self._make_room()
+        if not tokens:
+            return
+        if not taken:
+            if (growth := self._greenroom.growth) is not None:
+                growth.reserve(self._greenroom.parts.keys_values.held(tokens))
+            kv.adopt(sequence.cache, self._greenroom.parts.context + 1)
+            kv.copied(best.cache, tokens, sequence.cache)
+        sequence.computed = sequence.reused = tokens
+        sequence.exact = min(tokens, best.exact)
+        if self._journal is not None:
+            self._journal.events.append(Reuse(sequence.number, best.number, tokens))
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        """Keys and values that were computed before have no logits, which scores are made of."""
+        return sequence.scores is None and not self._config.no_prefix_reuse
+
+    def _sources(self, running: Many[Sequence]) -> Iterator[Source]:
+        for each in running:
+            if each.computed:
+                yield Source(each.number, each.read(), each.cache, each.exact)
+        for kept in self.prefixes:
+            yield Source(kept.number, kept.ids, kept.cache, kept.exact, kept)
+
+    def _usable(self, source: Source, ids: Ids) -> int:
+        """Tokens of a prompt whose keys and values can be had from a source. The last one is
+        computed anyhow: its logits are wanted."""
+        tokens = min(common(source.ids, ids), ids.size - 1)
+        if self._config.batch_invariant:
+            tokens = self._cut(min(tokens, source.exact))
+        if tokens < LEAST:
+            return 0
+        if source.kept is not None and tokens == source.ids.size:
+            return tokens
+        return tokens if self._batch.plain and kv.whole(source.cache, tokens) else 0
+
+    def _cut(self, tokens: int) -> int:
+        """As many of so many tokens as a request alone would have read in whole chunks."""
+        chunk = self._config.prefill_chunk if self._config.batch_invariant else 1
+        return tokens // chunk * chunk
+
+    def leave(self, sequence: Sequence, keep: bool) -> None:
+        """A sequence has ended: its room is free, and what it read is kept for others."""
+        self.reserved -= sequence.needs
+        cache, sequence.cache = sequence.cache, None
+        if keep and cache is not None and sequence.computed:
+            ids, nbytes = sequence.read(), kv.held(cache)
+            self.prefixes.keep(Kept(ids, cache, nbytes, sequence.exact, sequence.number))
+            self._make_room()
+
+    def _make_room(self) -> None:
+        self.prefixes.shrink(self.limit - self.reserved)
+
+
+_NOTHING = Source(-1, as_ids(()), None, 0)

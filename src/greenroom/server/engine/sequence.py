@@ -1,0 +1,112 @@
+"""One request in the engine: its tokens, its keys and values, its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenroom.errors import GreenroomError
+from greenroom.server.engine.prefixes import Ids, as_ids
+from greenroom.server.engine.requests import Finished, Listener, PromptTokens, Request, Token
+from greenroom.server.engine.tokens.sampling import Sampler
+from greenroom.server.engine.tokens.scores import PromptScores
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request, from its arrival to its end; the engine's thread alone changes it.
+
+    `ids` are the prompt and the answer so far; keys and values of the first `computed` of them are
+    in `cache`, `reused` of which were there before. `exact` tokens were read in the passes that a
+    request alone would have read them in. Times are of the monotonic clock.
+    """
+
+    number: int
+    request: Request
+    listener: Listener
+    sampler: Sampler
+    end_ids: frozenset[int]
+    needs: int  # bytes of keys and values, at its longest
+    on_cancel: Callable[[Sequence], None]
+    scores: PromptScores | None = None  # of a prompt whose log-probabilities are wanted, until told
+    ids: list[int] = field(default_factory=list)
+    cache: Any = None
+    computed: int = 0
+    reused: int = 0
+    exact: int = 0
+    begun: bool = False  # has a pass had some of it?
+    cancelled: bool = False
+    finished: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    answered: float | None = None  # when its first token came
+    requests: int = 0  # of experts, in its passes
+    hits: int = 0
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.request.ids)
+
+    @property
+    def prompt(self) -> int:
+        return len(self.request.ids)
+
+    @property
+    def new(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.ids) - self.prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens that wait to be computed; one while it answers."""
+        return len(self.ids) - self.computed
+
+    @property
+    def deadline(self) -> float:
+        limit = self.request.timeout_s
+        return float("inf") if limit is None else self.arrived + limit
+
+    def read(self) -> Ids:
+        """The tokens whose keys and values are there."""
+        return as_ids(self.ids[: self.computed])
+
+    def cancel(self) -> None:
+        """See `requests.Ticket`."""
+        self.on_cancel(self)
+
+    def tell_scores(self) -> None:
+        """The prompt is computed: tell the listener its log-probabilities, if it wants them."""
+        if self.scores is not None:
+            tokens, self.scores = tuple(self.scores.tokens), None
+            self.listener(PromptTokens(tokens))
+
+    def take(self, token: Token) -> str:
+        """A token is there: tell the listener. Why the answer ends with it, or ""."""
+        if self.answered is None:
+            self.answered = time.monotonic()
+        self.ids.append(token.id)
+        self.listener(token)
+        if token.id in self.end_ids or self.sampler.over:
+            return "stop"
+        return "length" if self.new >= self.request.max_new_tokens else ""
+
+    def start_again(self, cache: Any) -> None:
+        """What was computed is lost; the tokens are not."""
+        self.cache, self.computed, self.exact = cache, 0, 0
+        if self.scores is not None:
+            self.scores.clear()
+
+    def result(self, reason: str, error: GreenroomError | None) -> Finished:
+        now = time.monotonic()
+        return Finished(
+            reason=reason,
+            prompt_tokens=self.prompt,
+            reused_tokens=self.reused,
+            new_tokens=self.new,
+            queued_s=(self.admitted or now) - self.arrived,
+            ttft_s=None if self.answered is None else self.answered - self.arrived,
+            duration_s=now - self.arrived,
+            hit_ratio=self.hits / self.requests if self.requests else None,
+            error=error,
+        )

@@ -1,0 +1,124 @@
+"""What an engine counts, as `/v1/stats` shows it and `/metrics` is made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from greenroom.runtime.memory.system import rss_bytes
+from greenroom.server.engine.requests import Finished
+
+if TYPE_CHECKING:
+    from greenroom.server.engine.loop import ContinuousEngine
+
+USUAL = 0.2  # share that an answer has in what is taken for usual
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of all requests that have ended. `usual_s` is about how long one takes, without the queue."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    usual_s: float = 0.0
+
+    def note(self, finished: Finished) -> None:
+        self.reasons[finished.reason] += 1
+        self.prompt_tokens += finished.prompt_tokens
+        self.reused_tokens += finished.reused_tokens
+        self.new_tokens += finished.new_tokens
+        if not finished.new_tokens:
+            return
+        took = finished.duration_s - finished.queued_s
+        self.usual_s += USUAL * (took - self.usual_s) if self.usual_s else took
+
+
+def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
+    """JSON-ready; counts since the model was loaded, bytes and seconds.
+
+    state, progress, why; queue; requests (ended, by reason); tokens; and once the model is there
+    passes, memory, kv (keys and values), prefixes, experts (layers: requests, hits and misses of
+    each), prefetch and stalls (runtime.stats), links.
+    """
+    name, progress, why = engine.state()
+    config, totals = engine.config, engine.totals
+    found: dict[str, Any] = {
+        "state": {"name": name, "progress": progress, "why": why},
+        "queue": {
+            "waiting": engine.waiting,
+            "running": engine.running,
+            "max_queue": config.max_queue,
+            "max_batch": config.max_batch,
+        },
+        "requests": dict(totals.reasons),
+        "tokens": {
+            "prompt": totals.prompt_tokens,
+            "reused": totals.reused_tokens,
+            "new": totals.new_tokens,
+        },
+    }
+    if engine.final is not None:
+        return found | engine.final
+    return found | (of_model(engine) if engine.served else {})
+
+
+def of_model(engine: ContinuousEngine) -> dict[str, Any]:
+    """What there is to say while the model is attached."""
+    greenroom, passes, admission = engine.greenroom, engine.passes, engine.admission
+    stats, prefixes = greenroom.stats(), admission.prefixes
+    return {
+        "passes": {
+            "count": passes.passes,
+            "tokens": passes.tokens,
+            "faults": passes.faults,
+            "apart": engine.batch.apart,
+        },
+        "memory": {
+            "budget_bytes": stats.budget_bytes,
+            "expected_bytes": stats.memory_bytes,
+            "resident_bytes": stats.capacity * stats.slot_bytes,
+            "process_bytes": rss_bytes(),
+            "peak_bytes": stats.peak_rss_bytes,
+            "slots": stats.capacity,
+            "slot_bytes": stats.slot_bytes,
+            "experts": stats.experts,
+        },
+        "kv": {"limit_bytes": admission.limit, "reserved_bytes": admission.reserved},
+        "prefixes": {
+            "entries": len(prefixes),
+            "bytes": prefixes.nbytes,
+            "limit_bytes": prefixes.limit,
+            "evicted": prefixes.evicted,
+        },
+        "experts": {
+            "policy": stats.policy,
+            "kernels": stats.kernels,
+            "requests": stats.expert_requests,
+            "hits": stats.expert_hits,
+            "hit_ratio": stats.hit_ratio,
+            "bytes_read": stats.bytes_read,
+            "layers": _by_layer(greenroom),
+        },
+        "prefetch": stats.prefetch,
+        **({"lesser": stats.lesser} if stats.lesser is not None else {}),
+        **({"co_compute": stats.co_compute} if stats.co_compute is not None else {}),
+        "stalls": stats.stalls,
+        "stall_s": stats.stall_s,
+        "links": stats.links,
+    }
+
+
+def _by_layer(greenroom: Any) -> list[dict[str, int]]:
+    """Requests, hits and misses of each layer since the model was loaded."""
+    driver = greenroom.driver
+    offsets = np.asarray(driver.scheduler.pieces.offsets)
+    requests = np.add.reduceat(driver.asked, offsets[:-1]).tolist()
+    return [
+        {"layer": layer, "requests": asked, "hits": asked - missed, "misses": missed}
+        for layer, (asked, missed) in enumerate(zip(requests, driver.missed.tolist(), strict=True))
+    ]

@@ -1,0 +1,219 @@
+"""The next token of one request, by its own settings and its own random numbers.
+
+In the order of transformers' processors: repetition penalty, presence and frequency (OpenAI's, over
+the tokens of the answer), bias, grammar; then temperature, top-k, top-p, min-p. A request's numbers
+come from a generator of its own: the same logits give the same tokens, whatever else is answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from greenroom.config import bounded_temperature
+from greenroom.errors import UsageError
+from greenroom.server.engine.requests import NotFinite, Request, Sampling, Token
+from greenroom.server.engine.tokens.grammar import Grammar
+
+LIKELIEST = 1024  # tokens that top-p is looked for among, before all are sorted
+MOST_LOGPROBS = 100
+LEAST_PENALTY = 0.01  # of repetition; a smaller one makes every repeated token certain
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A request's settings with the model's own filled in. Temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0: all
+    min_p: float
+    repetition_penalty: float
+
+    @classmethod
+    def of(cls, given: Sampling, own: Any) -> Settings:
+        """`own` is the model's generation config. UsageError for what cannot be right."""
+        check(given)
+        samples = bool(getattr(own, "do_sample", False))
+        temperature = given.temperature
+        if temperature is None:
+            temperature = (getattr(own, "temperature", None) or 1.0) if samples else 0.0
+        made = cls(
+            temperature=bounded_temperature(float(temperature)),
+            top_p=_first(given.top_p, getattr(own, "top_p", None) if samples else None, 1.0),
+            top_k=int(_first(given.top_k, getattr(own, "top_k", None) if samples else None, 0)),
+            min_p=_first(given.min_p, getattr(own, "min_p", None) if samples else None, 0.0),
+            repetition_penalty=given.repetition_penalty
+            if given.repetition_penalty != 1.0
+            else float(getattr(own, "repetition_penalty", None) or 1.0),
+        )
+        _within("repetition_penalty", made.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY)
+        return made
+
+
+def _first(*values: float | None) -> float:
+    return next(float(value) for value in values if value is not None)
+
+
+def check(given: Sampling) -> None:
+    """UsageError, which names the setting, for what cannot be right."""
+    _within("temperature", given.temperature, 0, 100)
+    _within("top_p", given.top_p, 0, 1, above=True)
+    _within("top_k", given.top_k, 0, 1 << 31)
+    _within("min_p", given.min_p, 0, 1)
+    _within("seed", given.seed, -(1 << 63), (1 << 63) - 1)
+    _within("presence_penalty", given.presence_penalty, -2, 2)
+    _within("frequency_penalty", given.frequency_penalty, -2, 2)
+    for _, bias in given.logit_bias:
+        _within("logit_bias", bias, -100, 100)
+
+
+def _within(
+    name: str, value: float | None, low: float, high: float, *, above: bool = False
+) -> None:
+    if value is None or ((low < value or (low == value and not above)) and value <= high):
+        return
+    raise UsageError(f"{name} must be {'above' if above else 'from'} {low} to {high}, got {value}")
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    `vocabulary` is how many logits there are. UsageError where a setting cannot be right.
+    """
+
+    def __init__(
+        self, request: Request, own: Any, vocabulary: int, grammar: Grammar | None = None
+    ) -> None:
+        given = request.sampling
+        self._settings, self._given = Settings.of(given, own), given
+        self._grammar, self._logprobs = grammar, request.top_logprobs
+        if self._logprobs is not None:
+            _within("top_logprobs", self._logprobs, 0, min(MOST_LOGPROBS, vocabulary))
+        _check_ids("logit_bias", [token for token, _ in given.logit_bias], vocabulary)
+        self._bias = _sparse(given.logit_bias)
+        self._random = torch.Generator()
+        if given.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(given.seed)
+        self._answer: Counter[int] = Counter()
+        self._repeats = (
+            torch.zeros(vocabulary, dtype=torch.bool)
+            if self._settings.repetition_penalty != 1.0
+            else None
+        )
+        if self._repeats is not None:
+            self._repeats[list(request.ids)] = True
+
+    def __call__(self, logits: Tensor) -> Token:
+        """The token that follows logits [V]. Log-probabilities are of the model's own logits."""
+        logits = logits.float().cpu()
+        _check_finite(logits)
+        changed = self._changed(logits)
+        if changed is not logits:
+            _check_finite(changed)
+        chosen = self._choose(changed)
+        if self._repeats is not None:
+            self._repeats[chosen] = True
+        self._answer[chosen] += 1
+        if self._grammar is not None:
+            self._grammar.take(chosen)
+        return self._token(chosen, logits)
+
+    @property
+    def over(self) -> bool:
+        """Does the grammar let nothing follow?"""
+        return self._grammar is not None and self._grammar.over
+
+    def _token(self, chosen: int, logits: Tensor) -> Token:
+        if self._logprobs is None:
+            return Token(chosen)
+        all_of_them = logits.log_softmax(-1)
+        values, ids = all_of_them.topk(self._logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return Token(chosen, float(all_of_them[chosen]), top)
+
+    def _changed(self, logits: Tensor) -> Tensor:
+        """Logits after penalties, bias and grammar; the given ones are left as they are."""
+        given, settings = self._given, self._settings
+        plain = not (self._bias or given.presence_penalty or given.frequency_penalty)
+        if plain and self._repeats is None and self._grammar is None:
+            return logits
+        logits = logits.clone()
+        if self._repeats is not None:
+            seen, by = logits[self._repeats], settings.repetition_penalty
+            logits[self._repeats] = torch.where(seen < 0, seen * by, seen / by)
+        if self._answer and (given.presence_penalty or given.frequency_penalty):
+            ids = torch.tensor(list(self._answer))
+            counts = torch.tensor(list(self._answer.values()), dtype=torch.float32)
+            logits[ids] -= given.presence_penalty + given.frequency_penalty * counts
+        if self._bias:
+            ids, values = self._bias
+            logits[ids] += values
+        if self._grammar is not None:
+            logits[~self._grammar.allowed(len(logits))] = -torch.inf
+        return logits
+
+    def _choose(self, logits: Tensor) -> int:
+        settings = self._settings
+        if settings.temperature == 0 or settings.top_k == 1:
+            return int(logits.argmax())
+        # With the largest at 0 no quotient is NaN, nor larger than what softmax takes.
+        values, ids = _cut((logits - logits.max()) / settings.temperature, settings)
+        chances = values.softmax(-1)
+        return int(ids[int(torch.multinomial(chances, 1, generator=self._random))])
+
+
+def _cut(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """The logits that top-k, top-p and min-p leave, likeliest first, and their ids."""
+    count = logits.numel()
+    if settings.top_k:
+        count = min(count, settings.top_k)
+    elif settings.top_p < 1:  # seldom are more than these worth a sort of all
+        few = min(count, LIKELIEST)
+        share = (logits.topk(few).values - logits.logsumexp(-1)).exp().sum()
+        count = few if share > settings.top_p else count
+    elif settings.min_p == 0:
+        return logits, torch.arange(count)
+    values, ids = logits.topk(count)
+    if settings.top_p < 1:
+        # Of those that top-k left; a token stays where those before it do not reach top-p yet.
+        whole = values if settings.top_k else logits
+        chances = (values - whole.logsumexp(-1)).exp()
+        before = chances.cumsum(-1) - chances
+        stays = int((before < settings.top_p).sum().clamp(min=1))
+        values, ids = values[:stays], ids[:stays]
+    if settings.min_p > 0:
+        stays = int((values >= values[0] + math.log(settings.min_p)).sum())
+        values, ids = values[:stays], ids[:stays]
+    return values, ids
+
+
+def _check_finite(logits: Tensor) -> None:
+    """NotFinite where no token can be chosen. -inf is a token that cannot come."""
+    largest = float(logits.max())  # NaN if any of them is
+    if not math.isfinite(largest):
+        what = "NaN" if math.isnan(largest) else f"{largest:+} as the largest"
+        raise NotFinite(f"the model gave {what} among its logits: no token can be chosen")
+
+
+def _sparse(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor] | None:
+    if not pairs:
+        return None
+    summed: dict[int, float] = {}
+    for token, value in pairs:
+        summed[token] = summed.get(token, 0.0) + value
+    return torch.tensor(list(summed)), torch.tensor(list(summed.values()), dtype=torch.float32)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocabulary:
+            raise UsageError(f"{name}: the model has no token {token} (0 to {vocabulary - 1})")

@@ -1,0 +1,1 @@
+"""What every API needs of HTTP: bodies, errors, streams, the log, metrics."""

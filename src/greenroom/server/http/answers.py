@@ -1,0 +1,218 @@
+"""The answers of one HTTP request: from the engine's threads to the event loop, and let go in time.
+
+answers = await begin(service, served, lambda dialogue: Job(...))
+async for index, said in answers:    # Delta, Delta, ... End of each answer
+answers.cancel()                     # the client has gone: nothing more is computed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from greenroom.errors import GreenroomError
+from greenroom.hf.text.dialogue import Dialogue, Plain
+from greenroom.server.engine.requests import (
+    Event,
+    Finished,
+    PromptTokens,
+    Request,
+    Sampling,
+    Ticket,
+    Token,
+)
+from greenroom.server.engine.tokens.reader import Delta, End, Reader
+from greenroom.server.http.errors import ApiError, as_api_error
+from greenroom.server.http.request_log import Served
+from greenroom.server.http.service import Service
+
+TURN = 16  # events
+LEAVE_S = 5.0  # to wait for cancelled answers to end
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`n` answers to each of some prompts; `plain` reads them as text alone."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    n: int = 1
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    plain: bool = False
+    one_call: bool = False
+
+    def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
+        """For the answer of this index."""
+        if self.plain or (self.grammar is not None and self.tools is None):
+            speaker: Any = Plain(dialogue)
+        else:
+            speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)
+        # With log-probabilities a completion shows every token that was chosen, also the last.
+        ends = () if self.plain and self.top_logprobs is not None else end_ids
+        return Reader(speaker, self.stops, ends, self.one_call)
+
+
+async def begin(service: Service, served: Served, make: Callable[[Dialogue], Job]) -> Answers:
+    """Make the job on a thread of its own, and hand its answers to the engine.
+
+    Raises Busy, TooLong, UsageError, ApiError.
+    """
+    loop = asyncio.get_running_loop()
+
+    def prepare(dialogue: Dialogue) -> Answers:
+        answers = Answers(service, served, dialogue, make(dialogue), loop)
+        answers.submit()  # which may compile a grammar
+        return answers
+
+    return await service.prepare(prepare, served, Answers.cancel)
+
+
+class Answers:
+    """Answers as they come, of all choices of one request."""
+
+    def __init__(
+        self,
+        service: Service,
+        served: Served,
+        dialogue: Dialogue,
+        job: Job,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.job, self.dialogue = job, dialogue
+        self.request_id = served.id
+        self.prompt_tokens = served.prompt_tokens = sum(map(len, job.prompts))
+        self._service, self._served, self._loop = service, served, loop
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
+        self._scored = [job.prompt_logprobs is None] * len(job.prompts)
+        self._tickets: list[Ticket] = []
+        self._count = len(job.prompts) * job.n
+        if self._count > service.most_answers:
+            most = service.most_answers
+            raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
+        ends = tuple(service.engine.end_ids)
+        self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
+        self._left = self._taken = self._tokens = 0
+
+    def submit(self) -> None:
+        """Hand all to the engine, or none."""
+        try:
+            for index in range(self._count):
+                self._tickets.append(
+                    self._service.engine.submit(self._request(index), partial(self._tell, index))
+                )
+                self._left += 1
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _request(self, index: int) -> Request:
+        job, config, engine = self.job, self._service.config, self._service.engine
+        ids, sampling = job.prompts[index // job.n], job.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + index % job.n) % (1 << 63))
+        limits = (job.max_tokens, config.max_tokens, max(1, engine.context - len(ids)))
+        return Request(
+            ids,
+            max_new_tokens=min(limit for limit in limits if limit is not None),
+            sampling=sampling,
+            top_logprobs=job.top_logprobs,
+            prompt_logprobs=job.prompt_logprobs if index % job.n == 0 else None,
+            grammar=job.grammar,
+            timeout_s=self._service.left_s(self._served),
+            name=self._served.id,
+        )
+
+    def _tell(self, index: int, event: Event) -> None:
+        """From the engine's thread."""
+        if isinstance(event, Finished):
+            self._service.metrics.finished(event)
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta | End]]:
+        """(index of the answer, what it says next); raises ApiError where one of them fails."""
+        while self._left:
+            index, event = await self._next()
+            if isinstance(event, PromptTokens):
+                for choice in range(index, index + self.job.n):
+                    yield choice, Delta(prompt=event.tokens)
+                continue
+            reader = self._readers[index]
+            if isinstance(event, Token):
+                self._tokens += 1
+                for delta in reader.feed(event):
+                    yield index, delta
+                if reader.stopped:
+                    self._tickets[index].cancel()
+                continue
+            self._note(event)
+            if not reader.stopped:
+                self._check(event)
+            deltas, end = reader.end(event)
+            for delta in deltas:
+                yield index, delta
+            self._served.reason = end.reason
+            yield index, end
+
+    async def _next(self) -> tuple[int, Event]:
+        """Where many wait, since the client is slow, others get their turn between them.
+
+        The first choice of a prompt scores it for the others, which wait for that.
+        """
+        self._taken += 1
+        if self._taken % TURN == 0:
+            await asyncio.sleep(0)
+        for place, (index, _) in enumerate(self._early):
+            if self._scored[index // self.job.n]:
+                return self._early.pop(place)
+        while True:
+            index, event = await self._events.get()
+            prompt, choice = divmod(index, self.job.n)
+            self._scored[prompt] |= isinstance(event, PromptTokens)
+            if self._scored[prompt] or choice == 0:
+                return index, event
+            self._early.append((index, event))
+
+    def _note(self, finished: Finished) -> None:
+        self._left -= 1
+        self._served.note(finished)
+
+    def _check(self, finished: Finished) -> None:
+        """ApiError where an answer ended before its end."""
+        if finished.reason == "error":
+            error = finished.error or GreenroomError("the engine failed")
+            self._service.log.failed(self._served.id, error)
+            raise as_api_error(error)
+        if finished.reason == "timeout":
+            raise self._service.too_slow()
+        lost = finished.reason == "stopping" and not self._tokens
+        if lost or finished.reason == "cancelled":
+            raise ApiError(503, "the server is stopping", retry_after_s=30)
+
+    def cancel(self) -> None:
+        """Free the places of all answers that have not ended."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def leave(self) -> None:
+        """Cancel, and wait a moment until the engine has let go, so that the log has its counts."""
+        self.cancel()
+
+        async def drain() -> None:
+            while self._left:
+                _, event = self._early.pop() if self._early else await self._events.get()
+                if isinstance(event, Finished):
+                    self._note(event)
+
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(drain(), LEAVE_S)

@@ -1,0 +1,122 @@
+"""Errors as clients see them, in the format of the API that they called.
+
+Messages that come from deeper down may name files: a client is told what kind of error it was, and
+the log has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from greenroom.errors import (
+    ClosedError,
+    DeviceError,
+    GreenroomError,
+    ModelError,
+    StoreError,
+    TooLong,
+    UsageError,
+)
+from greenroom.server.engine.failures import RequestFailed
+from greenroom.server.engine.requests import Busy, NotFinite
+
+GONE = 499  # what servers log where the client hung up
+ANTHROPIC_PATH = "/v1/messages"
+
+OPENAI = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+ANTHROPIC = {**OPENAI, 408: "invalid_request_error", 503: "overloaded_error"}
+CLIENT, SERVER = "invalid_request_error", {"openai": "server_error", "anthropic": "api_error"}
+
+
+class ApiError(GreenroomError):
+    """An answer with an HTTP status instead of what was asked for.
+
+    `param` names the parameter that is wrong, `code` is one of OpenAI's, where it has one; `close`
+    ends the connection, because the rest of the request is not wanted.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.retry_after_s, self.close = retry_after_s, close
+
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {}
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.close:
+            found["connection"] = "close"
+        return found
+
+    def body(self, path: str, request_id: str) -> dict[str, Any]:
+        """What is sent for an error of the API that has this path."""
+        if path.startswith(ANTHROPIC_PATH):
+            kind = _kind(ANTHROPIC, self.status, SERVER["anthropic"])
+            error = {"type": kind, "message": str(self)}
+            return {"type": "error", "error": error, "request_id": request_id}
+        kind = _kind(OPENAI, self.status, SERVER["openai"])
+        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def _kind(table: dict[int, str], status: int, server: str) -> str:
+    return table.get(status, CLIENT if status < 500 else server)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error from anywhere."""
+    if isinstance(error, ApiError):
+        return error
+    message = " ".join(str(error).split())
+    if isinstance(error, Busy):
+        return ApiError(429, message, retry_after_s=error.retry_after_s)
+    if isinstance(error, TooLong):
+        return ApiError(400, message, param="messages", code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, message)
+    if isinstance(error, ClosedError):
+        return ApiError(503, "the server is stopping, or its model has failed", retry_after_s=5)
+    if isinstance(error, StoreError):
+        return ApiError(500, "reading a part of the model failed; try again")
+    if isinstance(error, DeviceError):
+        return ApiError(500, "the device refused memory or a copy; try again")
+    if isinstance(error, RequestFailed | NotFinite):
+        return ApiError(500, f"{message}; the log has more under this request's id")
+    return ApiError(500, "the server failed; its log has more")
+
+
+def cause_of(failure: BaseException | None) -> str:
+    """Why the engine failed, in a few words without names of files."""
+    if failure is None:
+        return "its thread has ended"
+    kinds = {
+        StoreError: "reading a part of the model failed",
+        MemoryError: "there was no memory",
+        DeviceError: "the device refused memory or a copy",
+        ModelError: "the model cannot be served",
+        UsageError: "an option cannot be right",
+    }
+    said = next((text for kind, text in kinds.items() if isinstance(failure, kind)), None)
+    return f"{said or 'an error that nobody expected'} ({type(failure).__name__})"

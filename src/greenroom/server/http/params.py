@@ -1,0 +1,267 @@
+"""Parameters that several APIs have, typed so strictly that nothing is ignored in silence.
+
+What a client may send and this server does not do has the type of its neutral value alone: `None`,
+or a literal. Labels (who asks, and why) change no answer by their own definition; they are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
+
+from greenroom.server.engine.requests import Sampling
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Labels = Annotated[dict[str, str], Field(max_length=64)]
+TAG = "~"
+CallId = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
+class Strict(BaseModel):
+    """No conversions, no further fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def _strings(value: Any) -> Any:
+    """One string or several."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError("stop must be a string, or a list of strings, none of them empty")
+    if len(strings) > 16 or max(map(len, strings), default=0) > 1024:
+        raise ValueError("stop has room for 16 strings of 1024 characters")
+    return tuple(strings)
+
+
+Stop = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_strings),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
+            ]
+        }
+    ),
+]
+
+
+def _biases(value: Any) -> Any:
+    """{"token id": bias}."""
+    if not isinstance(value, dict) or len(value) > 1024:
+        raise ValueError("logit_bias must be an object of at most 1024 token ids")
+    pairs = []
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"logit_bias: {key[:20]!r} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias.{key} must be a number from -100 to 100")
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)
+
+
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_biases),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        }
+    ),
+]
+
+
+def text_of(types: tuple[str, ...]) -> Any:
+    """A validator: a string, or a list of parts, of which only text can be read; joined by lines.
+
+    `types` are what an API calls a part that is text.
+    """
+
+    def joined(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return "\n".join(_part(part, types) for part in value)
+
+    return joined
+
+
+def _part(part: Any, types: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in types:
+        name = kind if isinstance(kind, str) else "such"
+        raise ValueError(f"{name[:40]} parts are not supported: this server takes text")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"a {kind} part needs a text")
+    harmless = {"type", "text", "cache_control", "annotations", "citations", "logprobs"}
+    if unknown := sorted(set(part) - harmless):
+        raise ValueError(f"{unknown[0][:40]} of a {kind} part is not supported")
+    return str(part["text"])
+
+
+def text_schema(types: tuple[str, ...]) -> dict[str, Any]:
+    """What `text_of` takes, as JSON schema."""
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": list(types)}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+_TEXT = ("text",)
+Text = Annotated[str, BeforeValidator(text_of(_TEXT)), WithJsonSchema(text_schema(_TEXT))]
+
+
+def tag(name: str) -> Tag:
+    """Of one type of a union (see `by_type`). Tags are not shown in the names of parameters."""
+    return Tag(TAG + name)
+
+
+def by_type(default: str | None = None) -> Discriminator:
+    """Tells the types of a union apart by their "type"."""
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else None
+        return TAG + kind if isinstance(kind, str) else None
+
+    return Discriminator(tag_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who chooses whether a tool is called: the model (auto), or this request."""
+
+    kind: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        """Must the answer be a call?"""
+        return self.kind in ("required", "named")
+
+
+def choice_of(inner: tuple[str, ...]) -> Any:
+    """A validator of OpenAI's tool_choice; a tool's name lies at these keys."""
+
+    def chosen(value: Any) -> Choice:
+        if value in ("auto", "none", "required"):
+            return Choice(value)
+        if isinstance(value, dict) and value.get("type") == "function":
+            rest: Any = {key: part for key, part in value.items() if key != "type"}
+            for key in inner:
+                rest = rest[key] if isinstance(rest, dict) and set(rest) == {key} else None
+            if isinstance(rest, str):
+                return Choice("named", rest)
+        raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
+                         " form of this API")  # fmt: skip
+
+    return chosen
+
+
+def choice_schema(inner: tuple[str, ...]) -> dict[str, Any]:
+    """What `choice_of` takes, as JSON schema."""
+    named: dict[str, Any] = {"type": "string"}
+    for key in reversed(inner):
+        named = {
+            "type": "object",
+            "properties": {key: named},
+            "required": [key],
+            "additionalProperties": False,
+        }
+    named["properties"]["type"] = {"const": "function"}
+    named["required"] = ["type", *named["required"]]
+    return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampled(Strict):
+    """How tokens are chosen; the names are OpenAI's, and those that vLLM and others added."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    top_k: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % (1 << 63),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            logit_bias=self.logit_bias or (),
+        )
+
+
+class OpenAI(Strict):
+    """What OpenAI's APIs share beside sampling."""
+
+    model: Annotated[str, Field(max_length=512)]
+    stream: bool | None = None
+    user: str | None = None
+    metadata: Labels | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+def tool_told(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+    def told(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = self.function
+        return tool_told(function.name, function.description, function.parameters)
+
+
+ToolList = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]

@@ -1,0 +1,152 @@
+"""What is noted of one HTTP request, and the line that it leaves in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from greenroom.server.engine.requests import Finished
+
+# Asked for every few seconds. Whether the model is there is no news of a request.
+QUIET = {("/health", 200), ("/health", 503), ("/metrics", 200)}
+
+
+@dataclass(slots=True)
+class Served:
+    """One request, from its first byte to its last."""
+
+    id: str
+    method: str
+    path: str
+    began: float = field(default_factory=time.monotonic)
+    status: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0  # of all answers
+    finished: list[Finished] = field(default_factory=list)
+    reason: str | None = None
+    body_bytes: int = 0
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+    error: str | None = None
+
+    def note(self, finished: Finished) -> None:
+        """One of its answers has ended."""
+        self.finished.append(finished)
+        self.new_tokens += finished.new_tokens
+
+    def end(self) -> None:
+        """Nothing of the request is left: give back what it held."""
+        while self.at_end:
+            self.at_end.pop()()
+
+    def facts(self) -> dict[str, object]:
+        """JSON-ready; times in seconds. Tokens are there where any answer was begun."""
+        found: dict[str, object] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "duration_s": round(time.monotonic() - self.began, 4),
+        }
+        if self.finished:
+            found |= self._answers()
+        if self.error is not None:
+            found["error"] = self.error
+        return found
+
+    def _answers(self) -> dict[str, object]:
+        first = [one.ttft_s for one in self.finished if one.ttft_s is not None]
+        hits = [one.hit_ratio for one in self.finished if one.hit_ratio is not None]
+        rates = [rate for one in self.finished if (rate := tokens_per_s(one)) is not None]
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": max(one.reused_tokens for one in self.finished),
+            "new_tokens": self.new_tokens,
+            "queued_s": round(min(one.queued_s for one in self.finished), 4),
+            "ttft_s": round(min(first), 4) if first else None,
+            "tokens_per_s": round(sum(rates), 2) if rates else None,
+            "hit_ratio": round(sum(hits) / len(hits), 4) if hits else None,
+            "finish_reason": self.reason or self.finished[-1].reason,
+        }
+
+
+def tokens_per_s(finished: Finished) -> float | None:
+    """Of decoding: the prompt's time is TTFT."""
+    tpot = tpot_s(finished)
+    return 1 / tpot if tpot else None
+
+
+def tpot_s(finished: Finished) -> float | None:
+    """Mean time between tokens; None where there are not two."""
+    if finished.ttft_s is None or finished.new_tokens < 2:
+        return None
+    return max(0.0, finished.duration_s - finished.ttft_s) / (finished.new_tokens - 1)
+
+
+class RequestLog:
+    """One line a request, in text or JSON, on standard error unless told otherwise."""
+
+    def __init__(self, form: str = "text", write: Callable[[str], object] | None = None) -> None:
+        self._json = form == "json"
+        self._write = write or _to_stderr
+
+    def line(self, served: Served) -> None:
+        if (served.path, served.status) in QUIET:
+            return
+        facts = {"time": _now(), **served.facts()}
+        self._write(json.dumps(facts) if self._json else _text(facts))
+
+    def say(self, message: str) -> None:
+        """About the server."""
+        self._write(json.dumps({"time": _now(), "message": message}) if self._json else message)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """An error that clients are told little of: here is all. `name`: a request, or a part."""
+        what = "".join(traceback.format_exception(error)).rstrip()
+        if self._json:
+            self._write(json.dumps({"time": _now(), "id": name, "traceback": what}))
+        else:
+            self._write(f"{_now()} {name} failed:\n{what}")
+
+
+class Records(logging.Handler):
+    """What the rest of Greenroom logs, in the same form."""
+
+    def __init__(self, log: RequestLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.say(f"greenroom: {record.getMessage()}")
+        if record.exc_info and record.exc_info[1] is not None:
+            self._log.failed(record.name, record.exc_info[1])
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")[:23] + "Z"
+
+
+def _text(facts: dict[str, object]) -> str:
+    head = "{time} {id} {method} {path} {status}".format(**facts)
+    parts = []
+    if "new_tokens" in facts:
+        reused = f" ({facts['reused_tokens']} reused)" if facts["reused_tokens"] else ""
+        parts += [f"{facts['prompt_tokens']} prompt{reused} + {facts['new_tokens']} new tokens"]
+        parts += [f"TTFT {facts['ttft_s']} s"] * (facts["ttft_s"] is not None)
+        parts += [f"{facts['tokens_per_s']} tokens/s"] * (facts["tokens_per_s"] is not None)
+        if isinstance(facts["hit_ratio"], float):
+            parts.append(f"hit ratio {facts['hit_ratio']:.1%}")
+        parts.append(str(facts["finish_reason"]))
+    parts.append(f"{facts['duration_s']} s")
+    if "error" in facts:
+        parts.append(str(facts["error"]))
+    return " · ".join([head, *parts])

@@ -1,0 +1,39 @@
+"""What the routes of all APIs have in common."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from greenroom.server.http import bodies
+from greenroom.server.http.request_log import Served
+from greenroom.server.http.service import Service
+
+REF = "#/components/schemas/{model}"
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def described(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a `model`."""
+    schema = {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def body_of(request: Request, service: Service, model: type[Body]) -> Body:
+    """The checked body of a request for the model that there is."""
+    body = await bodies.read(request, model, service.max_body, service.bodies)
+    if (name := getattr(body, "model", None)) is not None:
+        service.check_model(name)
+    return body
+
+
+def served_of(request: Request) -> Served:
+    found: Served = request.state.served
+    return found
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"

@@ -1,0 +1,129 @@
+"""One model as its clients share it: what every request needs, whatever API it came by."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from greenroom.config import Amount, ServeConfig
+from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.engine.failures import contained
+from greenroom.server.engine.requests import Busy, Engine
+from greenroom.server.engine.start import BODIES
+from greenroom.server.http.bodies import Room
+from greenroom.server.http.errors import ApiError
+from greenroom.server.http.metrics import Metrics
+from greenroom.server.http.request_log import RequestLog, Served
+
+WORKERS = 2  # threads that render templates and tokenise, for small requests
+SMALL_BYTES = 32 << 10  # of a body; larger ones have a thread of their own, and wait for each other
+Made = TypeVar("Made")
+
+
+class Service:
+    """An engine, its limits, and what is counted. `key` is what clients must give, if anything."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServeConfig,
+        name: str,
+        key: str | None = None,
+        log: RequestLog | None = None,
+    ) -> None:
+        self.engine, self.config, self.name, self.key = engine, config, name, key
+        self.log = log or RequestLog(config.log_format)
+        self.metrics = Metrics(engine, name)
+        self.created = int(time.time())
+        nbytes = Amount.parse(config.max_body, "--max-body").nbytes
+        assert nbytes is not None  # ServeConfig has checked it
+        self.max_body = nbytes
+        self.bodies = Room(BODIES * nbytes)
+        self.most_answers = config.max_batch + config.max_queue
+        self._workers = ThreadPoolExecutor(WORKERS, "greenroom-prompts")
+        self._large = ThreadPoolExecutor(1, "greenroom-large-prompts")
+        self._preparing = 0
+        self._dialogue: Dialogue | None = None
+        self._lock = threading.Lock()
+
+    def check_model(self, name: str) -> None:
+        """ApiError 404 where a client asks for another model: there is one."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name[:80]!r} does not exist here: this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def prepare(
+        self,
+        make: Callable[[Dialogue], Made],
+        served: Served,
+        forget: Callable[[Made], object] = lambda made: None,
+    ) -> Made:
+        """Run `make` on a thread for prompts. Busy where too many wait for one, 503 while loading,
+        504 where the time of the request is over first.
+
+        Tokenizers and grammars take long over large requests; neither the event loop nor small
+        requests wait for them. What nobody waits for any more is not begun; `forget` is called with
+        what was made too late.
+        """
+        if self._preparing >= self.most_answers:
+            raise Busy("too many requests wait to be read", retry_after_s=1.0)
+        self._preparing += 1
+        large = served.body_bytes > SMALL_BYTES
+        future = (self._large if large else self._workers).submit(self._contained, make)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self.left_s(served))
+        except BaseException as error:
+            if not future.cancel():
+                future.add_done_callback(
+                    lambda late: None if late.exception() else forget(late.result())
+                )
+            if isinstance(error, asyncio.TimeoutError | TimeoutError):
+                raise self.too_slow() from None
+            raise
+        finally:
+            self._preparing -= 1
+
+    def left_s(self, served: Served) -> float:
+        """Seconds that the answer to a request may still take."""
+        return max(0.001, served.began + self.config.timeout - time.monotonic())
+
+    def too_slow(self) -> ApiError:
+        return ApiError(504, f"the answer took longer than {self.config.timeout:g} seconds")
+
+    def _contained(self, make: Callable[[Dialogue], Made]) -> Made:
+        with contained():
+            return make(self.dialogue())
+        raise AssertionError  # for mypy: `contained` raises
+
+    def warm(self) -> Future[Dialogue]:
+        """Begin to read the model's templates, which may take seconds."""
+        return self._workers.submit(self._contained, lambda dialogue: dialogue)
+
+    def dialogue(self) -> Dialogue:
+        """The model's, once it is loaded; ApiError 503 before."""
+        state, progress, _ = self.engine.state()
+        if state == "loading":
+            raise ApiError(503, f"the model is loading ({progress:.0%})", retry_after_s=5)
+        if state != "ready":
+            why = "is stopping" if state == "stopping" else "has failed"
+            raise ApiError(503, f"the server {why}", retry_after_s=30)
+        with self._lock:
+            if self._dialogue is None:
+                self._dialogue = Dialogue(
+                    self.engine.tokenizer, self.engine.model_type, self.engine.context
+                )
+            return self._dialogue
+
+    def close(self) -> None:
+        for each in (self._workers, self._large):
+            each.shutdown(wait=True, cancel_futures=True)
+        if self._dialogue is not None:
+            self._dialogue.close()

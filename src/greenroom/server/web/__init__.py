@@ -1,0 +1,1 @@
+"""The app, its middleware, and the socket that it is served on."""

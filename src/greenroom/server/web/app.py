@@ -1,0 +1,89 @@
+"""The app: one file an API, all of them over one engine.
+
+app = create_app(Service(engine, config, "demo"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from greenroom import __version__
+from greenroom.errors import GreenroomError
+from greenroom.server.api import chat, completions, messages, operations, responses
+from greenroom.server.http.errors import ApiError, as_api_error
+from greenroom.server.http.routes import REF
+from greenroom.server.http.service import Service
+from greenroom.server.web.middleware import HeadCheck, Keyed, Noted
+
+APIS = (chat, completions, responses, messages, operations)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """Everything that a client can reach, behind the key, ids and the log."""
+    app: ASGIApp = Keyed(api(service), service.key, service.config.host)
+    if service.config.allowed_origins is not None:
+        origins = [origin.strip() for origin in service.config.allowed_origins.split(",")]
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return Noted(HeadCheck(app), service.log)
+
+
+def api(service: Service) -> FastAPI:
+    """The routes, and errors in the format of each."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    # No pages of documentation: they would load scripts from elsewhere.
+    app = FastAPI(
+        title="Greenroom", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
+    for each in APIS:
+        app.include_router(each.router(service))
+    for kind in (GreenroomError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
+    app.state.log = service.log
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        path = request.url.path[:80]
+        known = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
+        error = ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
+    found = as_api_error(error)
+    served = request.state.served
+    served.error = str(found)
+    if found.status >= 500 and found is not error and isinstance(error, GreenroomError):
+        request.app.state.log.failed(served.id, error)
+    return JSONResponse(found.body(request.url.path, served.id), found.status, found.headers)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI's document: bodies are read by ourselves, so their schemas are added here."""
+    if app.openapi_schema is None:
+        found = FastAPI.openapi(app)
+        models = [(model, "validation") for each in APIS for model in each.BODIES]
+        _, schemas = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
+        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        keys = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        found["components"]["securitySchemes"] = keys
+        found["security"] = [{}, {"bearer": []}, {"key": []}]
+        app.openapi_schema = found
+    return app.openapi_schema

@@ -1,0 +1,149 @@
+"""What stands before the API: request ids, the log, errors that nobody expected, what HTTP forbids,
+and the key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from greenroom.server.http.errors import ApiError
+from greenroom.server.http.keys import is_loopback
+from greenroom.server.http.request_log import RequestLog, Served
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s/@]+)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
+MOST_FIELDS = 100  # headers of a request
+OPEN = ("/health",)  # for those who watch over processes
+
+
+class Noted:
+    """Gives every request an id of the server's own and a line in the log; nothing gets past it."""
+
+    def __init__(self, app: ASGIApp, log: RequestLog) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = quote(scope["path"])[:200]
+        served = Served(f"req_{secrets.token_hex(8)}", scope["method"], path)
+        scope.setdefault("state", {})["served"] = served
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun, served.status = True, message["status"]
+                name = served.id.encode()
+                ids = [(b"x-request-id", name), (b"request-id", name)]
+                message = {**message, "headers": [*message["headers"], *ids]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            self._log.failed(served.id, error)
+            if not begun:
+                failed = ApiError(500, "the server failed; its log has more")
+                await answer(failed, scope, receive, sending)
+            served.status = 500
+        finally:
+            served.end()
+            self._log.line(served)
+
+
+class HeadCheck:
+    """Refuses requests whose head breaks HTTP/1.1 (RFC 9112), or asks for more than this server
+    does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = _head_error(scope) if scope["type"] == "http" else None
+        if error is not None:
+            await answer(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _head_error(scope: Scope) -> ApiError | None:
+    headers, version = Headers(scope=scope), scope["http_version"]
+    if len(headers) > MOST_FIELDS:
+        return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
+    if version not in ("1.0", "1.1"):
+        return ApiError(505, f"HTTP/{version} is not supported: use HTTP/1.1", close=True)
+    hosts = headers.getlist("host")
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        return ApiError(400, f"a request has one Host header, got {len(hosts)}", close=True)
+    coding = headers.get("transfer-encoding")
+    if coding is not None and version == "1.0":
+        return ApiError(400, "HTTP/1.0 has no Transfer-Encoding", close=True)
+    if coding is not None and coding.lower() != "chunked":
+        return ApiError(501, "Transfer-Encoding can only be chunked", close=True)
+    return None
+
+
+class Keyed:
+    """Lets in who has the key. Without one, only those who call this machine by its own name.
+
+    A name in the Host header that is not ours is how web pages reach servers on loopback (DNS
+    rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
+        self._app = app
+        self._digest = _digest(key) if key is not None else None
+        self._host = host.lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            error = self._refusal(Headers(scope=scope))
+            if error is not None:
+                await answer(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        if self._digest is None:
+            host = headers.get("host")  # HTTP/1.0 may have none, which no web page speaks
+            if host is not None and not self._is_ours(host):
+                return ApiError(403, "this server is called localhost", close=True)
+            return None
+        given = headers.get("x-api-key")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if given is None and scheme.lower() == "bearer":
+            given = token.strip()
+        if given is None:
+            wanted = "no API key: send Authorization: Bearer KEY, or x-api-key: KEY"
+            return ApiError(401, wanted, code="invalid_api_key", close=True)
+        if not hmac.compare_digest(_digest(given), self._digest):
+            return ApiError(401, "wrong API key", code="invalid_api_key", close=True)
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        found = HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found[1].strip("[]").removesuffix(".").lower()
+        return name == self._host or is_loopback(name)
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, so that comparing takes one time."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an error in the format of the API that was called."""
+    served: Served = scope["state"]["served"]
+    served.error = str(error)
+    body = error.body(scope["path"], served.id)
+    await JSONResponse(body, error.status, error.headers)(scope, receive, send)

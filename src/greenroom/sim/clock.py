@@ -1,0 +1,193 @@
+"""The clock of the simulator: the same scheduler as the runtime's, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from greenroom.core.cost import Costs
+from greenroom.core.events import (
+    HOST,
+    Action,
+    Compute,
+    Computed,
+    Event,
+    Finish,
+    Landed,
+    Routed,
+    StartChunk,
+)
+from greenroom.core.homes import spread
+from greenroom.core.pieces import Ints
+from greenroom.core.plan import LOW, SKIP
+from greenroom.core.policy import Rows, Weights
+from greenroom.core.predictor import Ids, PassBegins, Seen
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.scheduler.scheduler import Scheduler
+
+
+class TraceStep(NamedTuple):
+    """One layer of one pass: dense expert ids, ascending and distinct.
+
+    `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
+    experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
+    `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
+    `tails` say how much each expert matters, where misses may be served with less.
+    """
+
+    step: int
+    layer: int
+    experts: Ints
+    rows: Rows | None = None
+    tokens: int = 1
+    request: int = 0
+    weights: Weights | None = None
+    prefill: bool = False
+    chosen: Ids | None = None
+    tails: Weights | None = None
+
+
+class Clock:
+    """Simulated time: an event heap, a chain of links, a processor for each device, and one beside
+    the place between two links.
+
+    Several devices share the chain's first link, and have a last one each, as fast as if it were
+    alone; `compute` is the sum over them. What is sent between them takes no time.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, costs: Costs, foresight: Foresight | None = None
+    ) -> None:
+        self.scheduler, self.costs, self.foresight = scheduler, costs, foresight
+        self.now = self.stall = self.compute = 0.0
+        self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
+        self.bytes_moved = 0
+        self.fetched: list[int] = []
+        self._heap: list[tuple[float, int, Event]] = []
+        self._serial = 0
+        self._fresh: set[int] = set()  # what was fetched since it was last computed
+        self.charge(costs)
+        self._link_free = [0.0] * len(self._links)
+        self._from_store = scheduler.transfers.queue.links_from_store
+        self._step: TraceStep
+
+    def charge(self, costs: Costs) -> None:
+        """What everything costs from now on; over as many links as before."""
+        self.costs, self._links = costs, spread(costs.links, self.scheduler.pieces.devices)
+
+    def begin(self, at: PassBegins) -> None:
+        """A pass begins."""
+        if self.foresight is not None:
+            for event in self.foresight.begin(at):
+                self._tell(event)
+
+    def run(self, step: TraceStep) -> None:
+        """One step: the rest of its layer, its routing, its experts."""
+        self._step = step
+        dense = self.costs.dense.seconds(step.tokens)
+        self._until(self.now + dense)
+        self.compute += dense
+        finished = self._tell(
+            Routed(
+                step.step, step.layer, step.experts, step.request, step.rows, step.weights,
+                step.prefill, step.tails,
+            )
+        )  # fmt: skip
+        if self.foresight is not None and step.chosen is not None:
+            for predicted in self.foresight.routed(Seen(step.layer, step.chosen)):
+                finished |= self._tell(predicted)
+        while not finished:
+            idle = self.scheduler.step is not None and not self.scheduler.step.waves
+            due, _, event = heapq.heappop(self._heap)
+            if idle:
+                self.stall += due - self.now
+                self._waited += due - self.now
+            self.now = due
+            finished = self._tell(event)
+        if self._slowed:
+            self.compute += self._slowed
+            self._until(self.now + self._slowed)
+            self._slowed = 0.0
+
+    def _until(self, end: float) -> None:
+        """Links go on while something else is computed."""
+        while self._heap and self._heap[0][0] <= end:
+            self.now, _, event = heapq.heappop(self._heap)
+            self._tell(event)
+        self.now = end
+
+    def _tell(self, event: Event) -> bool:
+        """Tell the scheduler and do as it says; True where the step is over."""
+        return self._carry_out(self.scheduler.on(event, self.now))
+
+    def _carry_out(self, actions: list[Action]) -> bool:
+        finished = False
+        for action in actions:
+            match action:
+                case StartChunk():
+                    self._send(action)
+                case Compute(experts, _, device, part):
+                    seconds = self._seconds(experts, part, device)
+                    seconds += self._handling(experts, part, device)
+                    self._slowed += self.costs.after(self._waited)
+                    self._waited = 0.0
+                    self.compute += seconds
+                    self._at(self.now + seconds, Computed(device))
+                case Finish():
+                    finished = True
+        return finished
+
+    def _send(self, action: StartChunk) -> None:
+        """A link carries a chunk as soon as it has carried what it was given before."""
+        nbytes, link = self._nbytes(action.piece, action.chunk), self._links[action.link]
+        free = max(self.now, self._link_free[action.link]) + nbytes / link.bandwidth
+        self._link_free[action.link] = free
+        self._at(free + link.latency, Landed(action.lane, action.piece, action.link))
+        if action.link in self._from_store:
+            self.bytes_moved += nbytes
+        if action.begins:
+            self.fetched.append(action.piece)
+            joins = action.joins >= 0  # what a copy lacks of an expert: that is there then
+            self._fresh.add(action.piece % self.scheduler.pieces.experts if joins else action.piece)
+
+    def _nbytes(self, piece: int, chunk: int) -> int:
+        """Chunks of a piece are equal but for the last."""
+        total = int(self.scheduler.pieces.nbytes[piece])
+        chunks = int(self.scheduler.pieces.chunks[piece])
+        return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
+
+    def _seconds(self, experts: Ints, part: int, device: int) -> float:
+        """What a wave takes: its experts one after another, a part of one in proportion."""
+        work = self.costs.host if device == HOST else self.costs.expert
+        assert work is not None
+        step, share = self._step, self._share(part)
+        if step.rows is None:
+            return share * experts.size * work.seconds(1)
+        rows = step.rows[np.searchsorted(step.experts, experts)]
+        return share * sum(work.seconds(n) for n in rows.tolist())
+
+    def _handling(self, experts: Ints, part: int, device: int) -> float:
+        """What those of a wave cost that were fetched for it, or ahead of it. The host computes
+        them where they were read."""
+        if device == HOST:
+            return 0.0
+        pieces = experts + part * self.scheduler.pieces.experts
+        fresh = self._fresh.intersection(pieces.tolist())
+        self._fresh -= fresh
+        return len(fresh) * self.costs.handling * self._share(part)
+
+    def _share(self, part: int) -> float:
+        """A part's share of an expert of the step's layer; a copy's is that of its bytes."""
+        pieces, layer = self.scheduler.pieces, self._step.layer
+        if (split := pieces.split) is None:
+            if part == LOW and pieces.copies is not None:
+                return pieces.copies.low[layer] / pieces.copies.exact[layer]
+            return 0.0 if part == SKIP else 1.0
+        nbytes = split.tops[layer], split.bottoms[layer]
+        return nbytes[part] / sum(nbytes)
+
+    def _at(self, due: float, event: Event) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (due, self._serial, event))

@@ -1,0 +1,60 @@
+"""Predictors over a trace; those that run beside a model are replayed from its predictions."""
+
+from __future__ import annotations
+
+from greenroom.core.predictor import Shape
+from greenroom.core.prefetch.foresight import Foresight
+from greenroom.errors import UsageError
+from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
+from greenroom.trace import Trace
+
+
+def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
+    """A predictor over a trace; those that run beside a model are replayed from its predictions.
+
+    UsageError where the trace has not what they need.
+    """
+    choice = chosen(trace, prefetch)
+    shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
+    if "token_ids" in choice.kind.needs and trace.token_ids is None:
+        raise UsageError(
+            f"predictor {choice.name} needs token ids, which this trace does not have: record them"
+            " with --token-ids"
+        )
+    setting = Setting(shape, seed, routed=trace.experts, recorded=trace.predictions)
+    return Foresight(choice.make(setting), trace.offsets.tolist())
+
+
+def chosen(trace: Trace, prefetch: str) -> Choice:
+    """What a name stands for over this trace: itself, or the recording of it."""
+    choice = predictor(prefetch)
+    if choice.kind is AUTO:
+        return chosen(trace, automatic(trace))
+    if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
+        return choice
+    if (found := _recording(trace, choice)) is None:
+        raise UsageError(
+            f"predictor {choice.name} runs beside a model, and this trace does not hold its"
+            f" predictions: record them (trace record --predict {choice.name})"
+            + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
+        )
+    return predictor(f"recorded:of={found}")
+
+
+def automatic(trace: Trace) -> str:
+    """What `auto` is here: what a run takes, as far as the trace says what it would expect."""
+    first, last = AUTOMATIC
+    return last if _recording(trace, predictor(first)) is None else first
+
+
+def _recording(trace: Trace, choice: Choice) -> str | None:
+    """The trace's predictions that a predictor made: of its kind, distance and options."""
+    for name, made in trace.predictions.items():
+        try:
+            by = predictor(name)
+        except UsageError:  # not one of ours
+            continue
+        alike = by.kind is choice.kind and by.options == choice.options
+        if alike and choice.distance in (None, made.distance):
+            return name
+    return None

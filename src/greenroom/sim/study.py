@@ -1,0 +1,183 @@
+"""A study: what all cells of a sweep share, and how a cell is simulated.
+
+Without costs a cell is a replay, with costs its steps are timed too (`timed.py`); where what is in
+its slot depends on time, it is simulated event by event (`event_driven.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from greenroom.core.cache.pins import Pins
+from greenroom.core.cache.scope import name_of
+from greenroom.core.cost import Costs
+from greenroom.core.stream import Stream
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+from greenroom.predictors import OFF
+from greenroom.sim.event_driven import EventOptions, simulate_events
+from greenroom.sim.pinned import kept
+from greenroom.sim.replay import replay
+from greenroom.sim.timed import times
+from greenroom.trace import Trace, stream
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay: a policy's name (with options), a capacity in slots, a predictor or `off`."""
+
+    policy: str
+    capacity: int
+    pin: str = "step"
+    prefetch: str = OFF
+
+
+@dataclass(frozen=True, slots=True)
+class Study(EventOptions):
+    """What all cells of a sweep share. Prefetching needs costs, and the order `runtime`."""
+
+    trace: Trace
+    requests: Stream
+    order: str
+    costs: Costs | None = None
+    expert_bytes: int = 0
+    pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
+
+    @classmethod
+    def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
+        """A trace's first `limit` tokens (all without it) in an order; UnknownName for it."""
+        trace = trace if limit is None else trace.head(limit)
+        return cls(trace, stream(trace, order), order, **options)
+
+    def run(self, cell: Cell) -> Row:
+        """A cell as `--json` prints it; with costs, how long it takes too."""
+        chosen = policy(cell.policy)
+        how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
+        timed: dict[str, Any] = {}
+        if self.costs is None:
+            stay = kept(self.trace, self.requests, self.pins) if self.pins else ()
+            done = replay(
+                self.requests, self.trace.offsets, cell.capacity, chosen, kept=stay, **how  # type: ignore[arg-type]
+            )  # fmt: skip
+            requests, misses = done.requests, done.misses
+        elif not self._played(cell):
+            found = times(
+                self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
+                **how,  # type: ignore[arg-type]
+            )  # fmt: skip
+            requests, misses = found.requests, found.misses
+            timed = {"prefetch": OFF, **found.as_json()}
+        else:
+            if cell.pin != "step":
+                raise UsageError(
+                    "prefetching, splits, misses that get less, a host tier and several devices"
+                    " need the experts of a step to be safe: pin step"
+                )
+            played = simulate_events(
+                self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
+                cell.prefetch, self,
+            )  # fmt: skip
+            requests, misses = played.times.requests, played.times.misses
+            timed = {"prefetch": cell.prefetch, **played.as_json()}
+        return {
+            "policy": chosen.name,
+            "order": self.order,
+            "scope": name_of(self.scope),
+            "pin": cell.pin,
+            "capacity": cell.capacity,
+            "requests": requests,
+            "misses": misses,
+            "miss_ratio": misses / requests if requests else 0.0,
+            **timed,
+        }
+
+    @property
+    def event_by_event(self) -> bool:
+        """Whether every cell is played event by event, by policies that know no future."""
+        parts = self.split is not None or self.lesser is not None
+        return self.host > 0 or self.devices > 1 or parts
+
+    def _played(self, cell: Cell) -> bool:
+        """Whether a cell is played event by event."""
+        return cell.prefetch != OFF or self.event_by_event
+
+    def warm(self, cell: Cell) -> None:
+        """Compile what a cell needs, on a few steps.
+
+        Two threads that compile the same function at once would both do it, and compiling holds
+        the GIL: so all is compiled before the threads start.
+        """
+        if self.costs is not None and self._played(cell):
+            few_tokens = self.trace.head(2)
+            replace(self, trace=few_tokens, requests=stream(few_tokens, self.order)).run(cell)
+            return
+        end = min(8, self.requests.layer.size)
+        n = int(self.requests.starts[end])
+        few = {
+            "starts": self.requests.starts[: end + 1],
+            **{name: getattr(self.requests, name)[:end]
+               for name in ("now", "layer", "token", "request", "prefill")},
+            **{name: getattr(self.requests, name)[:n] for name in ("pieces", "rows", "weights")},
+        }  # fmt: skip
+        replay(
+            Stream(**few), self.trace.offsets, cell.capacity, policy(cell.policy),
+            scope=self.scope, pin=cell.pin, seed=self.seed, detail=self.costs is not None,
+        )  # fmt: skip
+
+
+def capacities(text: str, experts: int) -> list[int]:
+    """`64,25%`: slots, or a share of all experts, rounded down. UsageError where it cannot be."""
+    return [_capacity(item.strip(), experts) for item in text.split(",")]
+
+
+def _capacity(text: str, experts: int) -> int:
+    try:
+        if text.endswith("%"):
+            share = Fraction(text[:-1].strip())
+            if not 0 < share <= 100:
+                raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
+            slots = int(share * experts / 100)
+            if slots == 0:
+                raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
+            return slots
+        slots = int(text)
+    except (ValueError, ZeroDivisionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"--capacity {text!r}: write slots as 64, a share as 25%") from error
+    if not 1 <= slots <= experts:
+        raise UsageError(f"--capacity {slots}: must be from 1 to all {experts} experts")
+    return slots
+
+
+def names(text: str) -> list[str]:
+    """`lru,moe-infinity:matching=request,capacity=50,opt`: an option belongs to the name before."""
+    found: list[str] = []
+    for item in text.split(","):
+        if found and ":" in found[-1] and "=" in item and ":" not in item:
+            found[-1] += f",{item.strip()}"
+        else:
+            found.append(item.strip())
+    return found
+
+
+def counts(trace: Trace) -> list[list[int]]:
+    """[layer][expert]: tokens that chose it."""
+    return [
+        np.bincount(trace.experts[:, layer].reshape(-1), minlength=int(experts)).tolist()
+        for layer, experts in enumerate(trace.experts_per_layer)
+    ]
+
+
+def grid(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
+    """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    points = {int(share * experts) for share in shares} | set(asked)
+    yield from sorted(point for point in points if point >= least)

@@ -1,0 +1,91 @@
+"""The line about what is under way: live on a terminal, sparse in a file."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from greenroom.cli.terminal import progress as module
+from greenroom.cli.terminal.progress import CLEAR, Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_file_has_a_line_at_once_and_then_few(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    with Progress("starting") as progress:
+        assert file.getvalue() == "starting ...\n"
+        for done in range(100):
+            clock[0] += 0.125
+            progress.say("simulating", done, 100)
+    few = file.getvalue().splitlines()
+    assert few == [
+        "starting ...", "simulating 39%, 8 s left ...", "simulating 79%, 3 s left ..."
+    ]  # fmt: skip
+
+
+def test_a_terminal_has_one_line_that_goes_away(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Progress("starting") as progress:
+        progress.say("loading", 1, 4)
+        logging.getLogger("greenroom.test").warning("mind the step")
+        progress.say("loading", 2, 4)
+    assert terminal.getvalue() == "".join(
+        (f"{CLEAR}starting ...", f"{CLEAR}loading 25% ...", f"{CLEAR}mind the step\n",
+         f"{CLEAR}loading 50% ...", CLEAR)
+    )  # fmt: skip
+    assert not logging.getLogger("greenroom").handlers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "demo", "x"], ["chat", "demo"], ["serve", "demo"], ["verify", "demo"],
+        ["verify", "demo", "--quality", "x"], ["pack", "demo", "-o", "x", "--experts", "int8"],
+        ["bench", "demo"], ["tune", "demo"], ["plan", "demo", "--memory", "8GiB"], ["doctor"],
+        ["doctor", "demo"], ["models"],
+        ["trace", "info", "x"], ["trace", "import", "x", "-o", "y"],
+        ["trace", "hot", "x", "--task", "all", "-o", "y"],
+        ["trace", "budgets", "x", "--capacity", "1", "-o", "y"],
+        ["trace", "synth", "zipf", "-o", "y"],
+        ["simulate", "x", "--policy", "lru", "--capacity", "1"],
+        ["train-predictor", "demo", "--trace", "x", "-o", "y"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_says_something_before_it_imports_what_takes_long(
+    command: list[str], tmp_path
+) -> None:
+    code = (
+        "import sys\n"
+        "from greenroom.cli import main\n"
+        "for name in ('torch', 'numba', 'transformers'): sys.modules[name] = None\n"
+        f"try: main({command})\n"
+        "except ImportError: pass\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert re.match(r".+ \.\.\.\n", ran.stderr), ran.stderr
+    assert " ...\n" not in ran.stdout

@@ -1,0 +1,176 @@
+"""A cache that holds everything decides nothing, and forgets no order of use."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cache.all_resident import AllResident
+from greenroom.core.cache.placement import Placement
+from greenroom.core.counts import Counts
+from greenroom.core.events import Computed, Landed, Resized, Routed, StartChunk
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.policies import policy
+
+LAYERS, EXPERTS = 2, 4
+PIECES = Pieces.whole([0, 4, 8], [1, 1])
+
+
+def filled(name: str = "lru", capacity: int = 8) -> Scheduler:
+    """A scheduler that has served every piece once, in ascending order."""
+    scheduler = Scheduler(PIECES, capacity, policy(name))
+    for layer in range(LAYERS):
+        serve(scheduler, 0, layer, np.arange(4 * layer, 4 * layer + 4))
+    return scheduler
+
+
+def serve(scheduler: Scheduler, step: int, layer: int, experts: np.ndarray) -> None:
+    """A step to its end, every chunk landing at once."""
+    actions = scheduler.on(Routed(step, layer, experts))
+    while scheduler.step is not None:
+        landings = [Landed(a.lane, a.piece) for a in actions if isinstance(a, StartChunk)]
+        actions = [a for e in landings for a in scheduler.on(e)]
+        if scheduler.step is not None and scheduler.step.waves:
+            actions += scheduler.on(Computed())
+
+
+def at_once(scheduler: Scheduler, experts: np.ndarray) -> np.ndarray | None:
+    """A step on the all-resident path; None where it has to be routed."""
+    path = scheduler.all_resident
+    return None if path is None else path.step(experts)
+
+
+def several(scheduler: Scheduler, asked: np.ndarray, find: Any) -> int | None:
+    """Several steps of compiled code on the all-resident path."""
+    path = scheduler.all_resident
+    return None if path is None else path.compiled_steps(asked, find)
+
+
+def test_a_step_is_straight_once_every_piece_has_its_slot() -> None:
+    scheduler = Scheduler(PIECES, 8, policy("lru"))
+    assert at_once(scheduler, np.array([0])) is None
+    scheduler = filled()
+    slots = at_once(scheduler, np.array([1, 3]))
+    assert slots is not None
+    assert slots.tolist() == [scheduler.placement.slot(expert) for expert in (1, 3)]
+    assert (scheduler.counts.requests, scheduler.counts.hits, scheduler.counts.steps) == (10, 2, 3)
+
+
+def test_what_was_never_asked_for_keeps_nobody_waiting_but_itself() -> None:
+    scheduler = Scheduler(PIECES, 8, policy("lru"))
+    serve(scheduler, 0, 0, np.array([0, 2]))
+    assert at_once(scheduler, np.array([0, 2])) is not None
+    counts = replace(scheduler.counts)
+    assert at_once(scheduler, np.array([0, 1])) is None
+    assert scheduler.counts == counts
+    serve(scheduler, 1, 0, np.array([0, 1]))
+    assert at_once(scheduler, np.array([0, 1, 2])) is not None
+    assert at_once(scheduler, np.array([5])) is None
+    scheduler.on(Resized(2))
+    assert scheduler.residents().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("name", "capacity"), [("lru", 7), ("lfu", 8), ("next-use", 8)])
+def test_not_where_one_is_absent_or_the_policy_counts(name: str, capacity: int) -> None:
+    scheduler = filled(name, capacity)
+    assert at_once(scheduler, np.array([4])) is None
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 1), st.sets(st.integers(0, 3), min_size=1), st.booleans()),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(steps, st.integers(1, 7))
+def test_after_it_shrinks_the_residents_are_those_of_one_that_was_told(
+    asked: list[tuple[int, set[int], bool]], capacity: int
+) -> None:
+    """Straight or not, in any mixture."""
+    ours, told = filled(), filled()
+    for step, (layer, experts, straight) in enumerate(asked, 1):
+        pieces = np.array(sorted(experts)) + 4 * layer
+        serve(told, step, layer, pieces)
+        if not straight:
+            serve(ours, step, layer, pieces)
+        else:
+            assert at_once(ours, pieces) is not None
+    for scheduler in (ours, told):
+        scheduler.on(Resized(capacity))
+    assert ours.residents().tolist() == told.residents().tolist()
+    assert ours.counts == told.counts
+    assert at_once(ours, ours.residents()[:1]) is None
+
+
+def place(tables: Any, pieces: list[int]) -> int:
+    """What compiled code does with a step's tables (kernels/choice.py), for these pieces."""
+    first, slot_of, used, asked, _, step = tables
+
+    def word(start: int, piece: int) -> Any:
+        return ctypes.c_int64.from_address(start + 8 * (first + piece))
+
+    if any(word(slot_of, piece).value < 0 for piece in pieces):
+        return 0
+    for piece in pieces:
+        word(used, piece).value = step
+        word(asked, piece).value += 1
+    return len(pieces)
+
+
+@settings(deadline=None)
+@given(steps, st.integers(1, 7))
+def test_several_steps_in_one_leave_what_they_leave_one_by_one(
+    steps: list[tuple[int, set[int], bool]], capacity: int
+) -> None:
+    """Of tokens that pass through both layers; the second step may have to be done alone."""
+    ours, told = filled(), filled()
+    counted = np.zeros(8, np.int64)
+    for step, (missing, experts, _) in enumerate(steps, 1):
+        chosen = [sorted(experts), sorted(3 - e for e in experts)]
+
+        def find(tables: Any, chosen: Any = chosen, done: int = 1 + missing) -> list[int]:
+            each = [array("q", [4 * n, *tables[1:-1], tables[-1] + n]) for n in range(done)]
+            return [place(*pair) for pair in zip(each, chosen, strict=False)]
+
+        assert several(ours, counted, find) == 1 + missing
+        if not missing:
+            assert at_once(ours, np.array(chosen[1]) + 4) is not None
+        for layer, pieces in enumerate(chosen):
+            serve(told, step, layer, np.array(pieces) + 4 * layer)
+    for scheduler in (ours, told):
+        scheduler.on(Resized(capacity))
+    assert ours.residents().tolist() == told.residents().tolist()
+    assert ours.counts == told.counts
+    assert counted.sum() == sum((1 + missing) * len(experts) for missing, experts, _ in steps)
+
+
+def test_no_several_steps_where_something_is_to_be_decided() -> None:
+    scheduler = Scheduler(PIECES, 7, policy("lru"))
+    assert several(scheduler, np.zeros(8, np.int64), lambda tables: 1 / 0) is None
+    full = filled()
+    before = replace(full.counts)
+    assert several(full, np.zeros(8, np.int64), lambda tables: []) == 0
+    assert full.counts == before
+
+
+def test_nothing_used_leaves_the_order_as_it_was() -> None:
+    placement = Placement(PIECES, 8, policy("lru"), "shared", 0, 0)
+    cache = placement.cache
+    cache.serve(np.arange(4), 0, "none")
+    cache.serve(np.arange(4, 8), 1, "none")
+    path = AllResident.of(placement, Counts())
+    assert path is not None
+    path.tell()
+    path.step(np.array([0]))
+    path.tell()
+    cache.resize(2)
+    assert cache.residents().tolist() == [0, 7]

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.pins import Pins, Task
+from greenroom.core.pieces import Pieces
+from greenroom.errors import BudgetError, UsageError
+from greenroom.policies import POLICIES, policy
+from tests.policies.plain import plain_policies
+
+PIECES = Pieces.whole([0, 4, 8], [1, 1])
+
+
+def ids(*experts: int) -> np.ndarray:
+    return np.array(experts, np.int64)
+
+
+def test_what_is_kept_stays_once_it_is_there():
+    cache = Cache(PIECES, 3, policy("lru"))
+    cache.keep(ids(0))
+    for number, expert in enumerate((0, 1, 2, 3, 1, 2)):
+        cache.serve(ids(expert), number)
+        cache.release(ids(expert))
+    assert cache.residents().tolist() == [0, 1, 2]
+    cache.keep(ids())
+    cache.serve(ids(3), 9)
+    assert 0 not in cache.residents()
+
+
+def test_a_step_fits_beside_what_is_kept():
+    cache = Cache(PIECES, 3, policy("lru"))
+    cache.keep(ids(0))
+    assert cache.serve(ids(1, 2), 0).pinned
+    cache.release(ids(1, 2))
+    assert not cache.serve(ids(1, 2, 3), 1).pinned
+    assert cache.serve(ids(0, 1, 2), 2).pinned
+
+
+def test_something_is_left_for_others():
+    cache = Cache(PIECES, 4, policy("lru"), "per-layer")
+    with pytest.raises(BudgetError, match="2 pinned experts leave none of 2 slots"):
+        cache.keep(ids(0, 1))
+    cache.keep(ids(0, 5))
+    with pytest.raises(BudgetError, match="1 pinned experts leave none of 1 slots"):
+        cache.resize(2)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, p in POLICIES.items() if not p.needs_trace))
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=3), max_size=25), st.integers(3, 7))
+@settings(max_examples=25, deadline=None)
+@plain_policies()
+def test_no_policy_evicts_what_is_kept(name, steps, capacity):
+    cache = Cache(PIECES, capacity, policy(name))
+    cache.keep(ids(1, 6))
+    seen: set[int] = set()
+    for number, chosen in enumerate(steps):
+        asked = ids(*(4 * (number % 2) + e for e in sorted(chosen)))
+        served = cache.serve(asked, number)
+        if served.pinned:
+            cache.release(asked)
+        seen |= {1, 6} & {*asked.tolist()}
+        assert seen <= {*cache.residents().tolist()}
+
+
+def pins() -> Pins:
+    a, b = np.array([3.0, 0, 0, 1, 2, 0, 0, 0]), np.array([0, 0, 3.0, 0, 0, 0, 1, 0])
+    return Pins({"a": Task(ids(0, 4), a), "b": Task(ids(2, 6), b)}, (0, 4, 8))
+
+
+def test_the_nearest_task():
+    assert pins().nearest(np.array([0, 0, 5, 1, 0, 0, 0, 0])) == "b"
+    assert pins().nearest(np.array([9, 0, 5, 1, 0, 0, 0, 0])) == "a"
+    assert pins().nearest(np.zeros(8)) == "a"
+    assert pins().first.size == 0
+
+
+def test_a_file_and_back(tmp_path):
+    file = tmp_path / "pins.json"
+    file.write_text(json.dumps(pins().as_json()))
+    found = Pins.load(file, [0, 4, 8])
+    assert found.tasks["b"].experts.tolist() == [2, 6]
+    assert found.tasks["a"].pattern.tolist() == pins().tasks["a"].pattern.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("{", "it is not JSON"),
+        ({"format": "x"}, "greenroom trace hot makes such files"),
+        ({"version": 2}, "pins of version 2: make them again"),
+        ({"tasks": {}}, "has no tasks"),
+        ({"tasks": {"a": {"experts": [[0]], "pattern": [[0]]}}}, "other layers or experts"),
+        (
+            {"tasks": {"a": {"experts": [[0], [9]], "pattern": [[0] * 4, [0] * 4]}}},
+            "must be different ones of 4",
+        ),
+        (
+            {"tasks": {"a": {"experts": [[0], [1]], "pattern": [[-1] * 4, [0] * 4]}}},
+            r"pattern\[0\]\[0\] must be a number from 0",
+        ),
+    ],
+)
+def test_damaged_files(tmp_path, change, said):
+    file = tmp_path / "pins.json"
+    text = change if isinstance(change, str) else json.dumps({**pins().as_json(), **change})
+    file.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        Pins.load(file, [0, 4, 8])
+    with pytest.raises(UsageError, match="cannot read"):
+        Pins.load(tmp_path / "none", [0, 4, 8])

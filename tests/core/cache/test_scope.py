@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.config import scope_of
+from greenroom.core.cache.cache import Cache
+from greenroom.core.cache.scope import name_of, proportional, split_capacity
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.pieces import Pieces
+from greenroom.errors import BudgetError, UnknownName, UsageError
+from greenroom.policies import policy
+
+
+def test_slots_that_add_up_are_taken_as_they_are():
+    assert split_capacity(9, 3, (5, 1, 3), [8, 8, 8]) == [5, 1, 3]
+
+
+def test_other_capacities_are_shared_out_in_proportion():
+    assert split_capacity(18, 3, (5, 1, 3), [18] * 3) == [10, 2, 6]
+    assert split_capacity(10, 3, (1, 1, 1), [8] * 3) == [4, 3, 3]
+
+
+def test_no_layer_has_more_slots_than_experts_or_none():
+    assert split_capacity(10, 3, (100, 1, 1), [4, 4, 4]) == [4, 3, 3]
+    assert split_capacity(3, 3, (100, 1, 1), [4, 4, 4]) == [1, 1, 1]
+    assert split_capacity(12, 3, (100, 1, 1), [4, 4, 4]) == [4, 4, 4]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 20)), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
+def test_all_slots_are_given_within_bounds(layers, share):
+    shares, most = [s for s, _ in layers], [n for _, n in layers]
+    capacity = len(layers) + int(share * (sum(most) - len(layers)))
+    found = proportional(capacity, shares, most)
+    assert sum(found) == capacity
+    assert all(1 <= n <= top for n, top in zip(found, most, strict=True))
+    for i, a in enumerate(found):  # who asks for more has no less, where both could have it
+        for j, b in enumerate(found):
+            if shares[i] > shares[j] and a < most[i]:
+                assert a + 1 >= b
+
+
+def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
+    pieces = Pieces.whole([0, 6, 12], [1, 1])
+    cache = Cache(pieces, 6, policy("lru"), (4.0, 2.0))
+    assert [cache.size(0), cache.size(1)] == [4, 2]
+    cache.serve(np.arange(4), 0)
+    cache.release(np.arange(4))
+    cache.resize(3)
+    assert [cache.size(0), cache.size(1)] == [2, 1]
+    assert cache.residents().tolist() == [2, 3]
+
+
+def test_several_devices_share_each_layers_slots_out():
+    pieces = Pieces.whole([0, 6, 12], [1, 1], devices=2)
+    assert group_sizes(pieces, 8, (3.0, 1.0)) == [3, 1, 3, 1]
+
+
+def test_bad_scopes():
+    with pytest.raises(UsageError, match="the scope has 2 numbers, the model has 3 layers"):
+        split_capacity(9, 3, (1, 2))
+    with pytest.raises(UsageError, match="numbers of a scope must be above 0: 0"):
+        split_capacity(9, 3, (1, 2, 0))
+    with pytest.raises(BudgetError, match="scope given needs a slot for each of 3 layers: 2"):
+        split_capacity(2, 3, (1, 2, 1))
+
+
+def test_what_the_option_takes(tmp_path):
+    assert scope_of("per-layer") == "per-layer"
+    assert scope_of("12, 8,0.5") == (12.0, 8.0, 0.5)
+    file = tmp_path / "budgets.json"
+    file.write_text(json.dumps({"format": "greenroom-budgets", "version": 1, "slots": [2, 1]}))
+    assert scope_of(str(file)) == (2.0, 1.0)
+    assert (name_of("shared"), name_of((2.0, 1.0))) == ("shared", "given")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("global", "unknown scope 'global': choose one of shared, per-layer, N,N,..., FILE"),
+        pytest.param("a" * 3000, f"unknown scope '{'a' * 96}...: choose", id="too-long"),
+        ("1,,2", "--scope must be numbers, one a layer"),
+        ("1,0", "--scope must be numbers above 0, one a layer"),
+        ("none.json", "cannot read none.json: No such file"),
+    ],
+)
+def test_what_it_does_not(text, said):
+    with pytest.raises(UsageError) as raised:
+        scope_of(text)
+    assert said in str(raised.value)
+    assert isinstance(raised.value, UnknownName) == ("unknown" in said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "it is not JSON"),
+        ('{"format": "greenroom-budgets", "slots": [1, 0]}', "slots must be numbers above 0"),
+        ('{"format": "greenroom-budgets", "slots": "12"}', "slots must be a list"),
+        ('{"format": "other"}', "greenroom trace budgets makes such files"),
+        ('{"format": "greenroom-budgets"}', "slots is missing"),
+        ('{"format": "greenroom-budgets", "slots": [1, -1]}', "must be a number from 0"),
+    ],
+)
+def test_damaged_files(tmp_path, content, said):
+    file = tmp_path / "budgets.json"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=said):
+        scope_of(str(file))

@@ -1,0 +1,323 @@
+"""The event machine with the host's processor: who is computed where, from which bytes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.build import build_scheduler
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.events import (
+    HOST,
+    Cancelled,
+    Compute,
+    Computed,
+    Failed,
+    Finish,
+    Landed,
+    Resized,
+    Routed,
+    StartChunk,
+)
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.rules.rates import Rates
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
+from tests.core.transfers.test_tiers import TwoTiers
+
+HOST_FIRST, DEVICE_FIRST = (10.0, 0.1), (0.1, 10.0)  # seconds on the bus, on the host
+
+
+def rates(bus: float, host: float, devices: int = 1, learn: bool = False) -> Rates:
+    costs = Costs(
+        (Link(100.0), Link(100 / bus)), Work.constant(0.0), Work.constant(0.0),
+        host=Work.constant(host),
+    )  # fmt: skip
+    return Rates(costs, 100, devices, learn)
+
+
+def machine(device: int, host: int, speeds: tuple[float, float], ahead: int = 0, chunks: int = 1):
+    every = pieces(chunks)
+    tier = HostTier(every, host, policy("lru"))
+    s = build_scheduler(
+        every, device, policy("lru"), lanes=(1, 2), ahead=ahead, host=tier, rates=rates(*speeds)
+    )
+    return s, tier
+
+
+def waves(actions: list) -> list[tuple[int, list[int]]]:
+    return [(a.device, a.experts.tolist()) for a in actions if isinstance(a, Compute)]
+
+
+def fill(s: Scheduler, *experts: int) -> None:
+    """Bring experts to host memory, and let the device have the last ones."""
+    for number, expert in enumerate(experts):
+        waiting = s.on(Routed(number, 0, ids(expert), moved=True))
+        while not isinstance(waiting[0], Finish):
+            action = waiting.pop(0)
+            if isinstance(action, StartChunk):
+                waiting += s.on(Landed(action.lane, action.piece, action.link))
+            else:
+                waiting += s.on(Computed(action.device))
+
+
+def test_a_miss_is_computed_from_its_slot_in_host_memory():
+    s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
+    fill(s, 1, 2, 3)
+    (wave,) = s.on(Routed(3, 0, ids(1)))
+    assert (wave.device, wave.experts.tolist()) == (HOST, [1])
+    assert wave.slots.tolist() == [int(tier.cache.state.slot_of[1])]
+    assert tier.cache.state.pinned[1] == 1  # nobody else gets that slot meanwhile
+    assert s.on(Computed(HOST)) == [Finish()]
+    assert tier.cache.state.pinned[1] == 0
+    assert s.residents().tolist() == [3]  # it has taken nobody's place
+    assert (s.counts.requests, s.counts.misses, s.counts.on_host) == (4, 4, 1)
+
+
+def test_where_the_link_is_faster_everything_is_moved():
+    s, _ = machine(device=1, host=6, speeds=DEVICE_FIRST)
+    fill(s, 1, 2, 3)
+    (chunk,) = s.on(Routed(3, 0, ids(1)))
+    assert (chunk.link, chunk.piece) == (1, 1)
+    assert s.counts.on_host == 0
+
+
+def test_both_compute_at_the_same_time():
+    s, _ = machine(device=1, host=6, speeds=HOST_FIRST)
+    fill(s, 1, 2, 3)
+    assert waves(s.on(Routed(3, 0, ids(1, 3)))) == [(HOST, [1]), (0, [3])]
+    assert s.on(Computed(0)) == []
+    assert s.on(Computed(HOST)) == [Finish()]
+
+
+def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
+    """With tokens counted: what is skipped is no request of the cache, but of the step."""
+    every = pieces()
+    tier = HostTier(every, 6, policy("lru"))
+    s = build_scheduler(
+        every, 1, policy("lru"), lanes=(1, 2), host=tier, rates=rates(*HOST_FIRST, learn=True),
+        thresholds=Thresholds(skip=0.2),
+    )  # fmt: skip
+    fill(s, 1, 2, 3)
+    tokens, tails = np.array([2, 1, 1]), np.array([1.0, 0.1, 0.5], np.float32)
+    actions = s.on(Routed(3, 0, ids(1, 2, 3), rows=tokens, tails=tails))
+    assert waves(actions) == [(HOST, [1]), (0, [3])]
+    assert s.on(Computed(0)) == []
+    assert waves(s.on(Computed(HOST))) == [(0, [2])]
+    assert s.on(Computed(0)) == [Finish()]
+    assert (s.counts.on_host, s.counts.left_out, s.counts.misses) == (1, 1, 5)
+
+
+def test_what_is_not_in_host_memory_is_read_there_and_goes_no_further():
+    s, tier = machine(device=1, host=6, speeds=HOST_FIRST, chunks=2)
+    first = s.on(Routed(0, 0, ids(4)))[0]
+    assert (first.link, first.slot, first.host, first.begins) == (0, -1, 0, True)
+    (second,) = s.on(Landed(0, 4))
+    assert waves(s.on(Landed(0, 4))) == [(HOST, [4])]
+    assert (second.chunk, len(s.transfers.queue)) == (1, 0)
+    assert s.on(Computed(HOST)) == [Finish()]
+    assert tier.cache.residents().tolist() == [4]
+    assert not tier.cache.state.pinned.any()
+
+
+def test_a_read_that_fails_ends_the_step_and_leaves_no_copy():
+    s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
+    s.on(Routed(0, 0, ids(4)))
+    assert s.on(Failed(0, 4)) == [Finish(failed=4)]
+    assert tier.cache.residents().tolist() == []
+    assert not s.placement.cache.state.pinned.any()
+
+
+def test_a_step_that_is_cancelled_gives_its_slots_in_host_memory_back():
+    s, tier = machine(device=1, host=6, speeds=HOST_FIRST)
+    fill(s, 1, 2, 3)
+    s.on(Routed(3, 0, ids(1, 2)))
+    assert s.on(Cancelled()) == [Finish()]
+    assert not tier.cache.state.pinned.any()
+    assert not s.placement.cache.state.pinned.any()
+
+
+def test_what_finds_no_slot_in_host_memory_is_moved():
+    s, _ = machine(device=4, host=1, speeds=HOST_FIRST)
+    actions = s.on(Routed(0, 0, ids(1, 2)))
+    assert s.counts.on_host == 1  # the tier has one slot, and reads the first into it
+    moved = [a.piece for a in actions if isinstance(a, StartChunk)]
+    assert moved == [1]
+    actions = s.on(Landed(0, 1))
+    (chunk,) = [a for a in actions if isinstance(a, StartChunk)]
+    assert (chunk.piece, chunk.seat >= 0) == (2, True)
+    assert waves(actions) == [(HOST, [1])]
+
+
+def test_what_the_host_computes_follows_while_the_link_is_idle_and_stays():
+    s, tier = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
+    fill(s, 1, 2, 3, 4, 5)
+    assert s.residents().tolist() == [2, 3, 4, 5]
+    s.on(Routed(5, 0, ids(1)))
+    chunk, finish = s.on(Computed(HOST))
+    assert (chunk.piece, chunk.link, chunk.demand, finish) == (1, 1, False, Finish())
+    assert s.on(Landed(chunk.lane, 1, 1)) == []
+    assert s.residents().tolist() == [1, 3, 4, 5]
+    assert (s.counts.on_host, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
+    assert not s.placement.buffer.held
+    assert not tier.cache.state.pinned.any()
+    assert waves(s.on(Routed(6, 0, ids(1)))) == [(0, [1])]
+
+
+def test_what_is_asked_for_again_on_its_way_is_moved():
+    s, _ = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
+    fill(s, 1, 2, 3, 4, 5)
+    s.on(Routed(5, 0, ids(1)))
+    chunk, _ = s.on(Computed(HOST))
+    assert s.on(Routed(6, 0, ids(1))) == []
+    assert waves(s.on(Landed(chunk.lane, 1, 1))) == [(0, [1])]
+    assert (s.counts.on_host, s.counts.late, s.counts.adopted) == (1, 1, 0)
+
+
+def test_a_prompt_leaves_nothing_to_follow():
+    s, _ = machine(device=4, host=12, speeds=HOST_FIRST, ahead=1)
+    fill(s, 1, 2, 3, 4, 5)
+    s.on(Routed(5, 0, ids(1), prefill=True))
+    assert s.on(Computed(HOST)) == [Finish()]
+
+
+def test_host_memory_must_keep_experts():
+    with pytest.raises(UsageError, match="co-compute needs experts in host memory"):
+        build_scheduler(pieces(), 4, policy("lru"), lanes=(1, 1), rates=rates(1.0, 1.0))
+
+
+class Backstage(TwoTiers):
+    """Also computes on the host: from slots of its memory, which hold the experts whole."""
+
+    def tell(self, event) -> None:
+        on = self.s.on
+
+        def checked(event, now):
+            actions = on(event, now)
+            rest = []
+            for action in actions:
+                if isinstance(action, Compute) and action.device == HOST:
+                    self._from_host(action)
+                else:
+                    rest.append(action)
+            return rest
+
+        self.s.on = checked
+        try:
+            super().tell(event)
+        finally:
+            self.s.on = on
+
+    def land(self) -> None:
+        """A predictor speaks in the midst of a step, also of what the host computes."""
+        if self.s.step is not None and self.rng.random() < 0.3:
+            self.predict(self.s.step.layer, self.rng.randrange(1000))
+        if self.moving:
+            super().land()
+
+    def _from_host(self, wave: Compute) -> None:
+        assert HOST not in self.waves
+        chunks = self.s.pieces.chunks
+        for piece, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
+            assert self.host[slot] == (piece, set(range(chunks[piece])))
+        self.waves[HOST] = wave
+
+    def _start(self, action: StartChunk) -> None:
+        if action.link == 0 and action.host >= 0 and HOST in self.waves:
+            assert action.host not in self.waves[HOST].slots, "read over what is computed from"
+        super()._start(action)
+
+    def _at_home(self, action: StartChunk) -> None:
+        if action.slot >= 0:
+            super()._at_home(action)
+
+    def _spare(self, action: StartChunk) -> None:
+        waves = (wave for device, wave in self.waves.items() if device != HOST)
+        assert not any(action.slot in wave.slots for wave in waves)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, LAYERS - 1),
+            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
+            st.integers(0, 9),
+        ),
+        max_size=20,
+    ),
+    device=st.integers(2, 13),
+    host=st.integers(1, 13),
+    lanes=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+    chunks=st.integers(1, 3),
+    speeds=st.sampled_from([HOST_FIRST, DEVICE_FIRST, (1.0, 1.0), (1.0, 0.4)]),
+    learn=st.booleans(),
+    ahead=st.sampled_from([0, 2, 5]),
+    failing=st.sampled_from([0.0, 0.1]),
+    devices=st.sampled_from([1, 1, 2]),
+    scope=st.sampled_from(["shared", "per-layer"]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
+    steps, device, host, lanes, chunks, speeds, learn, ahead, failing, devices, scope, seed
+):
+    groups = devices * (LAYERS if scope == "per-layer" else 1)
+    device, host = max(device, groups), max(host, devices)
+    every = pieces(chunks, devices)
+    tier = HostTier(every, host, policy("lru"), seed=seed)
+    s = build_scheduler(
+        every, device, policy("lru"), lanes=lanes, ahead=ahead, host=tier, scope=scope,
+        rates=rates(*speeds, devices, learn),
+    )  # fmt: skip
+    theatre = Backstage(s, random.Random(seed), failing)
+    for number, (layer, chosen, chance) in enumerate(steps):
+        experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
+        cancel, prefill = chance == 0, chance in (1, 2)
+        if chance > 5:
+            theatre.predict((layer + chance) % LAYERS, seed + number)
+        theatre.run(number, layer, experts, cancel, prefill)
+        if not cancel and theatre.finish.failed < 0:
+            assert sorted(theatre.computed) == experts.tolist()
+        if chance == 9:
+            theatre.tell(Resized(groups + seed % 13, number % 4))
+        for piece in s.residents().tolist():
+            assert theatre.memory[s.placement.slot(piece)] == piece
+        assert not s.placement.cache.state.pinned.any()
+    while theatre.moving:
+        theatre.land()
+    assert len(s.transfers.queue) == 0
+    assert not tier.cache.state.pinned.any()
+    assert not tier._under_way
+    loans = len(s.placement.buffer.held)
+    assert loans + int(s.placement.cache.state.free_count.sum()) + s.residents().size == s.capacity
+    c = s.counts
+    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed + c.adopted
+    assert over + loans == c.prefetches
+
+
+def test_a_theatre_without_the_host_s_processor_is_what_it_was():
+    """The same machine, told to move everything, does what one without rates does."""
+    every = pieces()
+    plain = build_scheduler(
+        every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru"))
+    )
+    s = build_scheduler(
+        every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru")),
+        rates=rates(*DEVICE_FIRST),
+    )  # fmt: skip
+    for scheduler in (plain, s):
+        theatre, rng = Theatre.__new__(TwoTiers), random.Random(4)
+        TwoTiers.__init__(theatre, scheduler, random.Random(0), 0.0)
+        for number in range(40):
+            layer = rng.randrange(LAYERS)
+            chosen = sorted(rng.sample(range(EXPERTS), 2))
+            theatre.run(number, layer, ids(*(OFFSETS[layer] + e for e in chosen)), False, False)
+    assert s.counts == plain.counts
+    assert s.residents().tolist() == plain.residents().tolist()

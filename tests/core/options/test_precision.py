@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.build import build_scheduler
+from greenroom.core.cache.reshape import first_places
+from greenroom.core.cache.scope import least_capacity
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.events import (
+    Cancelled,
+    Compute,
+    Computed,
+    Finish,
+    Landed,
+    Move,
+    Predicted,
+    Resized,
+    Routed,
+)
+from greenroom.core.events import StartChunk as Start
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.rules.buddies import Buddies
+from greenroom.core.options.rules.gates import of_experts, tails
+from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.plan import EXACT, LOW, SKIP
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import BudgetError, UsageError
+from greenroom.policies import policy
+from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids
+
+N = OFFSETS[-1]
+
+
+def copies(nested: bool = False, seats: int = 4) -> Copies:
+    return Copies.of(100, 0.25 if not nested else 0.5, LAYERS, seats, nested=nested)
+
+
+def scheduler(capacity: int, at: Thresholds, nested=False, seats=4, lanes=1, **options):
+    every = Pieces.with_copies(OFFSETS, copies(nested, seats), options.pop("chunks", None))
+    return build_scheduler(every, capacity, policy("lru"), lanes=lanes, thresholds=at, **options)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def parts_of(actions: list) -> list[tuple[list[int], int]]:
+    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]
+
+
+def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[int]]:
+    """Carry out a step: transfers first and in their order. (waves, pieces that were moved)."""
+    waves, moving, moved, computing = [], [], [], 0
+    while True:
+        waves += parts_of(actions)
+        computing += len(parts_of(actions))
+        starts = [a for a in actions if isinstance(a, Start)]
+        moving, moved = moving + starts, moved + [a.piece for a in starts]
+        if any(isinstance(a, Finish) for a in actions):
+            return waves, moved
+        if moving:
+            action = moving.pop(0)
+            actions = s.on(Landed(action.lane, action.piece))
+        else:
+            actions = s.on(Computed())
+
+
+def test_tails_are_what_is_left_behind_the_more_important_ones():
+    """Weights 0.5, 0.25, 0.25: HOBBIT's scores are 0, 0.5 and 0.75."""
+    assert tails(np.array([[1.0, 2.0, 1.0]])).tolist() == [[0.5, 1.0, 0.25]]
+    assert tails(np.array([[0.0, 0.0]])).tolist() == [[1.0, 1.0]]
+    chosen = np.array([[3, 5], [5, 9]])
+    found = of_experts(chosen, np.array([[0.75, 0.25], [0.75, 0.25]]), np.array([3, 5, 9]))
+    assert found.tolist() == [1.0, 1.0, 0.25]  # 5 is what matters most to the second token
+    masked = of_experts(np.array([[3, 16]]), np.array([[0.5, 0.5]]), np.array([3]))
+    assert masked.tolist() == [1.0]
+
+
+def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
+    s = scheduler(6, Thresholds(low=0.4))
+    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.39, 0.4))))
+    assert moved == [0, 2, N + 1]  # exact ones in their order, then copies
+    assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], EXACT)]
+    assert s.residents().tolist() == [0, 2]
+    waves, moved = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(1.0, 0.1))))
+    assert (waves, moved) == ([([0], EXACT), ([1], LOW)], [])  # the copy is still there
+    c = s.counts
+    assert (c.requests, c.hits, c.misses, c.low, c.low_hits) == (5, 1, 4, 2, 1)
+
+
+def test_hits_and_prompts_are_exact():
+    s = scheduler(6, Thresholds(low=1.0, skip=0.5))
+    end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.1), prefill=True)))
+    assert s.residents().tolist() == [0, 1]
+    waves, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(0.1, 1.0))))
+    assert waves == [([0, 1], EXACT)]
+    end(s, s.on(Routed(2, 0, ids(2, 3))))  # nobody says how much they matter
+    assert s.counts.low == s.counts.left_out == 0
+
+
+def test_what_matters_least_is_left_out():
+    s = scheduler(6, Thresholds(low=0.4, skip=0.1))
+    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.3, 0.05))))
+    assert moved == [0, N + 1]
+    assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
+    assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
+
+
+def test_the_buddy_most_often_chosen_together_stands_in():
+    every = Pieces.whole(OFFSETS, [100] * LAYERS)
+    s = build_scheduler(every, 6, policy("lru"), lanes=1, thresholds=Thresholds(substitute=0.3))
+    for number, experts in enumerate([(0, 1), (0, 2), (0, 2), (3, 1)]):
+        end(s, s.on(Routed(number, 0, ids(*sorted(experts)), tails=floats(1.0, 1.0))))
+    assert s.residents().tolist() == [0, 1, 2, 3]
+    s.placement.cache.remove(0, 9)
+    actions = s.on(Routed(9, 0, ids(0, 3), tails=floats(0.2, 1.0)))
+    (wave,) = [a for a in actions if isinstance(a, Compute)]
+    two, three = (s.placement.slot(e) for e in (2, 3))
+    assert dict(zip(wave.experts.tolist(), wave.slots.tolist(), strict=True)) == {0: two, 3: three}
+    assert s.placement.cache.state.pinned[2] == 1
+    assert s.on(Computed()) == [Finish()]
+    assert not s.placement.cache.state.pinned.any()
+    waves, moved = end(s, s.on(Routed(10, 0, ids(4, 5), tails=floats(0.1, 1.0))))
+    assert moved == [4, 5]  # 4 was never chosen with any that is there: it is fetched
+    assert (s.counts.substituted, len(waves)) == (1, 2)
+
+
+def test_buddies_are_able_and_known():
+    b = Buddies([0, 4, 8])
+    b.note(1, ids(4, 5, 6))
+    b.note(1, ids(4, 6))
+    able = np.array([False, True, True, True])
+    assert b.of(1, 4, able) == 6
+    assert b.of(1, 4, able & [True, True, False, True]) == 5
+    assert b.of(1, 4, np.array([True, False, False, True])) == -1 or b.counts[1][0, 0]
+    assert b.of(1, 7, able) == -1
+
+
+def test_a_nested_copy_becomes_exact_by_what_it_lacks():
+    s = scheduler(6, Thresholds(low=0.4), nested=True)
+    end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    actions = s.on(Routed(1, 0, ids(0, 1), tails=floats(0.3, 1.0)))
+    (start,) = [a for a in actions if isinstance(a, Start)]
+    assert (start.piece, start.joins) == (
+        2 * N + 1,
+        s.placement.extra_slot(s.placement.extras.slot_of[1]),
+    )
+    assert start.begins
+    waves, _ = end(s, actions)
+    assert waves[-1] == ([1], EXACT)
+    assert s.residents().tolist() == [0, 1]
+    assert s.counts.joined == 1
+
+
+def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
+    s = scheduler(10, Thresholds(low=0.4, follow=True), ahead=2)
+    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    assert moved == [0, N + 1, 1]  # behind the demands
+    assert sorted(waves) == [([0], EXACT), ([1], LOW)]
+    s.on(Landed(0, 1))
+    assert s.residents().tolist() == [0, 1]
+    assert (s.counts.low, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
+    waves, moved = end(s, s.on(Routed(1, 0, ids(1), tails=floats(0.2))))
+    assert (waves, moved) == ([([1], EXACT)], [])
+    assert (s.counts.hits, s.counts.low) == (1, 1)
+
+
+def test_nothing_follows_unless_it_was_asked_for():
+    s = scheduler(10, Thresholds(low=0.4), ahead=2)
+    _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    assert moved == [0, N + 1]
+    assert len(s.transfers.queue) == 0
+
+
+def test_the_memory_of_copies_comes_from_the_experts():
+    every = Pieces.with_copies(OFFSETS, copies(seats=5))  # 125 bytes: two experts' slots
+    assert group_sizes(every, 8, "shared") == [6]
+    assert group_sizes(every, 8, "per-layer") == [3, 3]
+    assert least_capacity(every, "shared") == 3
+    assert [p.precision for p in every.table] == ["exact"] * N + ["low"] * N
+    assert every.variants[3] == ((3,), (N + 3,))
+    with pytest.raises(BudgetError, match="the memory of 2 experts is too small: 5 low-precision"):
+        group_sizes(every, 2, "shared")
+    nested = Pieces.with_copies(OFFSETS, copies(nested=True))
+    assert nested.variants[3] == ((3,), (N + 3, 2 * N + 3), (N + 3,))
+    assert nested.nbytes[[0, N, 2 * N]].tolist() == [100, 50, 50]
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (((100,), (100,), (), 2), "must be smaller than its expert"),
+        (((100,), (50,), (), 0), "need at least one slot, got 0"),
+    ],
+)
+def test_bad_copies(of, said):
+    with pytest.raises(UsageError, match=said):
+        Copies(*of)
+
+
+def test_no_tier_in_between():
+    every = Pieces.with_copies(OFFSETS, copies())
+    with pytest.raises(UsageError, match="low-precision copies have no tier between two links"):
+        build_scheduler(
+            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.first, 4, policy("lru"))
+        )
+
+
+class Stage(Theatre):
+    """A theatre that knows what may be computed from what, and what is joined with what."""
+
+    def tell(self, event) -> None:
+        self.now += self.rng.random()
+        for action in self.s.on(event, self.now):
+            match action:
+                case Start():
+                    self._begin(action)
+                case Compute(experts, slots, device, part):
+                    assert device not in self.waves
+                    for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
+                        self._computable(expert, slot, part)
+                    self.waves[device] = action
+                case Move(piece, source, target):
+                    assert self.memory[source] in (piece, 2 * N + piece)
+                    self.memory[target] = self.memory[source]
+                case Finish():
+                    self.finish = action
+
+    def _begin(self, action: Start) -> None:
+        assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
+        assert action.slot % 2 == (N <= action.piece < 2 * N)
+        if action.begins:
+            self.landed[action.piece, action.slot] = 0
+            assert (action.joins >= 0) == (action.piece >= 2 * N)
+            if action.joins >= 0:
+                assert self.memory[action.joins] == N + action.piece % N
+        self.memory.pop(action.slot, None)
+        self._spare(action)
+        self.moving.append(action)
+
+    def _computable(self, expert: int, slot: int, part: int) -> None:
+        if part == SKIP:
+            assert slot == -1
+            return
+        there = self.memory.get(slot)
+        assert there is not None
+        if part == LOW:
+            assert there == N + expert
+        elif there % N != expert:  # a buddy, resident and of the same layer
+            assert there < N or there >= 2 * N
+            assert self.s.pieces.layer[there % N] == self.s.pieces.layer[expert]
+            assert self.s.placement.cache.state.pinned[there % N]
+        else:
+            assert not N <= there < 2 * N
+
+    def judge(self, number: int, layer: int, experts, tails, cancel: bool, prefill: bool) -> None:
+        self.computed, self.finish, self.waves = [], None, {}
+        self.tell(Routed(number, layer, experts, prefill=prefill, tails=tails))
+        while self.finish is None:
+            choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
+            assert choices, "deadlock"
+            if cancel and self.rng.random() < 0.2:
+                cancel, self.waves = False, {}
+                self.tell(Cancelled())
+            elif self.rng.choice(choices) == "compute":
+                wave = self.waves.pop(0)
+                self.computed += wave.experts.tolist()
+                self.tell(Computed())
+            else:
+                self.land()
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, LAYERS - 1),
+            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
+            st.integers(0, 9),
+        ),
+        max_size=25,
+    ),
+    capacity=st.integers(0, 11),
+    lanes=st.sampled_from([1, 2, 3]),
+    chunks=st.integers(1, 3),
+    scope=st.sampled_from(["shared", "per-layer", (3.0, 1.0)]),
+    nested=st.booleans(),
+    follow=st.booleans(),
+    at=st.sampled_from(
+        [(0.4, 0.0, 0.0), (0.9, 0.1, 0.0), (0.5, 0.0, 0.9), (0.9, 0.2, 0.5), (0.0, 0.3, 0.6)]
+    ),
+    seats=st.integers(1, 7),
+    ahead=st.sampled_from([0, 0, 1, 2, 5]),
+    failing=st.sampled_from([0.0, 0.1]),
+    named=st.sampled_from(["lru", "next-use", "arc"]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_order_of_events_computes_every_request_once(
+    steps, capacity, lanes, chunks, scope, nested, follow, at, seats, ahead, failing, named, seed
+):
+    kinds = 3 if nested else 2
+    every = Pieces.with_copies(OFFSETS, copies(nested, seats), [chunks] * kinds * N)
+    least = least_capacity(every, scope)
+    s = build_scheduler(
+        every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
+        thresholds=Thresholds(*at, follow=follow),
+    )  # fmt: skip
+    stage, rng = Stage(s, random.Random(seed), failing), np.random.default_rng(seed)
+    for number, (layer, chosen, chance) in enumerate(steps):
+        experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
+        cancel, prefill = chance == 0, chance in (1, 2)
+        weights = rng.random(experts.size)
+        if chance > 6:
+            stage.tell(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
+        before = s.counts.requests
+        stage.judge(number, layer, experts, tails(weights), cancel, prefill)
+        assert s.counts.requests - before == experts.size
+        if cancel or stage.finish.failed >= 0:
+            assert len(stage.computed) == len(set(stage.computed))
+        else:
+            assert sorted(stage.computed) == experts.tolist()
+        if chance == 9:
+            stage.tell(Resized(least + seed % 12, number % 4))
+        for piece in s.residents().tolist():
+            there = stage.memory[s.placement.slot(piece)]
+            assert there in (piece, 2 * N + piece)
+        for expert, slot in s.placement.extras.slot_of.items():
+            if s.placement.extras.whole(expert):
+                assert stage.memory[s.placement.extra_slot(slot)] == N + expert
+        assert not s.placement.cache.state.pinned.any()
+        assert not s.transfers.joins
+        assert not s.placement.extras._busy
+    while stage.moving:
+        stage.land()
+    assert len(s.transfers.queue) == 0
+    assert not s.placement.resizing
+    assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
+    assert len(s.placement.extras.slot_of) + len(s.placement.extras._free) == seats
+    c = s.counts
+    assert c.low + c.left_out + c.substituted <= c.misses
+    assert c.low_hits <= c.low

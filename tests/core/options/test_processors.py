@@ -1,0 +1,175 @@
+"""Misses shared out between a device and the host: hand-worked cases, and the law of the choice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.events import HOST
+from greenroom.core.options.rules.processors import Miss, Queues, assign, end_of
+from greenroom.core.options.rules.rates import Rates
+from greenroom.errors import UsageError
+
+BYTES = 100
+
+
+def rates(bus: float = 1.0, host: float = 2.0, disk: float = 5.0, device: float = 0.0, **more):
+    """Seconds that an expert takes on the bus, on the host for each token, from disk, ..."""
+    links = Link(BYTES / disk), Link(BYTES / bus)
+    a_token = Work(((1, host), (1000, 1000 * host)))
+    costs = Costs(links, Work.constant(device), Work.constant(0.0), host=a_token)
+    return Rates(costs, BYTES, **more)
+
+
+def misses(known: Rates, *rows: int, kept: bool = True) -> list[Miss]:
+    return [known.miss(request, n, BYTES, kept, 0) for request, n in enumerate(rows)]
+
+
+def on_host(known: Rates, *rows: int) -> list[int]:
+    """What the host computes where nothing else is asked of anybody."""
+    return assign(misses(known, *rows), Queues.empty())
+
+
+def test_both_are_over_at_the_same_time():
+    """Three moves of 1 s, or 2 s each on the host: two are moved, one stays, and all ends at 2."""
+    queues, three = Queues.empty(), misses(rates(), 1, 1, 1)
+    assert len(assign(three, queues)) == 1
+    assert end_of(three, assign(three, queues), queues) == 2.0
+    assert end_of(three, [], queues) == 3.0
+    assert end_of(three, [0, 1, 2], queues) == 6.0
+
+
+def test_the_host_takes_those_of_few_tokens():
+    """On the link all are alike, on the host 9 tokens take 18 s."""
+    assert on_host(rates(bus=1.0), 9, 1, 1, 9) in ([1], [2])
+    assert on_host(rates(bus=2.0), 9, 1, 1, 9) == [1, 2]
+    assert on_host(rates(bus=5.0), 9, 1, 1, 9) == [1, 2]
+
+
+def test_a_single_miss_goes_where_it_is_over_sooner_and_moves_where_that_is_the_same():
+    for bus, chosen in ((1.9, []), (2.0, []), (2.1, [0])):
+        assert on_host(rates(bus=bus, host=2.0), 1) == chosen
+
+
+def test_what_is_queued_for_the_link_counts():
+    """A prefetch's chunk is on the link for 1.5 s: moved, the miss would be there at 2.5."""
+    one = misses(rates(), 1)
+    assert assign(one, Queues(0.0, [1.5], [0.0])) == [0]
+    assert assign(one, Queues(0.0, [0.5], [0.0])) == []
+
+
+def test_what_the_device_has_to_compute_counts_only_where_it_delays():
+    """It computes hits until 10 s, then the miss for 1 s; the host is done at 2."""
+    busy, one = Queues(0.0, [0.0], [10.0]), misses(rates(device=1.0), 1)
+    assert assign(one, busy) == [0]
+    assert end_of(one, [0], busy) == 10.0
+    assert end_of(one, [], busy) == 11.0
+
+
+def test_both_ways_begin_with_the_disk_where_an_expert_is_not_in_host_memory():
+    known, queues = rates(disk=5.0, bus=1.0, host=2.0), Queues.empty()
+    cold = misses(known, 1, 1, kept=False)
+    assert end_of(cold, [], queues) == 11.0  # read by 5 and 10, moved a second later each
+    assert end_of(cold, [0, 1], queues) == 12.0
+    assert assign(cold, queues) == []
+    mixed = [known.miss(0, 1, BYTES, False, 0), known.miss(1, 1, BYTES, True, 0)]
+    assert end_of(mixed, [], queues) == 6.0  # what is there goes first, whatever its number
+
+
+def test_each_device_has_a_link_of_its_own():
+    """Two misses of one device and one of the other: the host takes one of the first's."""
+    known, queues = rates(host=1.5, devices=2), Queues.empty(2)
+    three = [known.miss(n, 1, BYTES, True, home) for n, home in enumerate((0, 0, 1))]
+    assert end_of(three, [], queues) == 2.0
+    assert assign(three, queues) in ([0], [1])
+    assert end_of(three, assign(three, queues), queues) == 1.5
+
+
+def test_an_expert_of_half_the_bytes_takes_half_as_long():
+    half = [rates().miss(0, 1, BYTES // 2, True, 0)]
+    assert end_of(half, [], Queues.empty()) == 0.5
+    assert end_of(half, [0], Queues.empty()) == 1.0
+
+
+@given(
+    given=st.lists(
+        st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 1)), min_size=1, max_size=12
+    ),
+    speeds=st.tuples(*[st.floats(0.01, 10.0)] * 4),
+    ends=st.tuples(*[st.floats(0.0, 20.0)] * 5),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_step_never_ends_later_than_with_everything_moved_or_nothing(given, speeds, ends):
+    known = rates(*speeds, devices=2)
+    every = [known.miss(n, rows, BYTES, kept, d) for n, (rows, kept, d) in enumerate(given)]
+    queues = Queues(ends[0], list(ends[1:3]), list(ends[3:]))
+    before = queues.copy()
+    chosen = assign(every, queues)
+    assert queues == before  # it only looks
+    assert chosen == sorted(set(chosen))
+    least = min(end_of(every, (), queues), end_of(every, range(len(every)), queues))
+    assert end_of(every, chosen, queues) <= least
+
+
+@given(
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    speeds=st.tuples(*[st.floats(0.1, 10.0)] * 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_where_all_have_one_token_nothing_ends_sooner(rows, speeds):
+    """Alike as they are, only how many of them stay matters."""
+    alike, queues = misses(rates(*speeds), *[1] * len(rows)), Queues.empty()
+    best = min(end_of(alike, range(n), queues) for n in range(len(alike) + 1))
+    assert end_of(alike, assign(alike, queues), queues) == pytest.approx(best)
+
+
+# ---- what is seen while it runs
+
+
+def test_a_correction_comes_to_what_is_seen():
+    slow = rates(host=2.0)
+    for _ in range(60):
+        slow.computed(HOST, [1, 1], BYTES, 8.0)  # twice as long as expected
+    assert slow.processor(HOST, [1], BYTES) == pytest.approx(4.0, rel=0.01)
+    assert slow.processor(0, [1], BYTES) == 0.0
+    assert on_host(slow, 1) == []
+
+
+def test_a_link_is_as_fast_as_chunks_follow_one_another():
+    seen = rates(bus=1.0)
+    for n in range(80):  # two lanes: each chunk takes 4 s, one lands every 2
+        seen.starts(1, n % 2, 2.0 * n - 2.0)
+        seen.lands(1, n % 2, BYTES, 2.0 * n + 2.0)
+    assert seen.link(1, BYTES) == pytest.approx(2.0, rel=0.01)
+    assert seen.link(0, BYTES) == 5.0
+
+
+def test_a_hiccup_is_not_the_rule_and_what_is_not_used_is_forgiven():
+    host = rates(host=2.0)
+    host.computed(HOST, [1], BYTES, 1e6)
+    assert host.processor(HOST, [1], BYTES) <= 2.0 * 1.31
+    for _ in range(60):
+        host.computed(HOST, [1], BYTES, 20.0)
+    assert host.processor(HOST, [1], BYTES) > 15.0
+    for _ in range(600):
+        host.unused()
+    assert host.processor(HOST, [1], BYTES) == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_is_known_for_good_stays():
+    sure = rates(learn=False)
+    sure.computed(HOST, [1], BYTES, 80.0)
+    sure.starts(1, 0, 0.0)
+    sure.lands(1, 0, BYTES, 9.0)
+    assert (sure.processor(HOST, [1], BYTES), sure.link(1, BYTES)) == (2.0, 1.0)
+
+
+def test_a_way_without_two_processors_is_refused():
+    alone = Costs((Link(1.0), Link(1.0)), Work.constant(1.0), Work.constant(0.0))
+    with pytest.raises(UsageError, match="between a device and the host's processor"):
+        Rates(alone, BYTES)
+    one = Costs((Link(1.0),), Work.constant(1.0), Work.constant(0.0), host=Work.constant(1.0))
+    with pytest.raises(UsageError, match="from disk to host to device"):
+        Rates(one, BYTES)

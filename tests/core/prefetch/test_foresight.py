@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from greenroom.core.predictor import Guess, PassBegins, Seen
+from greenroom.core.prefetch.foresight import Foresight, ranked
+from greenroom.errors import PredictorError
+
+OFFSETS = (0, 6, 10, 17)  # layers of 6, 4 and 7 experts
+
+
+class Says:
+    """A predictor that guesses what it was made with, and notes what it is told."""
+
+    name, distance = "says", None
+
+    def __init__(self, *guesses: tuple[int, Sequence[Sequence[int]]]) -> None:
+        self.guesses = [Guess(layer, np.array(rows)) for layer, rows in guesses]
+        self.told: list[object] = []
+
+    def begin(self, at: PassBegins) -> None:
+        self.told.append(at)
+
+    def observe(self, seen: Seen) -> None:
+        self.told.append(seen)
+
+    def predict(self, layer: int) -> list[Guess]:
+        self.told.append(layer)
+        return self.guesses
+
+
+def at(prefill: bool) -> PassBegins:
+    return PassBegins(0, 0, 2 if prefill else 1, prefill)
+
+
+SEEN = Seen(1, np.array([[2, 0]]))
+
+
+def said(events) -> list[tuple[int, list[int]]]:
+    return [(event.layer, event.experts.tolist()) for event in events]
+
+
+def test_guesses_become_dense_ids_and_layers_beyond_the_last_the_next_pass_s():
+    foresight = Foresight(Says((2, [[3, 0]]), (3, [[5, 1]]), (4, [[2, 2]])), OFFSETS)
+    foresight.begin(at(False))
+    events = said(foresight.routed(SEEN))
+    assert events == [(2, [13, 10]), (0, [5, 1]), (1, [8, 8])]
+
+
+def test_an_expert_that_the_layer_does_not_have_is_the_predictor_s_fault_not_another_layer_s():
+    foresight = Foresight(Says((1, [[0, 4]])), OFFSETS)
+    with pytest.raises(
+        PredictorError, match="says: layer 1 has 4 experts, and it predicts number 4"
+    ):
+        foresight.begin(at(False))
+
+
+def test_of_a_prompt_only_what_comes_after_it_is_foreseen():
+    foresight = Foresight(Says((2, [[3, 0]]), (3, [[5, 1]])), OFFSETS)
+    assert said(foresight.begin(at(True))) == [(0, [5, 1])]
+    assert said(foresight.routed(SEEN)) == [(0, [5, 1])]
+    assert len(foresight.begin(at(False))) == 2
+
+
+def test_switched_off_it_is_told_and_not_asked():
+    predictor = Says((2, [[3]]))
+    foresight = Foresight(predictor, OFFSETS)
+    foresight.on = False
+    assert foresight.begin(at(False)) == []
+    assert foresight.routed(SEEN) == []
+    assert predictor.told == [at(False), SEEN]
+    foresight.on = True
+    assert said(foresight.routed(SEEN)) == [(2, [13])]
+    assert predictor.told[-1] == SEEN.layer
+
+
+@pytest.mark.parametrize(
+    ("rows", "order"),
+    [
+        ([[4, 2, 0]], [4, 2, 0]),
+        ([[4, 2, -1]], [4, 2]),
+        ([[-1, -1, -1]], []),
+        # first counts 3, second 2, third 1: expert 0 has 1 + 3, 4 has 3, 2 has 2 + 2, 1 has 1
+        ([[4, 2, 0], [0, 2, 1]], [0, 2, 4, 1]),
+        ([[5, -1, -1], [5, 1, -1], [-1, -1, -1]], [5, 1]),
+        ([[-1, -1], [-1, -1]], []),
+    ],
+)
+def test_one_ranking_of_several_tokens(rows, order):
+    assert ranked(np.array(rows)).tolist() == order

@@ -1,0 +1,173 @@
+"""Wishes, chances and value, worked by hand: 3 layers of 4 experts, as in test_prefetching."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.core.pieces import Pieces
+from greenroom.core.prefetch.lookahead import CARRY, KEEP, PRIOR, Lookahead
+
+ABSENT, HERE = np.full(12, -1), np.zeros(12, np.int64)
+
+
+def ids(*pieces: int) -> np.ndarray:
+    return np.array(pieces, np.int64)
+
+
+def lookahead(chunks: int = 2) -> Lookahead:
+    return Lookahead(Pieces.whole([0, 4, 8, 12], [100] * 3, [chunks] * 12))
+
+
+def paced(chunk: float, gap: float, chunks: int = 2) -> Lookahead:
+    """Chunks take `chunk` seconds, and the link is idle for `gap` seconds a layer."""
+    ahead = lookahead(chunks)
+    ahead.pace.chunk.add(chunk)
+    for prefill in (False, True):
+        ahead.pace.idle[prefill].add(gap)
+    return ahead
+
+
+def drain(ahead: Lookahead) -> list[int]:
+    """Wishes in the order in which they would be fetched."""
+    found = []
+    while (wish := ahead.nearest()) is not None:
+        ahead.fulfil(wish)
+        found.append(wish.piece)
+    return found
+
+
+def test_layers_are_counted_on_into_the_next_pass():
+    ahead = lookahead()
+    assert [ahead.ahead(layer) for layer in range(3)] == [1, 2, 3]
+    ahead.routed(1, ids(4), False, 0.0, ABSENT)
+    assert [ahead.ahead(layer) for layer in range(3)] == [2, 3, 1]
+
+
+def test_wishes_of_the_nearest_layer_come_first_likeliest_first():
+    ahead = lookahead()
+    ahead.routed(1, ids(4), False, 0.0, ABSENT)
+    ahead.expect(1, ids(5, 4))
+    ahead.expect(0, ids(3, 0))
+    ahead.expect(2, ids(9, 8))
+    assert drain(ahead) == [9, 8, 3, 0, 5, 4]
+
+
+def test_a_later_prediction_replaces_the_earlier_one_and_routing_ends_both():
+    ahead = lookahead()
+    ahead.expect(0, ids(1, 2))
+    ahead.expect(0, ids(3))
+    assert ahead.nearest().piece == 3
+    expected = ahead.routed(0, ids(3), False, 0.0, ABSENT)
+    assert expected.pieces.tolist() == [3]
+    assert ahead.nearest() is None
+    assert ahead.routed(0, ids(3), False, 0.0, ABSENT) is None
+
+
+@pytest.mark.parametrize(
+    ("chance", "gap", "layers", "regret", "value"),
+    [
+        # transfer 2, idle 10: all of it is saved; a wrong one is in the way one time in ten
+        (0.75, 10.0, 1, 0.0, 0.75 * 2 - 0.25 * (0.05 + CARRY * 2)),
+        # idle 1 of 2: half is saved; a demand waits half a chunk for a wrong one
+        (0.75, 1.0, 1, 0.0, 0.75 * 1 - 0.25 * (0.5 + CARRY * 2)),
+        # one layer further away there is time for all
+        (0.75, 1.0, 2, 0.0, 0.75 * 2 - 0.25 * (0.5 + CARRY * 2)),
+        # gaps of a quarter of a chunk: every chunk overruns its gap by three quarters
+        (0.75, 0.25, 1, 0.0, 0.75 * 0.25 - 0.25 * (1.5 + 0.25 * 0.5 + CARRY * 2)),
+        # a saturated link saves nothing
+        (1.0, 0.0, 1, 0.0, 0.0),
+        # what it evicts would be used too
+        (0.75, 10.0, 1, 0.5, 0.25 * 2 - 0.25 * (0.05 + CARRY * 2)),
+    ],
+)
+def test_what_a_prefetch_is_worth(chance, gap, layers, regret, value):
+    ahead = paced(1.0, gap)
+    ahead.regret = regret
+    assert ahead.value(2, chance, layers) == pytest.approx(value)
+
+
+def test_before_anything_is_known_a_transfer_is_taken_to_fit():
+    ahead = lookahead(chunks=3)
+    assert ahead.value(3, 0.5, 1) == pytest.approx(0.5 * 3 - 0.5 * (1 / 6 + CARRY * 3))
+    assert ahead.value(3, 0.1, 1) < 0
+
+
+def test_wishes_that_are_not_worth_it_are_given_up():
+    ahead = paced(1.0, 0.0)
+    ahead.expect(1, ids(4, 5))
+    assert ahead.nearest() is None
+    ahead.pace.idle[False].value = 10.0
+    assert ahead.nearest() is None
+
+
+def test_a_rank_s_chance_is_how_often_it_was_used_where_it_was_not_resident():
+    """Rank 0 of layer 0 is always used and rank 1 never, as far as they were absent."""
+    ahead = lookahead()
+    for _ in range(400):
+        ahead.expect(0, ids(2, 3))
+        ahead.routed(0, ids(2), False, 0.0, ABSENT)
+    used, never = ahead._chances(0, 2)
+    assert used > 0.98
+    assert never < 0.02
+    for _ in range(400):  # resident: nothing is learned of a rank's worth
+        ahead.expect(0, ids(2, 3))
+        ahead.routed(0, ids(3), False, 0.0, HERE)
+    assert list(ahead._chances(0, 2)) == [used, never]
+
+
+def test_a_layer_that_was_never_checked_goes_by_the_others():
+    """(used + 1/2) / (asked + 1) of all layers, after two predictions whose first was right."""
+    ahead = lookahead()
+    for _ in range(2):
+        ahead.expect(0, ids(2))
+        ahead.routed(0, ids(2), False, 0.0, ABSENT)
+    asked = KEEP + 1
+    assert list(ahead._chances(1, 1)) == pytest.approx([(asked + 0.5) / (asked + 1)])
+    own = (asked + PRIOR * (asked + 0.5) / (asked + 1)) / (asked + PRIOR)
+    assert list(ahead._chances(0, 1)) == pytest.approx([own])
+
+
+def test_accuracy_is_among_as_many_as_were_used():
+    ahead = lookahead()
+    assert (ahead.accuracy.share(), ahead.accuracy.good()) == (None, None)
+    ahead.expect(0, ids(0, 1, 2))
+    ahead.routed(0, ids(1, 2), False, 0.0, ABSENT)  # of the first two, 1 was used; 2 is third
+    ahead.expect(1, ids(4, 5))
+    ahead.routed(1, ids(4, 5), False, 0.0, ABSENT)
+    ahead.accuracy.in_time[1] = 1
+    assert ahead.accuracy.by_layer() == [0.5, 1.0, None]
+    assert ahead.accuracy.share() == 0.75
+    assert ahead.accuracy.good() == 0.25
+    ahead.accuracy.reset()
+    assert ahead.accuracy.by_layer() == [None, None, None]
+
+
+def test_regret_is_the_share_of_victims_that_were_used_in_their_layer_s_next_step():
+    ahead = lookahead()
+    for piece in (4, 5, 9):
+        ahead.evicted(piece)
+    ahead.routed(0, ids(0), False, 0.0, ABSENT)
+    assert ahead.regret == 0.0  # of layer 0 nobody was evicted
+    ahead.routed(1, ids(4), False, 0.0, ABSENT)
+    assert ahead.regret == pytest.approx((1 - KEEP**2) / 2)
+    before = ahead.regret
+    ahead.routed(1, ids(4), False, 0.0, ABSENT)
+    assert ahead.regret == before
+
+
+def test_a_prompt_wishes_for_the_next_layer_by_what_prompts_used():
+    ahead = paced(1.0, 10.0)
+    for _ in range(3):
+        ahead.routed(1, ids(6, 7), True, 0.0, ABSENT)
+    ahead.routed(0, ids(0), True, 0.0, ABSENT)
+    assert drain(ahead)[:4] == [6, 7, 4, 5]
+    ahead.routed(2, ids(8), True, 0.0, ABSENT)
+    assert ahead.nearest() is None  # after the last layer comes a token, not this prompt's first
+
+
+def test_clear_wishes_for_nothing():
+    ahead = lookahead()
+    ahead.expect(0, ids(0, 1))
+    ahead.clear()
+    assert ahead.nearest() is None

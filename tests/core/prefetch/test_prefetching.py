@@ -1,0 +1,457 @@
+"""The event machine with prefetching, worked by hand: 3 layers of 4 experts, so that layer 1 has
+the pieces 4 to 7 and layer 2 those from 8 on. Nothing is known of times: every chance is 1/2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenroom.core.cache.buffer import Use
+from greenroom.core.events import (
+    Cancelled,
+    Compute,
+    Computed,
+    Failed,
+    Finish,
+    Landed,
+    Predicted,
+    Resized,
+    Routed,
+    StartChunk,
+    Trim,
+)
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.errors import UsageError
+from greenroom.policies import policy
+
+LAYERS, EXPERTS = 3, 4
+
+
+def ids(*pieces: int) -> np.ndarray:
+    return np.array(pieces, np.int64)
+
+
+class House:
+    """A scheduler, and what it has ordered and not been told the end of."""
+
+    def __init__(self, capacity: int = 8, ahead: int = 2, *, lanes=1, chunks: int = 1, **kwargs):
+        total = LAYERS * EXPERTS
+        offsets = list(range(0, total + 1, EXPERTS))
+        pieces = Pieces.whole(offsets, [100] * LAYERS, [chunks] * total)
+        self.s = Scheduler(pieces, capacity, policy("lru"), lanes=lanes, ahead=ahead, **kwargs)
+        self.moving: list[StartChunk] = []
+        self.wave: Compute | None = None
+        self.passes = 0
+
+    def tell(self, event: Any, now: float = 0.0) -> list[Any]:
+        actions = self.s.on(event, now)
+        self.moving += [a for a in actions if isinstance(a, StartChunk)]
+        for action in actions:
+            self.wave = action if isinstance(action, Compute) else self.wave
+        return actions
+
+    def started(self, event: Any, now: float = 0.0) -> list[tuple[int, int, bool]]:
+        """(piece, chunk, is it a demand) of the chunks that an event starts."""
+        actions = self.tell(event, now)
+        return [(a.piece, a.chunk, a.demand) for a in actions if isinstance(a, StartChunk)]
+
+    def landed(self, kind=Landed) -> Landed | Failed:
+        """The event of the chunk that was started first."""
+        first = self.moving.pop(0)
+        return kind(first.lane, first.piece, first.link)
+
+    def predict(self, layer: int, *pieces: int) -> list[tuple[int, int, bool]]:
+        return self.started(Predicted(layer, ids(*pieces)))
+
+    def route(self, layer: int, *pieces: int, prefill: bool = False) -> list[Any]:
+        self.passes += 1
+        return self.tell(Routed(self.passes, layer, ids(*pieces), prefill=prefill))
+
+    def finish(self, actions: list[Any]) -> Finish:
+        """Let all land and be computed until the step is over."""
+        while not any(isinstance(a, Finish) for a in actions):
+            if self.wave is not None:
+                self.wave = None
+                actions = self.tell(Computed())
+            else:
+                actions = self.tell(self.landed())
+        return actions[-1]
+
+    def step(self, layer: int, *pieces: int, prefill: bool = False) -> Finish:
+        return self.finish(self.route(layer, *pieces, prefill=prefill))
+
+    def settle(self) -> None:
+        while self.moving:
+            self.tell(self.landed())
+
+    @property
+    def residents(self) -> list[int]:
+        return self.s.residents().tolist()
+
+    @property
+    def free(self) -> int:
+        return int(self.s.placement.cache.state.free_count.sum())
+
+
+def test_what_was_predicted_comes_while_the_link_is_idle_and_is_a_hit():
+    h = House()
+    h.step(0, 0)
+    assert h.predict(1, 5) == [(5, 0, False)]
+    slot = h.moving[0].slot
+    assert h.tell(h.landed()) == []
+    (compute,) = h.route(1, 5)
+    assert (compute.experts.tolist(), compute.slots.tolist()) == ([5], [slot])
+    counts = h.s.counts
+    assert (counts.requests, counts.hits, counts.useful, counts.late) == (2, 1, 1, 0)
+    assert h.residents == [0, 5]
+    assert not h.s.placement.buffer.held
+
+
+def test_one_that_is_resident_or_on_its_way_is_not_fetched_again():
+    h = House(lanes=2)
+    h.step(0, 0)
+    assert h.predict(0, 0) == []
+    assert h.predict(1, 5) == [(5, 0, False)]
+    assert h.predict(1, 5) == []
+    assert h.s.counts.prefetches == 1
+
+
+def test_a_demand_goes_first_and_waits_for_one_chunk_a_lane():
+    h = House(lanes=2, chunks=3)
+    assert h.predict(1, 5, 6) == [(5, 0, False), (5, 1, False)]
+    assert [type(a) for a in h.route(0, 1)] == []
+    assert h.started(h.landed()) == [(1, 0, True)]
+    assert h.started(h.landed()) == [(1, 1, True)]
+    assert h.started(h.landed()) == [(1, 2, True)]
+    assert h.started(h.landed()) == [(5, 2, False)]  # a lane that demands have no use for
+
+
+def test_an_upgrade_keeps_the_chunks_that_came():
+    h = House(chunks=3)
+    h.step(0, 0)
+    assert h.predict(1, 5) == [(5, 0, False)]
+    assert h.started(h.landed()) == [(5, 1, False)]
+    assert h.route(1, 5) == []
+    assert h.started(h.landed()) == [(5, 2, True)]
+    (compute,) = h.tell(h.landed())
+    assert compute.experts.tolist() == [5]
+    counts = h.s.counts
+    assert (counts.late, counts.useful, counts.hits) == (1, 0, 0)
+
+
+def test_wrong_prefetches_under_way_are_dropped_when_the_routing_is_known():
+    """5 has a chunk on the lane, which lands before the demand's first; 6 was only wished for."""
+    h = House(chunks=3)
+    h.step(0, 0)
+    assert h.predict(1, 5, 6) == [(5, 0, False)]
+    assert h.route(1, 7) == []
+    assert h.s.counts.dropped == 1
+    assert h.started(h.landed()) == [(7, 0, True)]
+    assert h.finish([]).failed < 0
+    h.settle()
+    assert h.residents == [0, 7]
+    assert (h.free, h.s.counts.prefetches, h.s.counts.wasted) == (6, 1, 0)
+
+
+def test_a_prefetch_for_another_layer_is_not_dropped():
+    h = House(chunks=3)
+    h.step(0, 0)
+    h.predict(2, 9)
+    h.step(1, 4)
+    h.settle()
+    assert h.s.placement.buffer.held[9].use is Use.AHEAD
+    assert h.s.counts.dropped == h.s.counts.wasted == 0
+
+
+def test_a_wrong_prefetch_gives_its_slot_to_the_next_miss():
+    h = House()
+    h.step(0, 0, 1, 2, 3)
+    h.step(1, 4, 5, 6, 7)
+    h.predict(2, 8)
+    h.settle()
+    assert h.residents == [1, 2, 3, 4, 5, 6, 7]  # 0 was the least recently used
+    slot = int(h.s.placement.place[h.s.placement.buffer.held[8].slot])
+    actions = h.route(2, 9)
+    assert [(a.piece, a.slot) for a in actions] == [(9, slot)]
+    h.finish([])
+    assert h.s.counts.wasted == 1
+    assert h.residents == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_the_policy_is_told_of_a_prefetch_when_it_is_asked_for():
+    """9 came before 0 was asked for again, but was asked for after it: 1 is older than both."""
+    h = House(4, 1)
+    h.step(0, 0, 1)
+    h.predict(2, 9)
+    h.settle()
+    h.step(0, 0)
+    h.step(2, 9)
+    h.step(1, 4, 5)
+    assert h.residents == [0, 4, 5, 9]
+
+
+def chances(h: House, **by_layer: list[float]) -> None:
+    """What each rank's chance of use is taken to be."""
+    h.s.lookahead._chances = lambda layer, width: np.array(by_layer[f"layer{layer}"][:width])
+
+
+def test_a_likelier_prefetch_takes_the_slot_of_one_that_waits():
+    h = House(4, 1)
+    chances(h, layer1=[0.9], layer2=[0.6])
+    h.step(0, 0)
+    h.predict(2, 9)
+    h.settle()
+    assert h.predict(1, 5) == [(5, 0, False)]
+    assert list(h.s.placement.buffer.held) == [5]
+    assert h.s.counts.displaced == 1
+    h.settle()
+    assert h.predict(2, 9) == []  # and not the other way round
+    assert h.s.counts.displaced == 1
+
+
+def test_nearer_layers_go_first():
+    h = House()
+    h.route(0, 0)
+    h.predict(2, 9)
+    h.predict(1, 5)
+    assert h.started(h.landed()) == [(5, 0, False)]
+    assert h.started(h.landed()) == [(9, 0, False)]
+
+
+def test_no_more_slots_are_on_loan_than_was_said():
+    h = House(8, 9, lanes=4)
+    assert h.s.placement.buffer.size == 2
+    h.step(0, 0)
+    assert len(h.predict(1, 4, 5, 6, 7)) == 2
+    h.settle()
+    assert sorted(h.s.placement.buffer.held) == [4, 5]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_a_cache_too_small_for_loans_fetches_nothing_ahead(capacity):
+    h = House(capacity, 8)
+    h.step(0, 0, 1)
+    assert h.predict(1, 5) == []
+    h.step(1, 5, prefill=True)
+    h.step(2, 8, 9, 10, 11)
+    assert h.s.counts.prefetches == 0
+    assert len(h.residents) == capacity
+
+
+def test_a_prompt_streams_through_and_leaves_what_is_resident():
+    """All slots are taken: layer 2 passes through the two that may be on loan."""
+    h = House()
+    h.step(0, 0, 1, 2, 3)
+    h.step(1, 4, 5, 6, 7)
+    h.step(2, 8, 9, 10, 11, prefill=True)
+    assert h.residents == [2, 3, 4, 5, 6, 7]
+    assert h.free == 2
+    assert h.s.counts.prefetches == 0
+    counts = h.s.counts
+    assert (counts.requests, counts.hits) == (12, 0)
+
+
+def test_a_prompt_fills_an_empty_cache_to_an_even_share():
+    h = House(9, 2)
+    for layer in range(LAYERS):
+        h.step(layer, *range(layer * EXPERTS, (layer + 1) * EXPERTS), prefill=True)
+    layers = [piece // EXPERTS for piece in h.residents]
+    assert max(layers.count(layer) for layer in range(LAYERS)) == 3
+    assert len(layers) >= 9 - 2  # but for what was on loan
+
+
+def test_a_prompt_fetches_the_next_layer_while_it_computes():
+    """The link is free as soon as this layer's experts are there."""
+    h = House()
+    h.route(0, 0, prefill=True)
+    assert h.started(h.landed()) == [(4, 0, False)]
+    assert h.finish([]).failed < 0
+    h.settle()
+    h.step(1, 4, 5, prefill=True)
+    assert h.s.counts.useful + h.s.counts.late >= 1
+
+
+def test_two_links_pass_chunks_on_by_their_seats():
+    h = House(lanes=(1, 1), chunks=2)
+    h.step(0, 0)
+    assert h.predict(1, 5) == [(5, 0, False)]
+    (first,) = h.moving
+    onward, second = h.tell(h.landed())
+    assert (onward.link, onward.chunk, onward.seat) == (1, 0, first.seat)
+    assert (second.link, second.chunk) == (0, 1)
+    assert second.seat != first.seat
+    assert h.tell(h.landed()) == []  # link 1 is free, the second chunk is not there yet
+    (onward,) = h.tell(h.landed())
+    assert (onward.link, onward.chunk, onward.seat) == (1, 1, second.seat)
+    assert h.s.placement.buffer.held[5].use is Use.MOVING
+    h.tell(h.landed())
+    assert h.s.placement.buffer.held[5].use is Use.AHEAD
+
+
+def test_a_demand_overtakes_prefetched_chunks_on_the_second_link_too():
+    """Of the prefetched 5, chunk 0 is on link 1 and chunk 1 staged, when a chunk of 0 comes."""
+    h = House(lanes=(1, 1), chunks=2, seats=4)
+    h.predict(1, 5)
+    slow, second = h.tell(h.landed())
+    assert (slow.link, second.link) == (1, 0)
+    h.moving = []
+    h.tell(Landed(second.lane, 5, 0))  # staged behind the one on link 1
+    (demand,) = h.route(0, 0)
+    assert (demand.piece, demand.link) == (0, 0)
+    h.tell(Landed(demand.lane, 0, 0))
+    onward = [a for a in h.tell(Landed(slow.lane, 5, 1)) if a.link == 1]
+    assert [(a.piece, a.chunk) for a in onward] == [(0, 0)]
+
+
+def test_prefetches_leave_seats_for_demands():
+    """Three seats, one lane: a prefetch may take two."""
+    h = House(lanes=(1, 1), chunks=9, seats=3)
+    h.predict(1, 5)
+    slow, second = h.tell(h.landed())
+    assert h.tell(Landed(second.lane, 5, 0)) == []
+    (demand,) = h.route(0, 0)
+    assert demand.seat not in {slow.seat, second.seat}
+
+
+def test_a_failed_prefetch_gives_its_slot_back_and_its_demand_begins_anew():
+    h = House(chunks=2)
+    h.step(0, 0)
+    h.predict(1, 5)
+    assert h.started(h.landed()) == [(5, 1, False)]
+    assert h.tell(h.landed(Failed)) == []
+    assert (h.s.counts.failed, h.free, len(h.s.placement.buffer.held)) == (1, 7, 0)
+    (start,) = h.route(1, 5)
+    assert (start.piece, start.chunk, start.demand) == (5, 0, True)
+    assert h.finish([]).failed < 0
+
+
+def test_a_demand_takes_over_from_a_prefetch_that_fails_and_then_fails_its_step_alone():
+    h = House(chunks=2)
+    h.step(0, 0)
+    h.predict(1, 5)
+    assert h.route(1, 5) == []
+    (again,) = h.tell(h.landed(Failed))
+    assert (again.piece, again.chunk, again.demand) == (5, 0, True)
+    assert h.tell(h.landed(Failed)) == [Finish(failed=5)]
+    assert (h.s.counts.late, h.s.counts.failed) == (1, 0)
+    assert h.residents == [0]
+    assert (h.free, len(h.s.transfers.queue)) == (7, 0)
+    assert h.step(1, 5).failed < 0
+
+
+def test_a_cancelled_step_leaves_other_prefetches_alone():
+    """The demand has a chunk on one lane, a prefetch for the layer after on the other."""
+    h = House(lanes=2, chunks=2)
+    h.step(0, 0)
+    h.predict(2, 9)
+    h.tell(h.landed())
+    assert len(h.moving) == 1
+    h.route(1, 5)
+    h.moving.sort(key=lambda a: a.piece)
+    demand = h.moving[0]
+    assert demand.piece == 5
+    actions = h.tell(Cancelled())
+    while h.s.step is not None:
+        assert not any(isinstance(a, Compute) for a in actions)
+        actions = h.tell(h.landed())
+    h.settle()
+    assert h.residents == [0]
+    assert h.s.placement.buffer.held[9].use is Use.AHEAD
+    assert h.free == 6
+
+
+def test_a_cancelled_step_ends_a_prefetch_that_it_had_taken_over():
+    h = House(chunks=3)
+    h.step(0, 0)
+    h.predict(1, 5)
+    h.route(1, 5)
+    assert h.tell(Cancelled()) == []  # the chunk on the lane lands first
+    assert isinstance(h.tell(h.landed())[-1], Finish)
+    assert (h.residents, h.free, len(h.s.transfers.queue)) == ([0], 7, 0)
+    assert not h.s.placement.buffer.held
+
+
+def test_a_resize_waits_for_what_is_on_a_lane_and_drops_what_is_not_whole():
+    h = House(8, lanes=2, chunks=2)
+    h.step(0, 0)
+    h.predict(1, 5)
+    h.settle()
+    h.predict(2, 9)
+    assert len(h.moving) == 2
+    assert h.tell(Resized(6)) == []
+    assert h.predict(1, 6) == []  # nothing new begins meanwhile
+    assert h.tell(h.landed()) == []
+    assert h.tell(h.landed())[-1] == Trim(6)
+    counts = h.s.counts
+    assert (counts.displaced, counts.dropped, counts.prefetches) == (1, 1, 2)
+    assert (h.s.capacity, h.s.placement.buffer.size, h.residents, h.free) == (6, 1, [0], 5)
+
+
+def test_a_resize_says_how_many_may_be_on_loan():
+    h = House(8)
+    h.tell(Resized(12, 1))
+    assert h.s.placement.buffer.size == 1
+    h.tell(Resized(8))
+    assert h.s.placement.buffer.size == 1
+    h.tell(Resized(3, 4))
+    assert h.s.placement.buffer.size == 0
+
+
+def test_scope_per_layer_borrows_from_the_layer_s_own_slots():
+    h = House(9, 2, scope="per-layer", lanes=2)
+    h.step(0, 0, 1, 2)
+    h.step(1, 4, 5, 6)
+    h.step(2, 8, 9, 10)
+    h.predict(1, 7)
+    h.settle()
+    assert h.residents == [0, 1, 2, 5, 6, 8, 9, 10]
+    slot = h.s.placement.buffer.held[7].slot
+    assert 3 <= slot < 6
+    h.step(1, 7)
+    assert h.residents == [0, 1, 2, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_step_as_large_as_its_share_takes_the_slots_of_later_prefetches():
+    """3 slots a layer, of which layer 1 has one on loan for its next pass."""
+    h = House(9, 2, scope="per-layer")
+    h.step(1, 4, 5)
+    h.predict(1, 7)
+    h.settle()
+    h.step(0, 0)
+    assert 7 in h.s.placement.buffer.held
+    h.step(1, 4, 5, 6)
+    assert h.s.counts.wasted == 1
+    assert h.residents == [0, 4, 5, 6]
+
+
+def test_a_step_larger_than_the_cache_goes_through_what_is_not_on_loan():
+    h = House(4, 1)
+    h.step(0, 0)
+    h.predict(2, 9)
+    h.settle()
+    h.step(1, 4, 5, 6, 7)
+    counts = h.s.counts
+    assert (counts.requests, counts.hits) == (5, 0)
+    assert counts.displaced + len(h.s.placement.buffer.held) == 1
+    assert h.free + len(h.residents) + len(h.s.placement.buffer.held) == 4
+
+
+def test_chunks_are_timed_on_the_first_link_alone():
+    """One takes 0 to 1 s on link 0 and 1 to 9 s on link 1; the next 8 to 9 s on link 0."""
+    h = House(lanes=(1, 1))
+    h.tell(Routed(0, 0, ids(0)), 0.0)
+    h.tell(h.landed(), 1.0)
+    assert h.s.lookahead.pace.chunk.value == pytest.approx(1.0)
+    slow = h.moving.pop()
+    h.tell(Predicted(1, ids(5)), 8.0)
+    h.tell(h.landed(), 9.0)
+    assert h.s.lookahead.pace.chunk.value == pytest.approx(1.0)
+    h.tell(Landed(slow.lane, slow.piece, 1), 9.0)
+
+
+def test_prefetching_needs_pinned_steps():
+    with pytest.raises(UsageError, match="pin step"):
+        House(pin="none")

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cache.extras import Extras
+from greenroom.core.cache.reshape import first_places
+from greenroom.core.cache.state import group_sizes
+from greenroom.core.events import Compute, Computed, Finish, Landed, Predicted, Resized, Routed
+from greenroom.core.events import StartChunk as Start
+from greenroom.core.pieces import Pieces, Split
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.errors import BudgetError, UsageError
+from greenroom.policies import policy
+from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids
+from tests.core.strategies import steps
+
+N = OFFSETS[-1]
+
+
+def split(tops=(60, 60), bottoms=(40, 40), seats=3) -> Split:
+    return Split(tops, bottoms, seats)
+
+
+def scheduler(capacity: int, lanes: int = 1, of: Split | None = None, **options) -> Scheduler:
+    every = Pieces.parts(OFFSETS, of or split())
+    return Scheduler(every, capacity, policy("lru"), lanes=lanes, **options)
+
+
+def parts_of(actions: list) -> list[tuple[list[int], int]]:
+    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]
+
+
+def test_pieces_are_tops_then_bottoms():
+    every = Pieces.parts([0, 2, 3], Split((60, 100), (40, 0), 2), [3, 3, 5, 2, 2, 0])
+    assert every.nbytes.tolist() == [60, 60, 100, 40, 40, 0]
+    assert every.variants == (((0, 3),), ((1, 4),), ((2,),))
+    assert every.layer.tolist() == [0, 0, 1, 0, 0, 1]
+    assert [piece.part for piece in every.table] == ["top"] * 3 + ["bottom"] * 3
+    assert len(every.first) == every.experts == 3
+    assert every.first.chunks.tolist() == [3, 3, 5]
+
+
+def test_slots_of_tops_are_what_bottoms_leave():
+    """8 whole experts of 100 bytes, three slots of 40 for bottoms: 680 bytes, 11 tops of 60."""
+    every = Pieces.parts(OFFSETS, split())
+    assert group_sizes(every, 8, "shared") == [11]
+    assert group_sizes(every, 8, "per-layer") == [5, 5]
+    assert group_sizes(every, 8, (3.0, 1.0)) == [6, 5]  # no more than there are experts
+    assert group_sizes(every, 5, (3.0, 1.0)) == [4, 1]
+    uneven = Pieces.parts(OFFSETS, split((25, 50), (75, 50)))  # 575 bytes
+    assert group_sizes(uneven, 8, "per-layer") == [6, 8 - 2]
+    with pytest.raises(BudgetError, match="the memory of 1 experts is too small to split them: 3 "):
+        group_sizes(every, 1, "shared")
+
+
+def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
+    s = scheduler(8)
+    (start,) = s.on(Routed(0, 0, ids(1)))
+    assert (start.piece, start.slot) == (1, 0)
+    landed = s.on(Landed(0, 1))
+    assert [a.piece for a in landed if isinstance(a, Start)] == [N + 1]
+    assert parts_of(landed) == [([1], 0)]
+    assert s.on(Landed(0, N + 1)) == []
+    assert parts_of(s.on(Computed())) == [([1], 1)]
+    assert s.on(Computed()) == [Finish()]
+
+    s.on(Routed(1, 0, ids(2)))  # something else has the bottoms' slots, one after another
+    for piece in (2, N + 2):
+        s.on(Landed(0, piece))
+    s.on(Computed())
+    s.on(Computed())
+    actions = s.on(Routed(2, 0, ids(1, 2)))
+    assert parts_of(actions) == [([1, 2], 0)]  # both bottoms are still there
+    assert parts_of(s.on(Computed())) == [([1, 2], 1)]
+    assert s.on(Computed()) == [Finish()]
+    c = s.counts
+    assert (c.requests, c.hits, c.bottoms, c.bottom_hits) == (4, 2, 4, 2)
+
+
+def test_bottoms_take_turns_in_few_slots():
+    s = scheduler(8, of=split(seats=1), lanes=4)
+    starts = s.on(Routed(0, 0, ids(0, 1)))
+    assert [a.piece for a in starts] == [0, 1, N]
+    assert end(s, starts) == [([0], 0), ([1], 0), ([0], 1), ([1], 1)]
+    assert s.counts.misses == 2
+
+
+def test_layers_may_stay_whole_among_split_ones():
+    s = scheduler(8, of=split((100, 60), (0, 40)), scope="per-layer")
+    assert [a.piece for a in s.on(Routed(0, 0, ids(3)))] == [3]
+    assert parts_of(s.on(Landed(0, 3))) == [([3], 0)]
+    assert s.on(Computed()) == [Finish()]
+    assert s.counts.bottoms == 0
+
+
+def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
+    """Expert 7's top stays; other bottoms have taken the slot of its bottom."""
+    s = scheduler(11, ahead=2, of=split(seats=2))
+    for number, expert in enumerate((7, 8, 9)):
+        serve(s, number, 1, expert)
+    assert not s.placement.extras.whole(7)
+    serve(s, 3, 0, 0)
+    started = [a for a in s.on(Predicted(1, ids(7))) if isinstance(a, Start)]
+    assert [(a.piece, a.demand) for a in started] == [(N + 7, False)]
+    s.on(Landed(0, N + 7))
+    assert parts_of(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
+    assert (s.counts.prefetches, s.counts.useful) == (1, 1)
+    assert s.counts.bottom_hits == 1
+
+
+def serve(s: Scheduler, number: int, layer: int, *experts: int) -> list[tuple[list[int], int]]:
+    """A step from its routing to its end, its waves."""
+    return end(s, s.on(Routed(number, layer, ids(*experts))))
+
+
+def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
+    """Carry out what there is to do, transfers first and in their order, until the step is over."""
+    waves, moving, computing = [], [], 0
+    while True:
+        waves += parts_of(actions)
+        computing += len(parts_of(actions))
+        moving += [a for a in actions if isinstance(a, Start)]
+        if any(isinstance(a, Finish) for a in actions):
+            return waves
+        if moving:
+            action = moving.pop(0)
+            actions = s.on(Landed(action.lane, action.piece))
+        else:
+            computing -= 1
+            actions = s.on(Computed())
+
+
+def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
+    b = Extras(2)
+    assert (b.claim(1), b.claim(2), b.claim(3)) == (0, 1, -1)
+    b.landed(1)
+    b.done(1)
+    assert b.whole(1)
+    assert not b.whole(2)
+    assert b.claim(3) == 0
+    assert not b.whole(1)
+    b.lose(3)
+    assert b.claim(3) == 0
+
+
+def test_prefetches_have_half_of_the_slots():
+    b = Extras(4)
+    assert [b.bring(e, 0) for e in range(3)] == [0, 1, -1]
+    b.landed(0)
+    assert sorted(b.passed(0, {1})) == [(0, True)]
+    assert b.claim(1) == 1
+    assert b.bring(5, 0) >= 0
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (((60,), (0,), 2), "no layer is split: leave out the split"),
+        (((0,), (40,), 2), "a top has at least a byte"),
+        (((60,), (40,), 0), "bottoms need at least one slot, got 0"),
+    ],
+)
+def test_bad_splits(of, said):
+    with pytest.raises(UsageError, match=said):
+        Split(*of)
+
+
+def test_no_tier_in_between():
+    every = Pieces.parts(OFFSETS, split())
+    with pytest.raises(UsageError, match="split experts have no tier between two links"):
+        Scheduler(
+            every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.first, 4, policy("lru"))
+        )
+
+
+@given(
+    steps=steps(LAYERS, EXPERTS),
+    capacity=st.integers(0, 11),
+    lanes=st.sampled_from([(1,), (2,), (3,), (2, 1)]),
+    chunks=st.integers(1, 3),
+    scope=st.sampled_from(["shared", "per-layer", (3.0, 1.0)]),
+    of=st.sampled_from([((60, 60), (40, 40)), ((30, 80), (70, 20)), ((100, 50), (0, 50))]),
+    seats=st.integers(1, 7),
+    ahead=st.sampled_from([0, 0, 1, 2, 5]),
+    failing=st.sampled_from([0.0, 0.1]),
+    named=st.sampled_from(["lru", "next-use", "arc"]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_order_of_events_computes_every_part_once_after_its_top(
+    steps, capacity, lanes, chunks, scope, of, seats, ahead, failing, named, seed
+):
+    cut = Split(*of, seats)
+    every = Pieces.parts(OFFSETS, cut, np.where(np.arange(2 * N) < N, chunks, 2).tolist())
+    least = next(n for n in range(1, 30) if fits(every, n, scope))
+    s = Scheduler(every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead)
+    theatre = Theatre(s, random.Random(seed), failing)
+    for number, (layer, chosen, chance) in enumerate(steps):
+        experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
+        cancel, prefill = chance == 0, chance in (1, 2)
+        if chance > 5:
+            theatre.predict((layer + chance) % LAYERS, seed + number)
+        theatre.run(number, layer, experts, cancel, prefill)
+        if cancel or theatre.finish.failed >= 0:
+            assert len(theatre.computed) == len(set(theatre.computed))
+        else:
+            wanted = {p for e in experts.tolist() for p in every.variants[e][0]}
+            assert sorted(theatre.computed) == sorted(wanted)
+        if chance == 9:
+            theatre.tell(Resized(least + seed % 12, number % 4))
+        for piece in s.residents().tolist():
+            assert theatre.memory[s.placement.slot(piece)] == piece
+        for expert, slot in s.placement.extras.slot_of.items():
+            if s.placement.extras.whole(expert):
+                assert theatre.memory[s.placement.extra_slot(slot)] == N + expert
+        assert not s.placement.cache.state.pinned.any()
+    while theatre.moving:
+        theatre.land()
+    assert len(s.transfers.queue) == 0
+    assert not s.placement.resizing
+    assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
+    assert sum(group_sizes(every, s.capacity, scope)) == s.placement.cache.capacity
+    c = s.counts
+    over = c.useful + c.late + c.wasted + c.dropped + c.displaced + c.failed
+    waiting = len(s.placement.buffer.held) + len(s.placement.extras._ahead)
+    assert over + waiting == c.prefetches
+    assert len(s.placement.extras.slot_of) + len(s.placement.extras._free) == seats
+
+
+def fits(every: Pieces, capacity: int, scope) -> bool:
+    try:
+        return bool(group_sizes(every, capacity, scope))
+    except BudgetError:
+        return False

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from greenroom.core.transfers.queue import Transfer, TransferQueue, Urgency
+
+
+def drain(queue: TransferQueue) -> list[tuple[int, int]]:
+    """All that starts where every chunk lands at once."""
+    started = []
+    while transfers := list(queue.start()):
+        for transfer in transfers:
+            entry, link, lane = transfer.entry, transfer.link, transfer.lane
+            started.append((entry.piece, transfer.chunk))
+            queue.land(link, lane)
+    return started
+
+
+def test_demand_goes_before_prefetch_and_in_order():
+    queue = TransferQueue([1])
+    queue.add(1, 0, 2, Urgency.PREFETCH)
+    queue.add(2, 1, 1)
+    queue.add(3, 2, 2)
+    assert drain(queue) == [(2, 0), (3, 0), (3, 1), (1, 0), (1, 1)]
+    assert not queue.entries
+
+
+def test_an_upgrade_keeps_the_chunks_already_moved():
+    queue = TransferQueue([1])
+    queue.add(1, 0, 3, Urgency.PREFETCH)
+    queue.add(2, 1, 1, Urgency.PREFETCH)
+    (first,) = queue.start()
+    assert first.chunk == 0
+    queue.land(0, first.lane)
+    queue.add(3, 2, 1)
+    entry = queue.add(1, 0, 3, Urgency.DEMAND)
+    assert (entry.landed, entry.urgency, entry.upgraded) == (1, Urgency.DEMAND, True)
+    assert drain(queue) == [(3, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_a_demand_waits_for_one_chunk_a_lane():
+    queue = TransferQueue([2])
+    queue.add(1, 0, 9, Urgency.PREFETCH)
+    first, second = queue.start()
+    queue.add(2, 1, 2)
+    assert list(queue.start()) == []
+    queue.land(0, second.lane)
+    assert [t.entry.piece for t in queue.start()] == [2]
+    queue.land(0, first.lane)
+    assert [t.entry.piece for t in queue.start()] == [2]
+
+
+def test_dropping_what_moves_waits_for_its_chunk():
+    queue = TransferQueue([1])
+    queue.add(1, 0, 3)
+    (transfer,) = queue.start()
+    assert queue.drop(1) is False
+    assert list(queue.start()) == []
+    entry = queue.land(0, transfer.lane)
+    assert entry.gone
+    assert not entry.arrived
+    assert 1 not in queue
+
+
+def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():
+    """Two seats, one lane each: prefetches may take one of them, since a lane needs the other."""
+    queue = TransferQueue([1, 1], seats=2)
+    queue.add(1, 0, 3, Urgency.PREFETCH)
+    (first,) = queue.start()
+    assert (first.link, first.chunk) == (0, 0)
+    queue.land(0, first.lane)
+    (onward,) = queue.start()  # the first chunk goes on; its seat is still taken
+    assert (onward.link, onward.chunk, onward.seat) == (1, 0, first.seat)
+    assert not queue.open_for(Urgency.PREFETCH)
+    queue.add(2, 1, 1)
+    (demand,) = queue.start()
+    assert (demand.entry.piece, demand.link) == (2, 0)
+    assert demand.seat != first.seat
+    queue.land(1, onward.lane)
+    queue.land(0, demand.lane)
+    (last,) = queue.start()  # and until the demand has left its seat, the prefetch waits
+    assert (last.entry.piece, last.link) == (2, 1)
+    queue.land(1, last.lane)
+    assert [(t.entry.piece, t.link) for t in queue.start()] == [(1, 0)]
+
+
+def test_too_few_seats_are_refused():
+    with pytest.raises(ValueError, match="seats"):
+        TransferQueue([2, 1], seats=2)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Random use against a plain model: what was asked, what is carried, and what has landed."""
+
+    lanes: tuple[int, ...] = (2,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = TransferQueue(self.lanes)
+        self.asked: dict[int, int] = {}
+        self.demanded: set[int] = set()
+        self.moving: list[Transfer] = []
+        self.landed: dict[int, set[int]] = {}
+        self.dropped: set[int] = set()
+
+    @rule(piece=st.integers(0, 5), chunks=st.integers(1, 4), urgency=st.sampled_from(Urgency))
+    def add(self, piece, chunks, urgency):
+        if piece in self.dropped:
+            return
+        self.queue.add(piece, piece, self.asked.get(piece, chunks), urgency)
+        self.asked.setdefault(piece, chunks)
+        self.landed.setdefault(piece, set())
+        if urgency is Urgency.DEMAND:
+            self.demanded.add(piece)
+
+    @rule()
+    def start(self):
+        for transfer in self.queue.start():
+            piece = transfer.entry.piece
+            assert piece in set(self.asked) - self.dropped
+            assert transfer.lane < self.lanes[transfer.link]
+            assert (transfer.link, transfer.lane) not in {(m.link, m.lane) for m in self.moving}
+            assert transfer.seat < 0 or transfer.seat not in {m.seat for m in self.moving}
+            assert transfer.chunk not in self.landed[piece]
+            waiting = {p for p in self.demanded - self.dropped if self._unstarted(p)}
+            if transfer.link == 0 and piece not in self.demanded:
+                assert not waiting
+            self.moving.append(transfer)
+
+    def _unstarted(self, piece):
+        return self.queue.entries[piece].started < self.asked[piece]
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    def land(self, data, ok):
+        transfer = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
+        piece = transfer.entry.piece
+        entry = self.queue.land(transfer.link, transfer.lane, ok)
+        assert entry is transfer.entry
+        if not ok:
+            self.dropped.add(piece)
+        elif transfer.link + 1 == len(self.lanes):
+            self.landed[piece].add(transfer.chunk)
+        complete = len(self.landed[piece]) == self.asked[piece]
+        assert entry.arrived == complete
+        left = complete or (piece in self.dropped and not self._moves(piece))
+        assert entry.gone == left
+        if left:
+            self._over(piece)
+
+    def _moves(self, piece):
+        return any(m.entry.piece == piece for m in self.moving)
+
+    @precondition(lambda self: set(self.asked) - self.dropped)
+    @rule(data=st.data())
+    def drop(self, data):
+        piece = data.draw(st.sampled_from(sorted(set(self.asked) - self.dropped)))
+        if self.queue.drop(piece):
+            assert not self._moves(piece)
+            self._over(piece)
+        else:
+            self.dropped.add(piece)
+
+    def _over(self, piece):
+        del self.asked[piece]
+        self.landed.pop(piece)
+        self.dropped.discard(piece)
+        self.demanded.discard(piece)
+
+    @invariant()
+    def one_entry_a_piece(self):
+        assert set(self.queue.entries) == set(self.asked)
+        for piece, entry in self.queue.entries.items():
+            assert entry.moving == sum(m.entry.piece == piece for m in self.moving)
+
+    @invariant()
+    def a_demand_that_can_move_does(self):
+        """When everything that moves has landed, a demand is never stuck for want of a seat."""
+        if not self.moving and self.demanded - self.dropped:
+            assert self.queue.open_for(Urgency.DEMAND) or len(self.lanes) > 1
+
+
+class ChainMachine(QueueMachine):
+    lanes = (2, 1)
+
+
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ChainMachine.TestCase.settings = QueueMachine.TestCase.settings
+TestQueueMachine = QueueMachine.TestCase
+TestChainMachine = ChainMachine.TestCase

@@ -1,0 +1,244 @@
+"""The tier between two links: what is kept there, and that every byte comes from where it is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.events import Compute, Computed, Finish, Landed, Resized, Routed, StartChunk
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.queue import TransferQueue
+from greenroom.core.transfers.tiers import HostTier
+from greenroom.policies import policy
+from greenroom.sim.clock import TraceStep
+from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
+from tests.core.strategies import steps
+from tests.sim.small import simulate
+
+
+def machine(device: int, host: int, chunks: int = 1, named: str = "lru", ahead: int = 0):
+    every = pieces(chunks)
+    tier = HostTier(every, host, policy(named))
+    return Scheduler(every, device, policy(named), lanes=(1, 2), ahead=ahead, host=tier), tier
+
+
+def served(s: Scheduler, step: int, *experts: int, prefill: bool = False) -> list[tuple[int, int]]:
+    """Run a step to its end; the (link, piece) of every chunk that moved, in order."""
+    waiting = s.on(Routed(step, 0, ids(*experts), prefill=prefill))
+    moved = []
+    while not isinstance(waiting[-1] if waiting else None, Finish):
+        action = waiting.pop(0)
+        match action:
+            case StartChunk():
+                moved.append((action.link, action.piece))
+                waiting += s.on(Landed(action.lane, action.piece, action.link))
+            case Compute():
+                waiting += s.on(Computed())
+    return moved
+
+
+def test_what_left_the_device_comes_back_over_the_last_link_alone():
+    s, tier = machine(device=1, host=3)
+    assert served(s, 0, 1) == [(0, 1), (1, 1)]
+    assert served(s, 1, 2) == [(0, 2), (1, 2)]
+    assert served(s, 2, 1) == [(1, 1)]
+    assert (tier.requests, tier.hits) == (3, 1)
+    assert served(s, 3, 1) == []  # on the device: the tier is not asked
+
+
+def test_the_tier_evicts_by_its_own_policy():
+    s, tier = machine(device=1, host=2)
+    for step, expert in enumerate((1, 2, 1, 3)):
+        served(s, step, expert)
+    assert tier.cache.residents().tolist() == [1, 3]  # 2 was asked for longest ago
+    assert served(s, 4, 2) == [(0, 2), (1, 2)]
+
+
+def test_a_prompt_fills_what_is_free_and_evicts_nobody():
+    s, tier = machine(device=1, host=3)
+    served(s, 0, 1)
+    served(s, 1, 2)
+    assert served(s, 2, 3, 4, 5, prefill=True) == [(k, e) for e in (3, 4, 5) for k in (0, 1)]
+    assert tier.cache.residents().tolist() == [1, 2, 3]
+    assert not tier.cache.state.pinned.any()
+
+
+def test_more_on_the_way_than_the_tier_has_slots_goes_by_the_seats():
+    s, tier = machine(device=6, host=1)
+    moving = s.on(Routed(0, 0, ids(1, 2)))
+    assert [(a.host, a.seat >= 0) for a in moving] == [(0, False)]
+    (second, _) = s.on(Landed(moving[0].lane, 1, 0))[::-1]
+    assert (second.piece, second.host, second.seat >= 0) == (2, -1, True)
+    assert tier.cache.residents().tolist() == [1]
+
+
+def test_half_a_copy_is_no_copy():
+    tier = HostTier(pieces(2), 2, policy("lru"))
+    queue = TransferQueue((1, 1), host=tier)
+    entry = queue.add(4, 0, 2)
+    first = next(queue.start())
+    assert (first.seat, entry.host, first.begins) == (-1, 0, True)
+    queue.land(0, first.lane)
+    queue.drop(4)  # its only chunk so far is in host memory, and nothing of it moves
+    assert 4 not in queue
+    assert tier.cache.residents().tolist() == []
+    entry = queue.add(4, 0, 2)
+    assert not entry.kept
+
+
+def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
+    tier = HostTier(pieces(), 2, policy("lru"))
+    queue = TransferQueue((1, 1), host=tier)
+    queue.add(4, 0, 1)
+    queue.land(0, next(queue.start()).lane)
+    queue.land(1, next(queue.start()).lane, ok=False)
+    assert 4 not in queue
+    assert queue.add(4, 0, 1).kept
+    again = next(queue.start())
+    assert (again.link, again.begins) == (1, True)
+
+
+def test_a_tier_is_between_two_links():
+    tier = HostTier(pieces(), 2, policy("lru"))
+    with pytest.raises(ValueError, match="between two links, not 1"):
+        TransferQueue((2,), host=tier)
+
+
+def test_where_everything_is_kept_the_last_link_sets_the_pace():
+    every = pieces()
+    assert TransferQueue((1, 1), host=HostTier(every, len(every), policy("lru"))).paced == {1}
+    assert TransferQueue((1, 1), host=HostTier(every, len(every) - 1, policy("lru"))).paced == {0}
+
+
+class TwoTiers(Theatre):
+    """Also keeps what lies in host memory: `host[slot]` is (piece, the chunks of it)."""
+
+    def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
+        super().__init__(s, rng, failing)
+        self.host: dict[int, tuple[int, set[int]]] = {}
+
+    def _start(self, action: StartChunk) -> None:
+        assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
+        if action.host >= 0:
+            assert action.seat < 0
+            piece, chunks = self.host.get(action.host, (-1, set()))
+            if action.link == 0:
+                if piece != action.piece or action.chunk == 0:
+                    users = {m.piece for m in self.moving if m.host == action.host}
+                    assert not users, "a slot of the tier is overwritten while it is read"
+                    self.host[action.host] = action.piece, set()
+                assert action.chunk not in self.host[action.host][1]
+            else:
+                assert piece == action.piece, "the slot of the tier holds another piece"
+                assert action.chunk in chunks, "the chunk is not in host memory"
+        elif action.link == 0:
+            assert action.seat not in {m.seat for m in self.moving if m.host < 0}
+            self.seats[action.seat] = action.piece, action.chunk
+        else:
+            assert self.seats[action.seat] == (action.piece, action.chunk)
+        self._at_home(action)
+        if action.begins:
+            self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
+            self.landed[action.piece, action.slot] = 0
+        if action.link in self.lasts:
+            self.memory.pop(action.slot, None)
+            self._spare(action)
+        self.moving.append(action)
+
+    def land(self) -> None:
+        before = list(self.moving)
+        failing, self.failing = self.failing, 0.0
+        broken = self.rng.random() < failing
+        self.failing = 1.0 if broken else 0.0
+        number = self.rng.randrange(len(before))
+        action = before[number]
+        if action.link == 0 and action.host >= 0 and not broken:
+            self.host[action.host][1].add(action.chunk)
+        randrange, self.rng.randrange = self.rng.randrange, lambda n: number  # type: ignore[method-assign]
+        try:
+            super().land()
+        finally:
+            self.rng.randrange, self.failing = randrange, failing  # type: ignore[method-assign]
+
+
+@given(
+    steps=steps(LAYERS, EXPERTS),
+    device=st.integers(2, 13),
+    host=st.integers(1, 13),
+    lanes=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
+    chunks=st.integers(1, 3),
+    named=st.sampled_from(["lru", "next-use"]),
+    ahead=st.sampled_from([0, 0, 2, 5]),
+    failing=st.sampled_from([0.0, 0.1]),
+    devices=st.sampled_from([1, 1, 2]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_order_of_events_and_any_size_of_the_tier(
+    steps, device, host, lanes, chunks, named, ahead, failing, devices, seed
+):
+    device, host = max(device, devices), max(host, devices)
+    every = pieces(chunks, devices)
+    tier = HostTier(every, host, policy(named), seed=seed)
+    s = Scheduler(every, device, policy("lru"), lanes=lanes, ahead=ahead, host=tier)
+    plain = Scheduler(every, device, policy("lru"), lanes=lanes, ahead=0)
+    theatre, other = TwoTiers(s, random.Random(seed), failing), Theatre(plain, random.Random(0), 0)
+    alike = not ahead and not failing
+    for number, (layer, chosen, chance) in enumerate(steps):
+        experts = ids(*(OFFSETS[layer] + e for e in sorted(chosen)))
+        cancel, prefill = chance == 0, chance in (1, 2)
+        if chance > 5:
+            theatre.predict((layer + chance) % LAYERS, seed + number)
+        theatre.run(number, layer, experts, cancel, prefill)
+        if cancel or theatre.finish.failed >= 0:
+            alike = False
+        else:
+            assert sorted(theatre.computed) == experts.tolist()
+        if chance == 9:
+            theatre.tell(Resized(devices + seed % 13, number % 4))
+            alike = False
+        if alike:  # the tier changes where pieces come from, never who has a slot on the device
+            other.run(number, layer, experts, False, prefill)
+            assert s.counts == plain.counts
+            assert s.residents().tolist() == plain.residents().tolist()
+    while theatre.moving:
+        theatre.land()
+    assert len(s.transfers.queue) == 0
+    assert not tier.cache.state.pinned.any()
+    assert not tier._under_way
+    for piece in tier.cache.residents().tolist():  # what counts as kept is there, whole
+        slot = int(tier.cache.state.slot_of[piece])
+        assert theatre.host[slot] == (piece, set(range(chunks)))
+
+
+def steps_of(seed: int, passes: int) -> list[TraceStep]:
+    rng = random.Random(seed)
+    return [
+        TraceStep(p, layer, ids(*sorted(OFFSETS[layer] + e for e in rng.sample(range(EXPERTS), 2))))
+        for p in range(passes)
+        for layer in range(LAYERS)
+    ]
+
+
+def costs(disk: float, bus: float) -> Costs:
+    links = (Link(disk, lanes=1), Link(bus, lanes=2))
+    return Costs(links, Work.constant(0.0), Work.constant(0.0))
+
+
+def test_a_simulated_tier_saves_the_disk_and_nothing_else():
+    steps, every = steps_of(3, 40), pieces()
+    slow, runs = costs(1.0, 10.0), {}
+    for host in (0, 4, 12):
+        tier = HostTier(every, host, policy("lru")) if host else None
+        runs[host] = simulate(steps, every, 3, policy("lru"), costs=slow, host=tier)
+    assert len({run.misses for run in runs.values()}) == 1
+    assert runs[12].bytes_moved == 100 * len({e for s in steps for e in s.experts.tolist()})
+    assert runs[0].bytes_moved == 100 * runs[0].misses
+    assert runs[12].seconds < runs[4].seconds < runs[0].seconds
+    everything = runs[12]
+    least = 100 / 10 * everything.misses  # every miss still crosses the last link
+    assert everything.seconds >= least

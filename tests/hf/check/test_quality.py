@@ -1,0 +1,152 @@
+"""KL divergence and perplexity of a model against its original."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from greenroom.errors import NotAModel, OutputError, UsageError
+from greenroom.hf.check import quality as module
+from greenroom.hf.check.quality import quality
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
+from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.reference import whole_model
+from tests.gguf_models import write
+from tests.hf.conftest import one_line
+from tests.hf.pack.rig import fill, packed, source
+
+TEXT = "The green room is where the performers wait. An expert waits on disk until its cue. " * 6
+
+
+@torch.inference_mode()
+def slow(folder: Path, window: int) -> tuple[float, float, float, float, float, int]:
+    """The same by transformers alone, with all in memory."""
+    models = [whole_model(Draft.of(source())) for _ in range(2)]
+    fill(models[1], folder)
+    ids = tokenizer_of(open_checkpoint(source()))(TEXT)["input_ids"]
+    kl, theirs, mine, same = [], [], [], []
+    for at in range(0, len(ids) - 1, window):
+        part = torch.tensor([ids[at : at + window]])
+        if part.shape[1] < 2:
+            continue
+        p, q = (m(input_ids=part).logits[0, :-1].double().log_softmax(-1) for m in models)
+        kl.append((p.exp() * (p - q)).sum(-1))
+        right = part[0, 1:, None]
+        theirs.append(-p.gather(1, right))
+        mine.append(-q.gather(1, right))
+        same.append((p.argmax(-1) == q.argmax(-1)).double())
+    divergences = torch.cat(kl)
+    return (
+        divergences.mean().item(),
+        divergences.quantile(0.99).item(),
+        torch.cat(mine).mean().exp().item(),
+        torch.cat(theirs).mean().exp().item(),
+        torch.cat(same).mean().item(),
+        len(divergences),
+    )
+
+
+def test_figures_are_those_of_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = 50
+    monkeypatch.setattr(module, "WINDOW", window)
+    folder = packed("int4")
+    found = quality(str(folder), TEXT, cache="25%")
+    kl, p99, mine, theirs, same, count = slow(folder, window)
+    assert found.tokens == count
+    assert found.original == str(source())
+    assert found.kl_mean == pytest.approx(kl, rel=0.15)  # compiled kernels round another way
+    assert found.kl_p99 == pytest.approx(p99, rel=0.3)
+    assert found.perplexity == pytest.approx(mine, rel=0.02)
+    assert found.original_perplexity == pytest.approx(theirs, rel=0.02)
+    assert found.same_top == pytest.approx(same, abs=0.05)
+    assert found.kl_mean > 1e-4
+
+
+def test_the_same_experts_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are kept in a file; probabilities are computed for a few positions at a time."""
+    seen: list[int] = []
+    real = torch.Tensor.log_softmax
+
+    def counted(self: torch.Tensor, dim: int) -> torch.Tensor:
+        seen.append(self.shape[0])
+        return real(self, dim)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
+    found = quality(str(packed("same")), TEXT, cache="25%")
+    assert found.kl_mean == found.kl_p99 == 0
+    assert found.perplexity == found.original_perplexity
+    assert found.same_top == 1
+    assert max(seen) == module.ROWS
+
+
+def test_fewer_bits_lose_more() -> None:
+    losses = [quality(str(packed(kind)), TEXT, tokens=64).kl_mean for kind in ("int8", "int4")]
+    assert 0 < losses[0] < losses[1]
+
+
+def test_any_two_of_one_architecture(tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", "qwen3_moe", {"_exps": "Q4_0", "": "BF16"})
+    plain = write(tmp_path / "plain.gguf", "qwen3_moe", {"": "BF16"})
+    found = quality(str(file), TEXT, str(plain), tokens=40)
+    assert found.tokens == 39
+    assert found.kl_mean > 0
+
+
+# Mistakes
+
+
+def test_the_original_is_not_there(tmp_path: Path) -> None:
+    from greenroom.hf.pack.making import pack
+
+    origin = Path(shutil.copytree(source(), tmp_path / "source"))
+    pack(str(origin), tmp_path / "pack", "int8")
+    origin.rename(tmp_path / "moved")
+    with pytest.raises(NotAModel) as error:
+        quality(str(tmp_path / "pack"), TEXT)
+    assert "its original is not there (--against FOLDER)" in one_line(error)
+    found = quality(str(tmp_path / "pack"), TEXT, str(tmp_path / "moved"), tokens=9)
+    assert found.tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "against", "text", "words"),
+    [
+        ("source", None, TEXT, "--against names that of"),
+        ("source", "source", TEXT, "are the same model"),
+        ("pack", "olmoe", TEXT, "is a Qwen3MoeForCausalLM and"),
+        ("pack", None, "a", "the text is too short"),
+        ("pack", None, "", "the text is too short"),
+    ],
+)
+def test_what_cannot_be_compared(model: str, against: str | None, text: str, words: str) -> None:
+    named = {"source": source(), "pack": packed("int8"), "olmoe": source("olmoe")}
+    other = None if against is None else str(named[against])
+    with pytest.raises(UsageError) as error:
+        quality(str(named[model]), text, other)
+    assert words in one_line(error)
+
+
+def test_no_room_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = packed("int8")
+    full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(OutputError, match="the original's logits need"):
+        quality(str(folder), TEXT)
+
+
+def test_keys_and_values_and_kernels_are_compared_with_the_model_itself() -> None:
+    """The original is the same model with the defaults, read in the same passes."""
+    name = str(source())
+    said: list[str] = []
+    same = quality(name, TEXT, name, cache="25%", tokens=100, kernels="numba", say=said.append)
+    assert same.kl_mean == same.kl_p99 == 0
+    assert said[-1].endswith(f"with {name} --kernels numba")
+    fp8 = quality(name, TEXT, cache="25%", tokens=100, kv="fp8", say=said.append)
+    assert said[-1].endswith("--kv fp8")
+    assert fp8.original == fp8.model == name
+    assert 1e-6 < fp8.kl_mean < 1
+    assert fp8.original_perplexity == pytest.approx(same.original_perplexity, rel=0.01)

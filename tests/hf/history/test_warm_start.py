@@ -1,0 +1,231 @@
+"""What earlier runs leave: the cache starts as they ended, and nothing that it holds can harm."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import greenroom
+import greenroom.runtime.store.disk
+from greenroom.config import LoadConfig
+from greenroom.errors import StoreError
+from greenroom.hf.history import warm_start
+from greenroom.hf.load.load import load_with
+from greenroom.plan.history import files
+from greenroom.plan.history.files import load_routing, save_routing
+from greenroom.plan.history.recent import RecentRouting, trace_of
+from greenroom.plan.history.routing import RoutingHistory
+from tests.models import cached_tiny
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+EXPERTS = 16  # of the tiny model: two layers of 8
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(files.SWITCH)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder() -> str:
+    return str(cached_tiny("qwen3_moe", tokenizer=True))
+
+
+def answer(folder: str, tokens: int = 24, **options):
+    """(tokens, stats, Greenroom, residents at the start) of a run that began as it was left."""
+    options = {"cache": "40%", "kernels": "eager", "prefetch": "off", **options}
+    model, _ = greenroom.load(folder, **options)
+    room = model.greenroom
+    stats = room.stats()
+    assert (stats.bytes_read, stats.passes, stats.links[0]["bytes"]) == (0, 0, 0)
+    assert room.stats().expert_requests == 0
+    began = room.driver.scheduler.residents()
+    ids = model.generate(PROMPT, max_new_tokens=tokens, do_sample=False, min_new_tokens=tokens)
+    stats = room.stats()
+    room.detach()
+    return ids, stats, room, began
+
+
+def kept() -> Path | None:
+    found = list((files.cache_folder() / "learned").glob("*"))
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_cache_begins_with_what_the_last_run_ended_with(folder, caplog):
+    first, cold, before, nothing = answer(folder)
+    assert nothing.size == before.warmed == 0
+    assert kept()
+    ended = before.driver.scheduler.residents()
+    again, warm, after, began = answer(folder)
+    assert after.warmed == warm.capacity == 6
+    np.testing.assert_array_equal(began, ended)
+    assert torch.equal(again, first)
+    assert warm.expert_requests == cold.expert_requests
+    assert warm.passes == cold.passes
+    assert warm.expert_hits > cold.expert_hits
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "scope"),
+    [("lru", "shared"), ("lru", "per-layer"), ("arc", "shared"), ("hybrimoe", "shared")],
+)
+def test_a_policy_takes_what_another_left_into_any_size(folder, policy, scope):
+    first, *_ = answer(folder)
+    for options in ({"cache": "13%"}, {"cache": "100%"}, {"device": "fake", "prefetch": "auto"}):
+        again, stats, after, began = answer(folder, 3, policy=policy, scope=scope, **options)
+        assert torch.equal(again, first[:, : again.shape[1]])
+        assert began.size == after.warmed <= stats.capacity
+        if scope == "shared" and "cache" not in options:
+            assert began.size == stats.capacity
+
+
+def test_a_predictor_goes_on_where_it_was(folder, caplog):
+    *_, before, _ = answer(folder, prefetch="markov", no_guard=True)
+    state = before.predictor.state()
+    model, _ = greenroom.load(folder, cache="40%", prefetch="markov", kernels="eager")
+    for name, array in model.greenroom.predictor.state().items():
+        np.testing.assert_array_equal(array, state[name])
+    model.greenroom.detach()
+    answer(folder, prefetch="token")  # keeps what it has no use for
+    found = load_routing(kept().stem)
+    assert set(found.states) == {"markov", "token", "recent"}
+    assert warnings(caplog) == []
+
+
+def test_a_state_that_does_not_fit_is_left_out_with_one_warning(folder, caplog):
+    answer(folder, prefetch="markov")
+    found = load_routing(kept().stem)
+    save_routing(
+        kept().stem, RoutingHistory(found.hot, found.popularity, {"markov": {"x": np.ones(1)}})
+    )
+    answer(folder, 3, prefetch="markov")
+    assert len(warnings(caplog)) == 1
+    assert warnings(caplog)[0].startswith("predictor markov starts anew: ")
+
+
+def test_a_few_tokens_are_not_worth_keeping(folder):
+    answer(folder, warm_start.LEAST - 1)
+    assert kept() is None
+    answer(folder, warm_start.LEAST)
+    assert kept()
+
+
+def test_nothing_is_kept_or_read_where_it_is_not_wanted(folder, monkeypatch):
+    config = LoadConfig(cache="40%", kernels="eager")
+    model, _ = load_with(folder, config, remember=False)
+    model.generate(PROMPT, max_new_tokens=20)
+    model.greenroom.detach()
+    monkeypatch.setenv(files.SWITCH, "off")
+    answer(folder)
+    assert kept() is None
+    monkeypatch.delenv(files.SWITCH)
+    answer(folder)
+    model, _ = load_with(folder, config, remember=False)
+    assert model.greenroom.warmed == 0
+    model.greenroom.detach()
+    monkeypatch.setenv(files.SWITCH, "off")
+    assert answer(folder)[2].warmed == 0
+
+
+def test_a_home_that_cannot_be_written_is_a_warning(folder, home, caplog):
+    home.write_text("not a folder")
+    assert answer(folder)[2].warmed == 0
+    assert len(warnings(caplog)) == 1
+    assert "is not kept" in warnings(caplog)[0]
+
+
+def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
+    *_, before, _ = answer(folder)
+    asked = before.driver.asked
+    key = kept().stem
+    np.testing.assert_array_equal(load_routing(key).popularity, asked)
+    monkeypatch.setattr(warm_start, "HALF_LIFE", 24.0)  # passes of a run
+    *_, after, _ = answer(folder)
+    np.testing.assert_array_equal(after.driver.asked, asked)  # none for what warming up read
+    np.testing.assert_allclose(load_routing(key).popularity, 1.5 * asked)
+    hot, popularity = load_routing(key).hot, load_routing(key).popularity
+    assert (np.diff(popularity[hot]) <= 0).all()
+
+
+def test_another_models_memory_is_passed_over(folder):
+    answer(folder)
+    save_routing(kept().stem, RoutingHistory(np.arange(99), np.ones(99)))
+    assert answer(folder)[2].warmed == 0
+    assert load_routing(kept().stem).popularity.size == EXPERTS
+
+
+def test_a_slow_disk_gets_no_more_than_its_time(folder, monkeypatch):
+    answer(folder, cache="100%")
+    monkeypatch.setattr(warm_start, "LIMIT_S", 0.3)
+    monkeypatch.setattr(warm_start, "UNTIMED", 20_000)  # some experts of the first layer
+    read = greenroom.runtime.store.disk.DiskStore.read
+
+    def slow(*args):
+        time.sleep(0.05)
+        return read(*args)
+
+    monkeypatch.setattr("greenroom.runtime.store.disk.DiskStore.read", slow)
+    begin = time.perf_counter()
+    model, _ = greenroom.load(folder, cache="100%", kernels="eager", readers=1)
+    took = time.perf_counter() - begin
+    warmed = model.greenroom.warmed
+    assert 1 <= warmed < EXPERTS, took
+    layers = model.greenroom.driver.scheduler.residents() // 8
+    assert set(layers.tolist()) == {0, 1}
+    model.greenroom.detach()
+
+
+def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
+    first, *_ = answer(folder)
+    read, calls = greenroom.runtime.store.disk.DiskStore.read, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise StoreError("cannot read shard: Input/output error")
+        return read(*args)
+
+    monkeypatch.setattr("greenroom.runtime.store.disk.DiskStore.read", failing)
+    again, stats, *_ = answer(folder)
+    assert torch.equal(again, first)
+    assert stats.capacity == 6
+    assert warnings(caplog) == [
+        "the cache starts colder than it could: cannot read shard: Input/output error"
+    ]
+
+
+def test_a_run_leaves_its_routing(folder, monkeypatch):
+    heard: list[tuple[int, np.ndarray]] = []
+    model, _ = greenroom.load(folder, cache="40%", kernels="eager", prefetch="off")
+    chosen = RecentRouting.chosen
+
+    def hear(self: RecentRouting, layer: int, experts: np.ndarray) -> None:
+        heard.append((layer, experts.copy()))
+        chosen(self, layer, experts)
+
+    monkeypatch.setattr(RecentRouting, "chosen", hear)
+    for prompt in ([[5, 6, 7]], [[9, 8]]):
+        model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    digest = model.greenroom.parts.fingerprint
+    model.greenroom.detach()
+    trace = trace_of(load_routing(digest), (8, 8))
+    assert trace is not None
+    assert trace.tokens == 3 + 11 + 2 + 11
+    assert np.flatnonzero(trace.pass_prefill).tolist() == [0, 12]
+    assert trace.request_starts.tolist() == [0, 14, 27]
+    for layer in (0, 1):
+        experts = np.concatenate([each for at, each in heard if at == layer])
+        np.testing.assert_array_equal(trace.experts[:, layer], experts)

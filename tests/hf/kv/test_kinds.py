@@ -1,0 +1,173 @@
+"""Keys and values that are quantised or elsewhere, by transformers' own caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache
+
+import greenroom
+from greenroom.errors import BudgetError, UsageError
+from greenroom.hf.kv import cache as kv
+from greenroom.hf.kv import kinds as kv_kinds
+from greenroom.hf.kv.kinds import Kind, kind_of
+from greenroom.hf.kv.sizes import KVBytes, Layer, kv_bytes
+from greenroom.hf.load.budget import with_host
+from greenroom.hf.model.draft import Draft
+from tests.models import cached_tiny, reference
+
+OPTIONS = {"max_new_tokens": 9, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def draft(folder):
+    return Draft.of(folder)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
+
+
+QUANTISED = ["fp8", "int4", "int2"]
+
+
+def installed(name: str) -> None:
+    if name != "fp8":
+        pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_bits_are_those_of_transformers_quantised_cache(folder, name):
+    installed(name)
+    model, _ = greenroom.load(str(folder), cache="50%", kernels="eager", kv=name)
+    try:
+        told = model.greenroom.parts.keys_values.kind.implementation
+        wanted = reference(folder).generate(ids(1, 40), prefill_chunk_size=512, **told, **OPTIONS)
+        assert torch.equal(model.generate(ids(1, 40), **OPTIONS), wanted)
+        with torch.no_grad():  # without `generate`, too
+            out = model(ids(1, 5))
+        assert type(out.past_key_values) is QuantizedCache
+    finally:
+        model.greenroom.detach()
+
+
+def test_a_kind_that_saves_nothing_says_so(folder, caplog):
+    """Two layers: while one is updated it takes more than both as they are computed."""
+    greenroom.load(str(folder), cache="50%", kv="fp8")[0].greenroom.detach()
+    (record,) = [r for r in caplog.records if "--kv fp8" in r.getMessage()]
+    assert "more than --kv dynamic" in record.getMessage()
+
+
+def test_a_kind_saves_where_there_are_many_layers():
+    few, many = ((Layer(1024),) * n for n in (4, 48))
+    stored = 1024 * 64 // 2  # half of 64 tokens
+    fp8 = Kind("fp8")
+    assert KVBytes(few, fp8, (stored,) * 4).saved(4096) < 0
+    assert KVBytes(many, fp8, (stored,) * 48).saved(4096) > 10 * 1024 * 4096
+
+
+def test_compiled_attention_goes_by_the_cache_s_own_update():
+    folder = cached_tiny("qwen3_moe", tokenizer=True, dtype="bfloat16", head_dim=32)
+    model, _ = greenroom.load(str(folder), cache="50%", kernels="numba", kv="fp8")
+    plain, _ = greenroom.load(str(folder), cache="50%", kernels="numba")
+    try:
+        assert model.greenroom.accelerated.counts["attention"]
+        with torch.inference_mode():
+            near, exact = (
+                each(ids(1, 1), past_key_values=each(ids(1, 30)).past_key_values).logits
+                for each in (model, plain)
+            )
+        assert not torch.equal(near, exact)
+        assert (near - exact).float().norm() < 0.2 * exact.float().norm()
+    finally:
+        model.greenroom.detach()
+        plain.greenroom.detach()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_a_quantised_cache_takes_is_counted(draft, folder, name):
+    installed(name)
+    sizes = kv_bytes(draft.model, name, block=512)
+    cache = sizes.kind.cache(draft.model.config)
+    model = reference(folder)
+    with torch.no_grad():
+        for tokens in (64, 1, 191):
+            model(ids(1, tokens), past_key_values=cache)
+    counted = sizes.held(256)
+    assert kv.held(cache) <= counted
+    assert counted < kv.held(cache) + kv_kinds.RESIDUAL * sum(x.token for x in sizes.layers) * 1.2
+    assert sizes.passing(256) > 4 * max(layer.held(256) for layer in sizes.layers)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "switch_transformers"]
+)
+def test_what_a_cache_takes_is_counted(name):
+    folder = cached_tiny(name)
+    sizes = kv_bytes(Draft.of(folder).model, block=64)
+    model, seq2seq = reference(folder), name == "switch_transformers"
+    answer = {"decoder_input_ids": ids(1, 60)} if seq2seq else {}
+    with torch.no_grad():
+        cache = model(ids(1, 60), **answer).past_key_values
+        kv.adopt(cache)
+        if not seq2seq:
+            for _ in range(3):
+                model(ids(1, 1), past_key_values=cache)
+    assert 0 < kv.held(cache) <= sizes.held(63)
+    pages = sum(layer.rows for layer in sizes.layers) * kv.PAGESIZE
+    forgotten = sum(layer.token * 64 for layer in sizes.layers if layer.most is not None)
+    written = 63 if not seq2seq else 60
+    assert sizes.held(written) <= kv.held(cache) + pages + forgotten
+
+
+def test_what_a_gpu_s_cache_takes():
+    layers = (Layer(1000),) * 4
+    plain = KVBytes(layers, on_a_gpu=True)
+    assert plain.held(257) == 4 * 1000 * 512
+    assert plain.passing(257) == 1000 * 257 + kv.FREED
+    assert plain.on_host(257) == 0
+    away = KVBytes(layers, Kind("offloaded"), on_a_gpu=True)
+    assert away.held(257) + away.passing(257) == 3 * 1000 * 257
+    assert away.on_host(257) == 4 * 1000 * 257
+
+
+def test_keys_and_values_on_the_host_are_of_its_budget(draft):
+    from greenroom.config import LoadConfig
+    from greenroom.hf.memory.setup import ModelSetup
+
+    away = KVBytes((Layer(1 << 20),) * 8, Kind("offloaded"), on_a_gpu=True)
+    parts = ModelSetup(draft.catalog, 4, fake=True, context=1024, keys_values=away)
+    config = LoadConfig(device="fake", host_memory="7GiB")
+    with pytest.raises(BudgetError, match="keys and values 8 GiB"):
+        with_host(parts, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "words"),
+    [
+        ("offloaded", "qwen3_moe", "on a CPU it is there already"),
+        ("fp8", "gpt_oss", "gpt_oss has layers that are not of full attention"),
+        ("fp8", "switch_transformers", "switch_transformers has a cache of its own"),
+        ("int4", "qwen3_moe", "pip install optimum-quanto"),
+    ],
+)
+def test_what_cannot_be_had_is_said(name, architecture, words, monkeypatch):
+    monkeypatch.setattr(kv_kinds, "is_optimum_quanto_available", lambda: False)
+    model = Draft.of(cached_tiny(architecture)).model
+    with pytest.raises(UsageError, match=words) as caught:
+        kind_of(name, model, [(2, 8, 8)], on_a_gpu=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_transformers_knows(draft):
+    assert Kind().implementation == {}
+    assert isinstance(Kind().cache(draft.model.config), DynamicCache)
+    away = kind_of("offloaded", draft.model, [], on_a_gpu=True)
+    assert away.implementation == {"cache_implementation": "offloaded"}
+    told = Kind("int2", 32).implementation["cache_config"]
+    assert told == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+import greenroom
+from greenroom.config import LoadConfig
+from greenroom.errors import BudgetError, ClosedError, StoreError, UnknownName, UsageError
+from greenroom.hf.memory.slots import slots_for
+from greenroom.hf.model.draft import Draft
+from greenroom.policies import DEFAULT
+from tests.models import cached_tiny, reference
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return str(cached_tiny("qwen3_moe", tokenizer=True))
+
+
+@pytest.fixture
+def loaded(folder):
+    models = []
+
+    def make(**options):
+        options.setdefault("cache", "25%")
+        models.append(greenroom.load(folder, **options)[0])
+        return models[-1]
+
+    yield make
+    for model in models:
+        model.greenroom.detach()
+
+
+def readers() -> int:
+    return sum(t.name.startswith("greenroom") for t in threading.enumerate())
+
+
+def test_an_ordinary_transformers_model_whose_generate_works(folder):
+    model, tokenizer = greenroom.load(folder, cache="25%", kernels="eager")
+    wanted = reference(cached_tiny("qwen3_moe", tokenizer=True))
+    prompt = tokenizer("The green room", return_tensors="pt")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(**prompt, **options), wanted.generate(**prompt, **options))
+    stats = model.greenroom.stats()
+    assert stats.capacity == stats["capacity"] == 4
+    assert dict(stats)["policy"] == DEFAULT
+    assert stats.budget_bytes is None
+    with pytest.raises(KeyError):
+        stats["colour"]
+    model.greenroom.detach()
+
+
+def test_threads_that_spin_for_long_are_warned_of_once(loaded, monkeypatch, caplog):
+    monkeypatch.setattr("greenroom.environment._late", True)
+    for _ in range(2):
+        loaded(kernels="eager")
+    said = [each for each in caplog.messages if "torch was imported before greenroom" in each]
+    assert len(said) == 1
+
+
+def test_where_everything_fits_the_default_policy_is_the_cheapest(loaded):
+    assert loaded(cache="100%").greenroom.stats().policy == "lru"
+    assert loaded(memory="4GiB", cache=None).greenroom.stats().policy == "lru"
+    assert loaded(cache="100%", policy="fifo").greenroom.stats().policy == "fifo"
+    assert loaded(cache="90%").greenroom.stats().policy == DEFAULT
+
+
+def test_statistics_start_again_after_a_reset(loaded):
+    model = loaded()
+    model.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    assert model.greenroom.stats().passes == 3
+    model.greenroom.reset_stats()
+    stats = model.greenroom.stats()
+    assert (stats.passes, stats.expert_requests, stats.bytes_read, stats.stall_s) == (0, 0, 0, 0)
+    assert stats.hit_ratio == 0
+    assert stats.capacity == 4
+
+
+def test_resizing_while_it_generates_changes_no_bit(loaded):
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = loaded(cache="100%").generate(PROMPT, **options)
+    model, stop = loaded(cache="100%", device="fake"), threading.Event()
+
+    def resize():
+        while not stop.is_set():
+            for cache in ("13%", "50%", "100%"):
+                model.greenroom.resize(cache)
+                time.sleep(0.002)  # else Python takes 5 ms from each of torch's operations
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    try:
+        assert torch.equal(model.generate(PROMPT, **options), expected)
+    finally:
+        stop.set()
+        thread.join()
+    assert model.greenroom.resize("50%") == 8
+    with pytest.raises(BudgetError):
+        model.greenroom.resize(1)
+
+
+def test_a_model_that_cannot_be_attached_leaves_nothing_behind(folder, monkeypatch):
+    def fail(*_, **__):
+        raise UsageError("no")
+
+    before = readers()
+    monkeypatch.setattr("greenroom.hf.attach.bindings.accelerate", fail)
+    with pytest.raises(UsageError, match="no"):
+        greenroom.load(folder, cache="25%", kernels="numba")
+    assert readers() == before
+
+
+def test_detaching_ends_threads_and_takes_every_hook_out(loaded):
+    before = readers()
+    model = loaded(kernels="numba", readers=3)
+    hooked = model.greenroom
+    assert readers() == before + 3
+    hooked.detach()
+    hooked.detach()
+    assert readers() == before
+    assert model.greenroom is hooked
+    assert not [m for m in model.modules() if "forward" in vars(m) or "_greenroom" in vars(m)]
+    with pytest.raises(ClosedError, match="not attached"):
+        model(PROMPT)
+    with pytest.raises(ClosedError):
+        hooked.resize("50%")
+
+
+def test_a_model_that_is_dropped_ends_its_threads(folder):
+    before = readers()
+    model, _ = greenroom.load(folder, cache="25%")
+    assert readers() > before
+    del model
+    gc.collect()
+    assert readers() == before
+
+
+def test_a_read_error_in_the_middle_of_an_answer_harms_that_answer_alone(loaded, monkeypatch):
+    model = loaded(cache="13%")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(PROMPT, **options)
+    store, count = model.greenroom.driver._copier._store, []
+    read = store.read
+
+    def failing(chunk, staging):
+        count.append(chunk)
+        if len(count) == 5:
+            raise StoreError("cannot read shard: Input/output error")
+        return read(chunk, staging)
+
+    monkeypatch.setattr(store, "read", failing)
+    with pytest.raises(StoreError, match="Input/output error"):
+        model.generate(PROMPT, **options)
+    assert torch.equal(model.generate(PROMPT, **options), expected)
+
+
+def test_a_budget_becomes_slots(folder, loaded):
+    model = loaded(cache=None, memory="2GiB")
+    stats = model.greenroom.stats()
+    assert stats.budget_bytes == 2 << 30
+    assert stats.capacity == stats.experts  # a tiny model fits as a whole
+    with pytest.raises(BudgetError, match=r"100 MiB is too small: .*MiB would do") as caught:
+        greenroom.load(folder, memory="100MiB")
+    enough = str(caught.value).rsplit("--memory ", 1)[1].split()[0]
+    assert loaded(cache=None, memory=enough).greenroom.stats().capacity >= 2
+
+
+def test_a_budget_of_a_share_is_of_what_is_available(loaded):
+    stats = loaded(cache=None, memory="50%").greenroom.stats()
+    assert 0 < stats.budget_bytes < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory": "1GiB", "cache": "10%"}, UsageError, "exclude each other"),
+        ({"cache": "1"}, BudgetError, "holds no expert"),
+        ({"cache": "1%"}, BudgetError, "holds no expert"),
+        ({"cache": "0%"}, BudgetError, "more than 0"),
+        ({"cache": "120%"}, UsageError, "at most 100%"),
+        ({"cache": "much"}, UsageError, "8GiB or 500MB"),
+        ({"policy": "mru"}, UnknownName, "lru, fifo, lfu"),
+        ({"kernels": "cuda"}, UnknownName, "auto, eager, numba"),
+        ({"device": "tpu"}, UnknownName, "auto, cpu"),
+        ({"scope": "global"}, UnknownName, "shared, per-layer"),
+        ({"cache": "7%", "scope": "per-layer"}, BudgetError, "a slot for each of 2 layers"),
+        ({"context": 0}, UsageError, "--context must be at least 1"),
+        ({"readers": 0}, UsageError, "--readers must be at least 1"),
+        ({"threads": 0}, UsageError, "--threads must be at least 1"),
+        ({"dtype": "int3"}, UnknownName, "bfloat16"),
+    ],
+)
+def test_what_cannot_be_right_is_said_before_anything_is_loaded(folder, options, error, words):
+    before = readers()
+    with pytest.raises(error, match=words) as caught:
+        greenroom.load(folder, **options)
+    assert "\n" not in str(caught.value)
+    assert readers() == before
+
+
+def test_an_unknown_option_is_an_error(folder):
+    with pytest.raises(TypeError, match="memroy"):
+        greenroom.load(folder, memroy="1GiB")
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lfu"])
+@pytest.mark.parametrize("scope", ["shared", "per-layer"])
+def test_policies_and_scopes_change_no_token(loaded, policy, scope):
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = loaded(cache="100%").generate(PROMPT, **options)
+    got = loaded(policy=policy, scope=scope, readers=1, direct="off").generate(PROMPT, **options)
+    assert torch.equal(got, expected)
+
+
+def test_a_budget_with_a_cache_for_each_layer(loaded):
+    model = loaded(cache=None, memory="2GiB", scope="per-layer")
+    with pytest.raises(BudgetError, match="each of 2 layers"):
+        model.greenroom.resize("7%")
+    assert model.greenroom.capacity == 16
+    model.generate(PROMPT, max_new_tokens=2)
+
+
+def test_shares_and_bytes_become_slots():
+    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    assert slots_for("25%", catalog) == 4
+    assert slots_for(3 * catalog.slot_bytes + 1, catalog) == 3
+    assert slots_for("1TiB", catalog) == catalog.experts == 16
+
+
+def test_config_defaults_are_valid():
+    assert LoadConfig().memory is None

@@ -1,0 +1,108 @@
+"""What a warm-up's routing says is what its cache was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from greenroom.config import LoadConfig
+from greenroom.core.cache.pins import Pins
+from greenroom.errors import BudgetError, TraceError, UsageError
+from greenroom.hf.measure import calibration
+from greenroom.hf.measure.calibration import Calibration, calibrate, predicting, record
+from greenroom.hf.measure.entries import Entry
+from greenroom.hf.measure.harness import Harness
+from greenroom.plan.configurator import Latency
+from greenroom.trace.prompts import Prompt
+from tests.hf.measure.conftest import BASE
+from tests.sim import small
+
+PROMPT = Prompt("a few words", "one")
+
+
+def entry(*wants: str, **options: Any) -> Entry:
+    return Entry("row", LoadConfig(cache="50%", **options), wants=wants)
+
+
+def test_the_recording_is_what_was_asked_for(harness: Harness):
+    made = harness.attach(BASE)
+    by = predicting(harness, entry("split", prefetch="next-gate:1"))
+    found = record(harness, PROMPT, 16, True, by)
+    trace = found.trace
+    assert trace.pass_prefill.tolist() == [True] + [False] * 15
+    dense = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
+    asked = np.zeros(harness.experts, np.int64)
+    for begin, end in zip(trace.pass_starts[:-1], trace.pass_starts[1:], strict=True):
+        asked[np.unique(dense[begin:end])] += 1
+    harness.learn()
+    assert harness.asked.tolist() == asked.tolist()
+    assert trace.predictions["next-gate:1"].distance == 1
+    latency = found.latency
+    assert latency is not None
+    assert min(latency.attention, latency.moe, latency.head, latency.load) > 0
+    meter = made.driver.meter
+    whole = latency.head + 2 * (latency.attention + latency.moe)  # of two layers
+    assert whole == pytest.approx((meter.decode_s - meter.waited_s) / meter.decodes)
+
+
+def test_a_set_leaves_the_slots_of_a_token():
+    trace = small.trace([[-6, *[1] * 8]], layers=2, experts=8, top_k=2)
+    row = entry("pin")
+    Calibration(trace, None).fill(row, capacity=8, least=7)
+    assert isinstance(row.pins, Pins)
+    hot = row.pins.first
+    assert hot.size == 5
+    uses = np.bincount((trace.experts.astype(int) + trace.offsets[:-1, None]).reshape(-1))
+    assert uses[hot].min() >= np.delete(uses, hot).max()
+    apart = entry("pin", scope="per-layer")
+    Calibration(trace, None).fill(apart, capacity=8, least=8)
+    assert apart.pins is not None
+    assert np.bincount(apart.pins.first // 8).tolist() == [2, 2]
+    with pytest.raises(BudgetError, match="2 slots leave none to a set that stays"):
+        Calibration(trace, None).fill(entry("pin"), capacity=2, least=2)
+
+
+def test_budgets_come_with_splits_unless_they_are_given():
+    trace = small.trace([[-6, *[1] * 8]], layers=2, experts=8, top_k=2)
+    warmed = Calibration(trace, Latency(1.0, 1.0, 0.5, 4.0))
+    row, given = entry("scope", "split"), entry("split", scope="per-layer")
+    for each in (row, given):
+        warmed.fill(each, capacity=8, least=8)
+        assert len(each.config.split.split(",")) == 2
+    assert sum(map(float, row.config.scope.split(","))) == pytest.approx(8, abs=1e-5)
+    assert given.config.scope == "per-layer"
+    with pytest.raises(UsageError, match="give longer --tokens"):
+        Calibration(trace, None).fill(entry("split"), capacity=8, least=8)
+
+
+def test_one_that_cannot_be_found_leaves_the_others(harness: Harness):
+    """A predictor without its file: its row says so, others have theirs."""
+    rows = [entry("split", prefetch="learned"), entry("scope"), entry()]
+    calibrate(harness, rows, PROMPT, 16, True)
+    assert "needs the file of `greenroom train-predictor`" in rows[0].without
+    assert sum(map(float, rows[1].config.scope.split(","))) == 8
+    assert rows[2].config == LoadConfig(cache="50%")
+    assert [row.without for row in rows[1:]] == ["", ""]
+
+
+def test_routing_that_cannot_be_recorded_leaves_out_those_that_want_it(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*args: Any) -> None:
+        raise TraceError("a pass has layers of different top-k")
+
+    monkeypatch.setattr(calibration, "record", refused)
+    rows = [entry("scope"), entry()]
+    calibrate(harness, rows, PROMPT, 16, True)
+    assert [row.without for row in rows] == ["a pass has layers of different top-k", ""]
+    harness.learn()
+    assert harness.asked.sum() > 0  # it was played all the same
+
+
+def test_a_stage_goes_on_after_an_error(harness: Harness):
+    with pytest.raises(UsageError, match="greenroom pack"):
+        harness.attach(LoadConfig(cache="50%", device="cpu", split="0.5"))
+    harness.attach(BASE)
+    assert len(harness.play([PROMPT], 16, raw=True).tokens[0]) == 16

@@ -1,0 +1,216 @@
+"""A model whose slots are on a device and whose experts are kept in host memory.
+
+The CPU stands in the GPU's place (`engine.Host`); everything else is what runs with one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import greenroom
+from greenroom.config import LoadConfig
+from greenroom.errors import BudgetError, DeviceError, UsageError
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.load import resolve
+from greenroom.hf.load.describe import Description
+from greenroom.hf.memory import devices as places
+from greenroom.hf.memory.budget import DeviceBudget, Needs, capacity_for, host_slots
+from greenroom.hf.memory.devices import kernels_of
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
+from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.memory.system import available_bytes, rss_bytes
+from tests.models import cached_tiny, reference
+
+GIB = 1 << 30
+
+
+@contextmanager
+def placed(name: str, monkeypatch, engine: Host | None = None, **parts: Any) -> Iterator[Any]:
+    """A tiny model in bfloat16 on the stand-in for a GPU."""
+    monkeypatch.setattr(places, "engine_for", lambda parts: engine or Host())
+    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
+    model = draft.load()
+    parts = {"kernels": "eager", "capacity": 3, **parts}
+    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, cuda=True, **parts))
+    try:
+        yield model
+    finally:
+        model.greenroom.detach()
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 1000])
+def test_the_bits_are_eager_s_whatever_the_host_keeps(kept, monkeypatch):
+    options = {"max_new_tokens": 6, "do_sample": False}
+    for name in ("qwen3_moe", "gpt_oss"):
+        wanted = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **options)
+        with placed(name, monkeypatch, host_capacity=min(kept, 24)) as model:
+            assert torch.equal(model.generate(ids(1, 7), **options), wanted)
+            stats = model.greenroom.stats()
+            assert [link["link"] for link in stats.links] == ["disk -> host", "host -> device"]
+            disk, bus = (link["bytes"] for link in stats.links)
+            if not kept:
+                assert stats.host is None
+                assert disk == bus
+            else:
+                assert stats.host["requests"] > stats.host["hits"] > 0
+                assert disk < bus
+            model.greenroom.reset_stats()
+            assert not kept or model.greenroom.stats().host["requests"] == 0
+
+
+def test_the_triton_kernel_computes_from_slots_in_segments(monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 1)
+    with (
+        placed("qwen3_moe", monkeypatch, kernels="triton", capacity=5) as model,
+        torch.inference_mode(),
+    ):
+        got = model(ids(1, 2)).logits
+        model.greenroom.resize(4 * model.greenroom.parts.catalog.slot_bytes)
+        assert torch.equal(model(ids(1, 2)).logits, got)
+        theirs = reference(cached_tiny("qwen3_moe", dtype="bfloat16"))(ids(1, 2)).logits
+    assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
+
+
+class Broken(Host):
+    """A device that refuses the copies numbered in `bad`."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad, self.copies = bad, 0
+
+    @contextlib.contextmanager
+    def copying(self, after: Any) -> Iterator[None]:
+        self.copies += 1
+        if self.copies in self.bad:
+            raise DeviceError("the GPU failed: CUDA error: an illegal memory access")
+        yield
+
+
+def test_a_copy_that_fails_ends_that_answer_alone(monkeypatch):
+    engine, options = Broken(), {"max_new_tokens": 5, "do_sample": False}
+    with placed("qwen3_moe", monkeypatch, engine, host_capacity=3) as model:
+        wanted = model.generate(ids(1, 4), **options)
+        engine.bad = (engine.copies + 4,)
+        with pytest.raises(DeviceError, match="illegal memory access") as caught:
+            model.generate(ids(1, 4), **options)
+        assert "\n" not in str(caught.value)
+        assert torch.equal(model.generate(ids(1, 4), **options), wanted)
+
+
+def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
+    engine = Broken()
+    with placed("qwen3_moe", monkeypatch, engine) as model:
+        engine.bad = tuple(range(10_000))
+        for _ in range(2):
+            with pytest.raises(DeviceError):
+                model.generate(ids(1, 4), max_new_tokens=2, do_sample=False)
+
+
+def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
+    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    assert kernels_of(ModelSetup(catalog, 1)) == "numba"
+    with pytest.raises(UsageError, match="numba computes on a CPU"):
+        kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="numba"))
+    monkeypatch.setattr(places, "find_spec", lambda name: object())
+    assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "triton"
+    monkeypatch.setattr(places, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert kernels_of(ModelSetup(catalog, 1, cuda=True)) == "eager"
+    assert "greenroom[gpu]" in caplog.text
+    with pytest.raises(UsageError, match="--kernels triton computes on a GPU"):
+        resolve.on_a_gpu(LoadConfig(kernels="triton", device="cpu"))
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"--device cuda: .*--device cpu computes here"):
+        resolve.on_a_gpu(LoadConfig(device="cuda"))
+    assert not resolve.on_a_gpu(LoadConfig())
+    with pytest.raises(UsageError, match="--host-memory is for a GPU"):
+        resolve.on_a_gpu(LoadConfig(host_memory="1GiB"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve.on_a_gpu(LoadConfig())
+    assert not resolve.on_a_gpu(LoadConfig(device="cpu"))
+
+
+# ---- budgets, with readers in a GPU's place
+
+
+@pytest.mark.parametrize(
+    ("memory", "nbytes"),
+    [
+        (None, int(10 * GIB * 0.8)),
+        ("auto", int(10 * GIB * 0.8)),
+        ("50%", 5 * GIB),
+        ("3GiB", 3 * GIB),
+    ],
+)
+def test_memory_is_of_what_the_gpu_has_free_at_the_start(memory, nbytes):
+    assert DeviceBudget(memory, lambda: (10 * GIB, 24 * GIB)).nbytes == nbytes
+
+
+def test_memory_that_others_hold_cannot_be_asked_for():
+    with pytest.raises(BudgetError, match="of the GPU's 24 GiB 2 GiB are free, other processes"):
+        DeviceBudget("8GiB", lambda: (2 * GIB, 24 * GIB))
+
+
+def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
+    draft = Draft.of(cached_tiny("qwen3_moe"))
+    budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
+    need = Description.of(draft, LoadConfig(context=64), on_a_gpu=True).needs_on_a_gpu()
+    with pytest.raises(BudgetError, match=r"100 MiB of the GPU's memory is too small: dense") as e:
+        capacity_for(budget.nbytes, need, draft.catalog, 2, DeviceBudget.OF)
+    enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
+    assert capacity_for(enough, need, draft.catalog, 2) >= 2
+
+
+def test_what_is_left_of_a_gpu_becomes_slots():
+    free = iter([10 * GIB, 7 * GIB])
+    budget = DeviceBudget("5GiB", lambda: (next(free), 24 * GIB))
+    need = budget.after(Needs(0, GIB, 1 << 20, 2 << 20, 3 << 20), slots=GIB)
+    assert need == Needs(2 * GIB, 0, 1 << 20, 2 << 20, 0)
+    assert budget.nbytes - need.total == 3 * GIB - (3 << 20)
+
+
+def test_what_is_left_of_the_host_keeps_experts():
+    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    budget, slots = host_slots(None, catalog, seats=4)
+    assert slots == catalog.experts
+    assert 0 < budget <= 0.81 * (available_bytes() + rss_bytes())
+    with pytest.raises(BudgetError, match=r"--host-memory 1MiB is too small: the process") as e:
+        host_slots("1MiB", catalog, seats=4)
+    enough = str(e.value).rsplit("--host-memory ", 1)[1].split()[0]
+    assert 0 <= host_slots(enough, catalog, seats=4)[1] <= catalog.experts
+
+
+def test_the_fake_device_keeps_experts_in_host_memory_too():
+    folder = str(cached_tiny("qwen3_moe", tokenizer=True))
+    model, _ = greenroom.load(
+        folder, cache="25%", device="fake", host_memory="4GiB", prefetch="off"
+    )
+    try:
+        wanted = reference(cached_tiny("qwen3_moe", tokenizer=True))
+        options = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(
+            model.generate(ids(1, 5), **options), wanted.generate(ids(1, 5), **options)
+        )
+        stats = model.greenroom.stats()
+        assert stats.host["capacity"] == stats.experts
+        assert stats.host["hits"] > 0
+        assert model.greenroom.parts.host_bytes == 4 * GIB
+    finally:
+        model.greenroom.detach()

@@ -1,0 +1,220 @@
+"""A model whose experts are spread over several devices: the CPU in the places of two GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import greenroom
+from greenroom.config import LoadConfig, devices_of
+from greenroom.errors import BudgetError, DeviceError, UnknownName, UsageError
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.load import resolve
+from greenroom.hf.memory import devices as places
+from greenroom.hf.memory.budget import Needs, capacity_for
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
+from greenroom.runtime.cuda.engine import Host
+from tests.hf.memory.test_device import Broken, ids
+from tests.models import cached_tiny, reference
+
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+
+
+@contextmanager
+def spread(
+    name: str, monkeypatch, engines: tuple[Host, Host] | None = None, **parts: Any
+) -> Iterator[Any]:
+    """A tiny model in bfloat16 with its experts over two stand-ins for GPUs."""
+    both = engines or (Host(), Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: both[number])
+    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
+    model: Any = draft.load()
+    parts = {"kernels": "eager", "capacity": 4, **parts}
+    model.greenroom = Greenroom(
+        model, ModelSetup(draft.catalog, cuda=True, devices=(0, 1), **parts)
+    )
+    try:
+        yield model
+    finally:
+        model.greenroom.detach()
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_the_bits_are_those_of_one_device(kept, monkeypatch):
+    for name in ("qwen3_moe", "gpt_oss"):
+        wanted = reference(cached_tiny(name, dtype="bfloat16")).generate(ids(1, 7), **OPTIONS)
+        with spread(name, monkeypatch, host_capacity=kept) as model:
+            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
+            links = {link["link"]: link["bytes"] for link in model.greenroom.stats().links}
+            assert list(links) == ["disk -> host", "host -> cuda:0", "host -> cuda:1"]
+            both = links["host -> cuda:0"], links["host -> cuda:1"]
+            assert min(both) > 0.3 * sum(both)
+            assert links["disk -> host"] == sum(both) or kept
+            model.greenroom.resize(7 * model.greenroom.parts.catalog.slot_bytes)
+            assert [s.capacity for s in model.greenroom.driver.slots.pools] == [4, 3]
+            assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
+            with pytest.raises(BudgetError, match="2 devices need a slot each, there are 1"):
+                model.greenroom.resize(model.greenroom.parts.catalog.slot_bytes)
+
+
+def test_the_triton_kernel_has_the_bits_of_one_device(monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the compiled ones")
+    from tests.hf.memory.test_device import placed
+
+    with placed("gpt_oss", monkeypatch, kernels="triton") as model, torch.inference_mode():
+        wanted = model(ids(1, 2)).logits
+    with spread("gpt_oss", monkeypatch, kernels="triton") as model, torch.inference_mode():
+        assert torch.equal(model(ids(1, 2)).logits, wanted)
+
+
+def test_one_device_that_fails_ends_that_answer_alone(monkeypatch):
+    broken = Broken()
+    with spread("qwen3_moe", monkeypatch, (Host(), broken), host_capacity=4) as model:
+        wanted = model.generate(ids(1, 4), **OPTIONS)
+        broken.bad = (broken.copies + 3,)
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            model.generate(ids(1, 4), **OPTIONS)
+        assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)
+
+
+def test_two_fake_devices_by_name():
+    folder = str(cached_tiny("qwen3_moe", tokenizer=True))
+    wanted = reference(cached_tiny("qwen3_moe", tokenizer=True)).generate(ids(1, 5), **OPTIONS)
+    for scope in ("shared", "per-layer"):
+        model, _ = greenroom.load(folder, cache="50%", device="fake,fake", scope=scope)
+        try:
+            assert torch.equal(model.generate(ids(1, 5), **OPTIONS), wanted)
+            names = [link["link"] for link in model.greenroom.stats().links]
+            assert names == ["disk -> host", "host -> fake:0", "host -> fake:1"]
+        finally:
+            model.greenroom.detach()
+
+
+@pytest.mark.parametrize("cache", ["100%", "40%"])
+def test_two_fake_devices_have_the_bits_of_one_with_the_compiled_kernels(cache):
+    folder, found = str(cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True)), []
+    for device in ("cpu", "fake,fake"):
+        model, _ = greenroom.load(folder, cache=cache, device=device, kernels="numba")
+        try:
+            tokens = model.generate(ids(1, 5), **OPTIONS)
+            with torch.inference_mode():
+                found.append((tokens, model(tokens).logits))
+        finally:
+            model.greenroom.detach()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_token_whose_experts_are_all_elsewhere_has_its_biases_once():
+    """A compiled kernel that gets all of a token's experts at once goes on to their sum."""
+    folder, found = str(cached_tiny("gpt_oss", dtype="bfloat16", tokenizer=True)), []
+    for device in ("cpu", "fake,fake"):
+        model, _ = greenroom.load(folder, cache="100%", device=device, kernels="numba")
+        try:
+            with torch.inference_mode():
+                found.append(torch.cat([model(ids(6, 1)[i : i + 1]).logits for i in range(6)]))
+        finally:
+            model.greenroom.detach()
+    assert torch.equal(found[0], found[1])
+
+
+# ---- names and budgets
+
+
+def test_names_of_devices():
+    assert devices_of("auto") == ("auto", (0,))
+    assert devices_of("cuda") == ("cuda", (0,))
+    assert devices_of("cuda:3") == ("cuda", (3,))
+    assert devices_of("cuda:2, cuda:0") == ("cuda", (2, 0))
+    assert devices_of("fake,fake,fake") == ("fake", (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("gpu", UnknownName, "unknown device 'gpu'"),
+        ("cpu:1", UnknownName, "unknown device 'cpu:1'"),
+        ("", UnknownName, "unknown device ''"),
+        ("cuda:x", UsageError, "GPUs are numbered, as cuda:0"),
+        ("cuda:-1", UsageError, "GPUs are numbered"),
+        ("cuda:", UsageError, "GPUs are numbered"),
+        ("cuda,cuda", UsageError, "several devices are GPUs, as cuda:0,cuda:1"),
+        ("cpu,cuda:0", UsageError, "several devices are GPUs"),
+        ("cuda:0,fake", UsageError, "several devices are GPUs"),
+        ("cuda:1,cuda:1", UsageError, "each GPU once"),
+    ],
+)
+def test_names_of_no_devices(name, error, why):
+    with pytest.raises(error, match=why) as caught:
+        LoadConfig(device=name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve.on_a_gpu(LoadConfig(device="cuda:0,cuda:1"))
+    for name in ("cuda:7", "cuda:0,cuda:2"):
+        with pytest.raises(
+            DeviceError, match=rf"--device {name}: the GPUs here are cuda:0, cuda:1"
+        ):
+            resolve.on_a_gpu(LoadConfig(device=name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"--device cuda:7: .*--device cpu computes here"):
+        resolve.on_a_gpu(LoadConfig(device="cuda:7"))
+
+
+def test_a_budget_is_of_each_gpu_and_slots_are_as_many_on_all():
+    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    need, slot = Needs(0, 1 << 20, 0, 0, 0), catalog.slot_bytes
+    budget = need.total + 3 * slot + 5
+    assert capacity_for(budget, need, catalog) == 3
+    assert capacity_for(budget, need, catalog, devices=2) == 6
+    with pytest.raises(BudgetError, match="too small") as caught:
+        capacity_for(budget, need, catalog, 8, devices=2)
+    enough = int(str(caught.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
+    assert capacity_for(enough, need, catalog, 8, devices=2) >= 8
+
+
+# ---- a GPU that fails while it answers, wherever that is noticed
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("CUDA error: unspecified launch failure\nadvice"), "the GPU failed: CUDA"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nadvice"), "the GPU is out of memory"),
+    ],
+)
+def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error, why, monkeypatch):
+    from greenroom.config import SamplingConfig
+    from greenroom.hf.text.generate import answer
+
+    model, tokenizer = greenroom.load(
+        str(cached_tiny("qwen3_moe", tokenizer=True)), cache="50%", kernels="eager", device="fake"
+    )
+    asked = SamplingConfig(max_new_tokens=3, temperature=0)
+    try:
+        wanted = answer(model, tokenizer, "The green", asked, context=64)
+        for place in (model.greenroom.kernel, model.lm_head):  # in the experts, and elsewhere
+            name = "wave" if place is model.greenroom.kernel else "forward"
+
+            def fail(*_: Any, **__: Any) -> None:
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, fail)
+                with pytest.raises(DeviceError, match=why) as caught:
+                    answer(model, tokenizer, "The green", asked, context=64)
+            assert "\n" not in str(caught.value)
+            again = answer(model, tokenizer, "The green", asked, context=64)
+            assert again.token_ids == wanted.token_ids
+    finally:
+        model.greenroom.detach()

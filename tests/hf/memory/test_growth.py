@@ -1,0 +1,245 @@
+"""Slots and keys and values within one budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import greenroom
+from greenroom.errors import BudgetError
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.kv import cache as kv
+from greenroom.hf.kv.sizes import kv_bytes
+from greenroom.hf.memory import growth as module
+from greenroom.hf.memory.budget import SLACK, Needs, Workspace
+from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
+from greenroom.runtime.cuda.engine import Host
+from tests.models import cached_tiny, reference
+
+CONTEXT, FEWEST = 600, 4
+NOTHING = Needs(0, 0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return cached_tiny("qwen3_moe", tokenizer=True, max_position_embeddings=2048)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 32)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
+
+
+def growth_of(draft: Draft, **options: Any) -> Growth:
+    """Of a budget that leaves FEWEST slots with a full context, and nothing for activations."""
+    sizes = kv_bytes(draft.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
+    return Growth(
+        1 << 40, NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
+        context=CONTEXT, least=1, **options,
+    ).leaving(FEWEST)  # fmt: skip
+
+
+class Watched:
+    """A model whose passes note (slots, bytes of them, bytes of keys and values)."""
+
+    def __init__(self, model: Any, growth: Growth) -> None:
+        self.model, self.growth, self.passes = model, growth, []
+        self.greenroom = model.greenroom
+        self.greenroom.grow(growth)
+        self.resizes: list[int] = []
+        resize = self.greenroom.driver.resize
+        self.greenroom.driver.resize = lambda n: (self.resizes.append(n), resize(n))
+        model.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, model: Any, args: Any, kwargs: Any, out: Any) -> None:
+        slots = self.greenroom.driver.slots
+        segments = getattr(slots, "_segments", None)
+        nbytes = slots.capacity * slots.stride if segments is None else sum(map(len, segments))
+        held = sum(kv.held(cache) for cache in {out.past_key_values, *self.growth._caches})
+        self.passes.append((slots.capacity, nbytes, held))
+
+    def inside(self) -> bool:
+        room = self.growth.budget - SLACK
+        return all(nbytes + held <= room for _, nbytes, held in self.passes)
+
+
+@pytest.fixture
+def watched(folder):
+    model, _ = greenroom.load(str(folder), cache="100%", kernels="eager", context=CONTEXT)
+    yield Watched(model, growth_of(Draft.of(folder)))
+    model.greenroom.detach()
+
+
+def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder):
+    model, options = watched.model, {"max_new_tokens": 34, "do_sample": False}
+    options |= {"min_new_tokens": 34}
+    wanted = reference(folder).generate(ids(1, 560), **options)
+    experts = watched.greenroom.parts.catalog.experts
+    model.generate(ids(1, 5), max_new_tokens=2)
+    assert watched.greenroom.capacity == experts
+    watched.passes.clear()
+    watched.resizes.clear()
+    assert torch.equal(model.generate(ids(1, 560), **options), wanted)
+    slots = [capacity for capacity, _, _ in watched.passes]
+    assert slots == sorted(slots, reverse=True)
+    assert slots[-1] == FEWEST
+    assert watched.inside()
+    assert len(watched.resizes) <= 34 // module.BLOCK + 2
+    stats = watched.greenroom.stats()
+    assert (stats.capacity_least, stats.capacity_most) == (FEWEST, experts)
+    model.generate(ids(1, 5), max_new_tokens=2)
+    assert watched.greenroom.capacity == experts
+    watched.greenroom.reset_stats()
+    stats = watched.greenroom.stats()
+    assert (stats.capacity_least, stats.capacity_most) == (experts, experts)
+
+
+def test_what_is_there_for_the_next_tokens_is_not_asked_again(watched, monkeypatch):
+    settled = []
+    settle = watched.growth._settle
+    monkeypatch.setattr(watched.growth, "_settle", lambda *args: (settled.append(1), settle(*args)))
+    watched.model.generate(ids(1, 40), max_new_tokens=65, min_new_tokens=65, do_sample=False)
+    assert len(settled) == 4  # the prompt, the first token, and where 64 and 96 tokens are passed
+
+
+def test_conversations_that_live_at_once_are_all_counted(watched):
+    model = watched.model
+    with torch.no_grad():
+        first = model(ids(1, 500)).past_key_values
+        assert watched.greenroom.capacity < 16
+        with pytest.raises(BudgetError, match=r"KV cache \d+ KiB.*--memory \d+MiB would do"):
+            model(ids(1, 500))
+        second = model(ids(1, 32)).past_key_values
+        model(ids(1, 1), past_key_values=first)
+        model(ids(1, 1), past_key_values=second)
+        assert watched.inside()
+        del first, second
+        model(ids(1, 5))
+    assert watched.greenroom.capacity == watched.greenroom.parts.catalog.experts
+    assert watched.inside()
+
+
+def test_sequences_of_a_batch_count_each(watched):
+    with torch.no_grad():
+        watched.model(ids(2, 100))
+        some = watched.greenroom.capacity
+        with pytest.raises(BudgetError):
+            watched.model(ids(5, 100))
+        watched.model(ids(1, 40))
+    assert some < watched.greenroom.capacity
+    assert watched.inside()
+
+
+def test_a_context_that_does_not_fit_ends_that_answer_alone(watched):
+    with pytest.raises(BudgetError, match="is too small") as caught:
+        watched.model.generate(ids(1, 690), max_new_tokens=2)
+    assert "\n" not in str(caught.value)
+    watched.model.generate(ids(1, 20), max_new_tokens=2)
+    assert watched.inside()
+
+
+def test_a_size_that_is_asked_for_holds(watched):
+    assert watched.greenroom.resize("50%") == 8
+    watched.model.generate(ids(1, 580), max_new_tokens=2)
+    assert watched.greenroom.capacity == 8
+
+
+def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
+    draft = Draft.of(folder)
+    sizes = kv_bytes(draft.model, block=512, room=CONTEXT)
+    with pytest.raises(BudgetError, match="is too small"):
+        Growth(
+            SLACK + sizes.total(CONTEXT), NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
+            context=CONTEXT, least=1,
+        )  # fmt: skip
+
+
+def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
+    """The CPU stands in the GPU's place."""
+    draft, released = Draft.of(folder), []
+    slot = draft.catalog.slot_bytes
+    monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 3 * slot)
+    monkeypatch.setattr("greenroom.hf.memory.devices.engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr(kv, "BLOCK", 32)
+    monkeypatch.setattr("greenroom.hf.kv.sizes.BLOCK", 32)
+    monkeypatch.setattr("greenroom.hf.kv.sizes.FREED", 0)
+    monkeypatch.setattr(kv, "FREED", 0)
+    model: Any = draft.load()
+    parts = ModelSetup(draft.catalog, 1, cuda=True, kernels="eager", context=CONTEXT)
+    model.greenroom = Greenroom(model, parts)
+    try:
+        watched = Watched(model, growth_of(draft, release=lambda: released.append(1)))
+        options = {"max_new_tokens": 34, "min_new_tokens": 34, "do_sample": False}
+        wanted = reference(folder).generate(ids(1, 530), **options)
+        assert torch.equal(model.generate(ids(1, 530), **options), wanted)
+        assert watched.inside()
+        assert watched.passes[-1][0] <= FEWEST < watched.passes[0][0]
+        first, *fewer = watched.resizes
+        assert [first, *fewer] == sorted(watched.resizes, reverse=True)
+        assert fewer
+        assert all((number - 1) % 3 == 0 for number in fewer)  # the first segment has one slot
+        assert len(released) > len(watched.resizes)  # with what keys and values outgrew
+        model.generate(ids(1, 5), max_new_tokens=2)
+        assert watched.greenroom.capacity == draft.catalog.experts
+    finally:
+        model.greenroom.detach()
+
+
+def test_a_budget_of_the_process_grows_and_a_cache_of_a_size_does_not(folder):
+    model, _ = greenroom.load(str(folder), memory="3GiB", kernels="eager")
+    assert model.greenroom.growth.least == model.greenroom.capacity == 16
+    model.generate(ids(1, 20), max_new_tokens=2)
+    model.greenroom.detach()
+    model, _ = greenroom.load(str(folder), cache="50%", kernels="eager")
+    assert model.greenroom.growth is None
+    model.greenroom.detach()
+
+
+def caches(count: int) -> list[Any]:
+    return [DynamicCache() for _ in range(count)]
+
+
+def test_sequences_that_go_together_are_all_counted(watched):
+    from greenroom.hf.kv.batch import Batch
+
+    batch, own = Batch(watched.model), caches(3)
+    prompts = [ids(1, n)[0].tolist() for n in (200, 60, 31)]
+    with torch.inference_mode():
+        batch(prompts, own)
+        some = watched.greenroom.capacity
+        assert some < watched.greenroom.parts.catalog.experts
+        watched.resizes.clear()
+        for _ in range(32):
+            batch([[5]] * 3, own)
+        assert watched.inside()
+        assert 1 <= len(watched.resizes) <= 3  # as each of them enters another block
+        with pytest.raises(BudgetError):
+            batch([[5] * 150] * 3, own)
+        before = watched.greenroom.capacity
+        del own
+        batch([[5]], caches(1))
+    assert watched.greenroom.capacity > before
+    assert watched.inside()
+
+
+def test_room_for_keys_and_values_that_are_to_come(watched):
+    growth, slot = watched.growth, watched.greenroom.parts.catalog.slot_bytes
+    most = growth.most()
+    assert most + SLACK + slot == growth.budget  # one slot is the least
+    for slots in (4, 7, 1):
+        growth.reserve(most - (slots - 1) * slot)
+        assert watched.greenroom.capacity == slots
+    with pytest.raises(BudgetError):
+        growth.reserve(most + 1)
+    with torch.no_grad():
+        watched.model(ids(1, 5))
+    assert watched.greenroom.capacity == watched.greenroom.parts.catalog.experts

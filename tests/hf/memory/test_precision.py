@@ -1,0 +1,307 @@
+"""Misses that are served with less: what a run computes is what its decisions say, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import greenroom
+from greenroom.config import LoadConfig
+from greenroom.core.events import Compute, Routed
+from greenroom.core.options.precision import Thresholds
+from greenroom.core.pieces import Copies
+from greenroom.core.plan import EXACT, LOW, SKIP
+from greenroom.errors import BudgetError, UsageError
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.load.load import load_with
+from greenroom.hf.load.report import startup_line
+from greenroom.hf.memory.approximate import copies_of
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.model.draft import Draft
+from greenroom.policies import policy
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.sim.clock import TraceStep
+from tests.hf.check.test_parity import ids
+from tests.hf.checkpoint.pack.test_copies import KINDS, whole_of, with_copies
+from tests.hf.conftest import one_line
+from tests.hf.pack.rig import source
+from tests.sim.small import simulate
+
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
+}  # fmt: skip
+
+
+def attached(folder, at: Thresholds, seats: int = 5, capacity: int = 7, **parts: Any):
+    """A model whose misses are served by these thresholds, and a list of its decisions."""
+    draft = Draft.of(folder)
+    copies = None
+    if at.low:
+        assert isinstance(draft.catalog, CopiesCatalog)
+        copies = Copies(*draft.catalog.copy_bytes(), seats)
+    model: Any = draft.load()
+    model.greenroom = Greenroom(
+        model, ModelSetup(draft.catalog, capacity, thresholds=at, copies=copies, **parts)
+    )
+    return model
+
+
+def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceStep]]:
+    """What each step does with its experts: part and whose weights; and what was asked for."""
+    driver = model.greenroom.driver
+    scheduler, tell, found, asked = driver.scheduler, driver._tell, [], []
+    next_order = driver._next_order
+
+    def told(event):
+        if isinstance(event, Routed):
+            found.append({})
+            asked.append(
+                TraceStep(
+                    event.step, event.layer, event.experts.copy(), prefill=event.prefill,
+                    tails=event.tails, weights=event.weights, rows=event.rows,
+                )
+            )  # fmt: skip
+        tell(event)
+
+    def ordered():
+        order = next_order()
+        if isinstance(order, Compute):
+            in_slot = {scheduler.placement.slot(e): e for e in scheduler.step.substitutes}
+            for e, slot in zip(order.experts.tolist(), order.slots.tolist(), strict=True):
+                whose = in_slot.get(slot, e) if order.part == EXACT else e
+                found[-1][e] = order.part, whose
+        return order
+
+    driver._tell, driver._next_order = told, ordered
+    return found, asked
+
+
+def low_of(folder) -> list[dict[str, torch.Tensor]]:
+    """Of each layer the copies' matrices, expanded without slots and kernels."""
+    catalog = Draft.of(folder).catalog
+    found = []
+    for layer, begin in enumerate(catalog.offsets[:-1]):
+        layout = catalog.low_layers[layer].low.layout
+        each: dict[str, list[torch.Tensor]] = {}
+        for expert in range(begin, catalog.offsets[layer + 1]):
+            (extent,) = catalog.extents(catalog.experts + expert)
+            with open(catalog.files[0], "rb") as file:
+                file.seek(extent.offset)
+                raw = torch.frombuffer(bytearray(file.read(extent.length)), dtype=torch.uint8)
+            for spec in [s for s in layout.tensors if "." not in s.name]:
+                weight = layout.weight(spec.name)
+                parts = [
+                    raw[p.offset : p.offset + p.nbytes].view(getattr(torch, p.dtype)).view(p.shape)
+                    for p in weight.parts
+                ]
+                w = ENCODINGS[weight.encoding].decode(parts, weight.shape, torch.bfloat16)
+                each.setdefault(spec.name, []).append(w)
+        found.append({name: torch.stack(ws) for name, ws in each.items()})
+    return found
+
+
+def replayed(folder, decisions, prompt, at: Thresholds) -> Any:
+    """transformers' own eager, with each step's weights as they were decided."""
+    whole, offsets = whole_of(folder), Draft.of(folder).catalog.offsets
+    lows = low_of(folder) if at.low else []
+    steps = iter(decisions)
+    for number, name in enumerate(Draft.of(folder).catalog.layers):
+        module = whole.get_submodule(name)
+        exact = {n: p.data.clone() for n, p in module.named_parameters()}
+
+        def forward(*args, module=module, number=number, exact=exact, call=module.forward, **kw):
+            for e, (part, whose) in next(steps).items():
+                for key, parameter in module.named_parameters():
+                    mine, other = e - offsets[number], whose - offsets[number]
+                    if part == LOW:
+                        parameter.data[mine] = lows[number][key][mine]
+                    elif part == SKIP:
+                        parameter.data[mine] = 0
+                    else:
+                        parameter.data[mine] = exact[key][other]
+            return call(*args, **kw)
+
+        module.forward = forward
+    return whole.generate(prompt, **OPTIONS)
+
+
+CASES = [
+    (("int8", "int4"), Thresholds(low=0.9)),
+    (("same", "int4"), Thresholds(low=0.9, skip=0.3)),
+    (("same", "int8"), Thresholds(low=0.5, substitute=0.4)),
+    (("fp8", "int4"), Thresholds(low=0.9)),
+    (("int8", "int4"), Thresholds(low=0.9, follow=True)),
+    (("same", "int4"), Thresholds(low=0.9, follow=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("of", "at", "fake"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)], ids=str
+)
+def test_a_run_computes_what_was_decided(of, at, fake):
+    folder, prompt = with_copies(*of), ids(1, 5)
+    model = attached(folder, at, kernels="eager", fake=fake)
+    try:
+        found, _ = decided(model)
+        mine = model.generate(prompt, **OPTIONS)
+        stats = model.greenroom.stats().lesser
+    finally:
+        model.greenroom.detach()
+    parts = [part for step in found for part, _ in step.values()]
+    assert parts.count(LOW) == stats["low"] > 0
+    assert parts.count(SKIP) == stats["left_out"]
+    assert bool(stats["left_out"]) == bool(at.skip)
+    others = sum(e != whose for step in found for e, (part, whose) in step.items() if part == EXACT)
+    assert others == stats["substituted"]
+    theirs = replayed(folder, found, prompt, at)
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert all(map(torch.equal, mine.logits, theirs.logits))
+
+
+def test_nothing_else_is_needed_to_leave_out_and_to_replace():
+    """A plain checkpoint, whatever it is stored in."""
+    at = Thresholds(skip=0.3, substitute=0.9)
+    model = attached(source(), at, kernels="eager")
+    try:
+        found, _ = decided(model)
+        model.generate(ids(1, 5), **OPTIONS)
+        stats = model.greenroom.stats().lesser
+    finally:
+        model.greenroom.detach()
+    assert stats["left_out"] > 0
+    assert stats["substituted"] > 0
+    assert stats["low"] == 0
+    shares = stats["left_out_share"] + stats["substituted_share"]
+    assert stats["inexact_share"] == pytest.approx(shares)
+    assert len(found) > 0
+
+
+@pytest.mark.parametrize(("of", "at"), [*CASES[:2], (None, Thresholds(skip=0.9))], ids=str)
+def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
+    """The same decisions: thresholds of one step from an empty cache. The last has biases, which
+    weigh nothing either where an expert is left out."""
+    folder = source("gpt_oss") if of is None else with_copies(*of)
+    prompt, logits = ids(1, 1), []
+    for kernels in ("eager", "numba", "rounded"):
+        model = attached(folder, at, kernels=kernels)
+        try:
+            with torch.inference_mode():
+                found, _ = decided(model)
+                logits.append(model(input_ids=prompt).logits.float())
+        finally:
+            model.greenroom.detach()
+        assert {part for step in found for part, _ in step.values()} > {EXACT}
+    for other in logits[1:]:
+        assert (other - logits[0]).abs().max() < 0.05 * logits[0].abs().max()
+
+
+@pytest.mark.parametrize(("of", "at"), CASES[:3], ids=str)
+def test_the_counts_are_those_of_the_simulator(of, at):
+    model = attached(with_copies(*of), at, seats=16, capacity=15, readers=1, policy="lru")
+    try:
+        _, asked = decided(model)
+        model.generate(ids(1, 5), max_new_tokens=16, do_sample=False)
+        scheduler = model.greenroom.driver.scheduler
+        mine, pieces = scheduler.counts, scheduler.pieces
+    finally:
+        model.greenroom.detach()
+    theirs = simulate(asked, pieces, 15, policy("lru"), thresholds=at).counts
+    assert mine == theirs
+    assert mine.low > 0
+    assert (mine.joined > 0) <= (of == ("int8", "int4"))
+
+
+def test_what_a_copy_lacks_is_all_that_is_read():
+    folder, at = with_copies("int8", "int4"), Thresholds(low=0.9)
+    model = attached(folder, at, seats=16, capacity=15)
+    try:
+        exact, low, rest = Draft.of(folder).catalog.copy_bytes()
+        before = model.greenroom.stats().bytes_read
+        model.generate(ids(1, 5), max_new_tokens=24, do_sample=False)
+        c, bytes_read = model.greenroom.driver.scheduler.counts, model.greenroom.stats().bytes_read
+        lesser = c.low + c.joined
+        assert c.joined > 0
+        wanted = (c.misses - lesser) * exact[0] + c.joined * rest[0]
+        assert bytes_read - before == wanted + (c.low - c.low_hits) * low[0]
+    finally:
+        model.greenroom.detach()
+
+
+def test_several_sequences_get_what_the_neediest_needs():
+    """A pass over several sequences: an expert's largest tail decides."""
+    folder = with_copies("same", "int4")
+    model = attached(folder, Thresholds(low=0.9))
+    try:
+        _, asked = decided(model)
+        model.generate(ids(3, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for step in asked:
+            if not step.prefill:
+                assert step.tails.max() == 1.0
+                assert step.rows.sum() == 3 * 2
+    finally:
+        model.greenroom.detach()
+
+
+@pytest.mark.parametrize("of", KINDS[:2], ids=str)
+def test_a_loaded_model_says_what_it_does(of):
+    config = LoadConfig(cache="30%", miss_precision="int4", low_below=0.8, skip_below=0.1)
+    model, _ = load_with(str(with_copies(*of)), config, remember=False)
+    try:
+        line = startup_line("tiny", model, config, verbose=True)
+        assert "--miss-precision int4 --low-below 0.8 --skip-below 0.1" in line
+        assert "CHANGES THE OUTPUT" in line
+        model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
+        lesser = model.greenroom.stats().lesser
+        assert lesser["precision"] == "int4"
+        assert lesser["seats"] == model.greenroom.parts.copies.seats
+        assert 0 < lesser["inexact_share"] < 1
+        model.greenroom.resize("50%")
+        model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
+        with pytest.raises(BudgetError, match="low-precision copies take that of"):
+            model.greenroom.resize(model.greenroom.parts.catalog.slot_bytes)
+    finally:
+        model.greenroom.detach()
+
+
+def test_a_budget_has_room_for_copies():
+    folder = str(with_copies("int8", "int4"))
+    model, _ = greenroom.load(folder, memory="100%", miss_precision="int4", low_share="50%")
+    try:  # every expert fits: all is exact
+        assert model.greenroom.stats().lesser is None
+        assert model.greenroom.parts.copies is None
+    finally:
+        model.greenroom.detach()
+
+
+def test_copies_have_their_share_of_the_memory():
+    catalog = Draft.of(with_copies("same", "int4")).catalog
+    config = LoadConfig(cache="50%", miss_precision="int4", low_share="25%")
+    copies = copies_of(catalog, config, 16, 2)
+    assert copies.seats == 16 * catalog.slot_bytes // 4 // copies.low[0]
+    assert copies_of(catalog, config, 1, 2).seats == 2
+
+
+@pytest.mark.parametrize(
+    ("of", "options", "said"),
+    [
+        (None, {}, "and this checkpoint has none: make a pack .*greenroom pack MODEL -o OUT"),
+        (("same", "int8"), {}, "this pack's are in int8: .* --miss-precision int4"),
+        (("same", "int4"), {"device": "fake,fake"}, "are for one CPU's memory"),
+        (("int8", "int4"), {"device": "fake,fake", "miss_precision": "off"}, "in one host memory"),
+        (("same", "int4"), {"device": "fake", "host_memory": "50%"}, "are for one CPU's memory"),
+    ],
+)
+def test_what_cannot_be(of, options, said):
+    folder = source() if of is None else with_copies(*of)
+    with pytest.raises(UsageError, match=said) as error:
+        greenroom.load(str(folder), cache="30%", **{"miss_precision": "int4", **options})
+    one_line(error)
+
+
+def test_biases_cannot_be_replaced():
+    with pytest.raises(UsageError, match="this model's experts have biases beside them"):
+        greenroom.load(str(source("gpt_oss")), cache="30%", substitute_below=0.3)

@@ -1,0 +1,307 @@
+"""Wherever experts are cut, and whatever is where: the bits are those of whole experts."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import greenroom
+from greenroom.core.cache.state import group_sizes
+from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageError
+from greenroom.hf import defaults
+from greenroom.hf.attach.attach import Greenroom
+from greenroom.hf.check.verify import verify
+from greenroom.hf.checkpoint.pack.reading import check_whole
+from greenroom.hf.checkpoint.resolve import open_checkpoint
+from greenroom.hf.history import split_counts
+from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slots import pieces_of
+from greenroom.hf.memory.split import nearest, split_experts
+from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.reference import whole_model
+from greenroom.hf.pack.making import pack
+from greenroom.plan.history.routing import RoutingHistory
+from tests.hf.check.test_parity import ids
+from tests.hf.pack.rig import fill
+from tests.models import cached_tiny
+
+KEEP: list[TemporaryDirectory[str]] = []
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+
+def source(name: str = "qwen3_moe", inner: int = 320) -> Path:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": inner, "intermediate_size": inner}
+    return cached_tiny(name, dtype="bfloat16", tokenizer=True, **sizes)
+
+
+@cache
+def packed(kind: str = "same", name: str = "qwen3_moe", inner: int = 320) -> Path:
+    KEEP.append(TemporaryDirectory(prefix="split-"))
+    folder = Path(KEEP[-1].name) / kind
+    pack(str(source(name, inner)), folder, kind, segments=4)
+    return folder
+
+
+def logits(folder: Path, shares: Any = None, batch: torch.Tensor | None = None, **parts: Any):
+    """Of a prompt and four tokens after it, and what was counted."""
+    draft = Draft.of(folder)
+    catalog, split = draft.catalog, None
+    if shares is not None:
+        catalog, split = split_experts(catalog, shares, 2)
+    model = draft.load()
+    model.greenroom = Greenroom(model, ModelSetup(catalog, split=split, **parts))
+    try:
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+        out = model.generate(
+            ids(1, 7) if batch is None else batch, return_dict_in_generate=True, **options
+        )
+        return torch.cat(out.logits), model.greenroom.driver.scheduler
+    finally:
+        model.greenroom.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("qwen3_moe", "numba"), ("gpt_oss", "numba"),
+        ("qwen3_moe", "eager"), ("gpt_oss", "eager"), ("nemotron_h", "eager"),
+    ],
+)  # fmt: skip
+def test_bits_are_those_of_whole_experts(name, kernels):
+    want, _ = logits(source(name), capacity=64, kernels=kernels)
+    folder = packed(name=name)
+    assert torch.equal(logits(folder, capacity=9, kernels=kernels)[0], want)
+    for shares in (0.25, 0.6):
+        found, s = logits(folder, shares, capacity=9, kernels=kernels)
+        assert torch.equal(found, want), shares
+        assert s.counts.bottoms > 0
+        assert s.counts.misses > 0
+
+
+@pytest.mark.parametrize(("kind", "inner"), [("int8", 320), ("int4", 320), ("fp8", 512)])
+def test_encoded_experts(kind, inner, tmp_path):
+    """The blocks of fp8 are of 128 channels, and cut between them alone."""
+    folder = packed(kind, inner=inner)
+    whole = whole_model(Draft.of(source(inner=inner)))
+    pack(str(source(inner=inner)), tmp_path / "whole", kind)
+    want, _ = logits(tmp_path / "whole", capacity=64)
+    assert torch.equal(logits(folder, capacity=7)[0], want)
+    assert torch.equal(logits(folder, 0.5, capacity=7)[0], want)
+    fill(whole, tmp_path / "whole")
+    eager, _ = logits(folder, 0.5, capacity=7, kernels="eager")
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    theirs = whole.generate(ids(1, 7), return_dict_in_generate=True, **options)
+    assert torch.equal(eager, torch.cat(theirs.logits))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"scope": "per-layer"},
+        {"scope": (3.0, 1.0)},
+        {"fake": True},
+        {"prefetch": "next-gate", "guard": False},
+        {"policy": "lcp", "prefetch": "markov", "guard": False, "fake": True},
+    ],
+    ids=str,
+)
+def test_scopes_predictors_and_late_bytes_change_nothing(parts):
+    want, _ = logits(source(), capacity=64)
+    for shares in (0.5, (0.25, 0.75), (1.0, 0.5)):
+        found, s = logits(packed(), shares, capacity=12, **parts)
+        assert torch.equal(found, want), shares
+        assert s.counts.bottoms > 0
+
+
+def test_resizing_keeps_tops_and_bits():
+    want, _ = logits(source(), capacity=64)
+    draft = Draft.of(packed())
+    catalog, split = split_experts(draft.catalog, (0.25, 0.75), 2)
+    model = draft.load()
+    model.greenroom = Greenroom(
+        model, ModelSetup(catalog, capacity=8, split=split, scope="per-layer")
+    )
+    try:
+        for size in ("60%", "40%", "80%"):
+            model.greenroom.resize(size)
+            out = model.generate(
+                ids(1, 7), max_new_tokens=4, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            assert torch.equal(torch.cat(out.logits), want)
+            s = model.greenroom.driver.scheduler
+            assert s.placement.cache.capacity == sum(group_sizes(s.pieces, s.capacity, "per-layer"))
+        with pytest.raises(BudgetError, match="is too small to split them"):
+            model.greenroom.resize(catalog.slot_bytes)
+    finally:
+        model.greenroom.detach()
+
+
+def test_a_run_says_how_it_is_split(tmp_path):
+    file = tmp_path / "budgets.json"
+    made = {"format": "greenroom-budgets", "version": 1, "slots": [5, 4], "split": [0.3, 0.8]}
+    file.write_text(json.dumps(made))
+    model, _ = greenroom.load(
+        str(packed()), cache="60%", split=str(file), scope=str(file), prefetch="off"
+    )
+    try:
+        split = model.greenroom.parts.split
+        assert [n / split.whole for n in split.tops] == pytest.approx([0.25, 0.75], abs=0.1)
+        stats = model.greenroom.stats()
+        assert stats.split == {
+            "tops": [model.greenroom.driver.scheduler.placement.cache.size(g) for g in (0, 1)],
+            "shares": pytest.approx([0.25, 0.75], abs=0.1),
+            "seats": split.seats,
+            "bottoms": 0,
+            "bottom_hits": 0,
+        }
+    finally:
+        model.greenroom.detach()
+
+
+def test_with_room_for_all_nothing_is_split():
+    model, _ = greenroom.load(str(packed()), cache="100%", split="0.5")
+    try:
+        assert model.greenroom.parts.split is None
+    finally:
+        model.greenroom.detach()
+
+
+def test_a_damaged_segment_is_never_computed_with(tmp_path):
+    folder = tmp_path / "pack"
+    pack(str(source()), folder, "same", segments=4)
+    header = json.loads((folder / "greenroom.json").read_text())
+    layer = header["layers"][0]
+    assert header["version"] == 2
+    assert len(layer["crc32"]) == layer["experts"] * len(layer["segments"])
+    with open(folder / "experts.greenroom", "r+b") as data:  # in the last segment of every expert
+        for expert in range(layer["experts"]):
+            data.seek(layer["offset"] + expert * layer["stride"] + layer["bytes"] - 1)
+            byte = data.read(1)
+            data.seek(-1, 1)
+            data.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(StoreError, match=r"expert \d+ of .* is damaged .*--segments 4 --repair"):
+        logits(folder, 0.5, capacity=9)
+    pack(str(source()), folder, "same", segments=4, repair=True)
+    check_whole(open_checkpoint(folder))
+    assert torch.equal(logits(folder, 0.5, capacity=9)[0], logits(source(), capacity=64)[0])
+
+
+def test_ratios_take_the_nearest_segment():
+    layout = Draft.of(packed()).catalog.layouts[0]
+    ends = [s.offset / layout.nbytes for s in layout.segments[1:]] + [1.0]
+    assert [nearest(layout, share) for share in (0.01, ends[1], 0.99)] == [1, 2, 4]
+    catalog, split = split_experts(Draft.of(packed()).catalog, 1.0, 2)
+    assert split is None
+    assert catalog.pieces == list(range(catalog.experts))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"split": "0.5"},
+            "--split cuts experts that are packed in segments: make such a pack with",
+        ),
+        ({"split": "0"}, "--split must be numbers above 0"),
+        ({"split": "1.5"}, "--split is a share of an expert, at most 1: 1.5"),
+        ({"split": "half"}, "--split must be numbers, one a layer"),
+    ],
+)
+def test_mistakes(options, said):
+    with pytest.raises(UsageError, match=said):
+        greenroom.load(str(source()), cache="50%", **options)
+
+
+def test_more_mistakes(tmp_path):
+    with pytest.raises(UsageError, match="--split has 3 numbers, the model has 2 layers"):
+        greenroom.load(str(packed()), cache="50%", split="0.5,0.5,0.5")
+    with pytest.raises(UsageError, match="computes in bfloat16: leave out --dtype"):
+        greenroom.load(str(packed()), cache="50%", dtype="float32")
+    with pytest.raises(BudgetError, match="too small to split them"):
+        greenroom.load(str(packed()), cache="7%", split="0.5")
+    with pytest.raises(UsageError, match="experts in segments are computed from one host memory"):
+        pieces_of(ModelSetup(Draft.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1)))
+    small = cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, moe_intermediate_size=64)
+    with pytest.raises(UnsupportedModel, match="have 64 intermediate channels, in blocks of 64"):
+        pack(str(small), tmp_path / "small", "same", segments=4)
+    with pytest.raises(UsageError, match="--segments must be at least 1, got 0"):
+        pack(str(source()), tmp_path / "none", "same", segments=0)
+    with pytest.raises(UsageError, match="is a pack in segments: make another one of its source"):
+        pack(str(packed()), tmp_path / "again", "int8")
+
+
+def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog):
+    monkeypatch.setattr(defaults, "TAU", 2)
+    catalog = Draft.of(packed()).catalog
+    cut, split, scope = defaults.auto_split(catalog, None, 8, 2)
+    assert scope == "per-layer"
+    assert [n / split.whole for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
+
+    draft = Draft.of(packed())
+    model = draft.load()
+    parts = ModelSetup(
+        cut, capacity=8, split=split, scope=scope, watch=True, prefetch="next-gate", guard=False
+    )
+    model.greenroom = Greenroom(model, parts)
+    try:
+        model.generate(ids(1, 7), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        state = model.greenroom._watch.state(model.greenroom.driver)
+    finally:
+        model.greenroom.detach()
+    assert state["tokens"].tolist() == [5, 5]
+    assert state["activated"].tolist() == [10, 10]
+    assert state["right"].sum() > 0  # next-gate's guesses were heard
+    attention, moe, head, load = state["latency"]
+    assert min(attention, moe, head, load) > 0
+
+    none = np.zeros(catalog.experts)
+    known = RoutingHistory(np.empty(0, np.int64), none, {split_counts.NAME: state})
+    cut, split, scope = defaults.auto_split(catalog, known, 8, 2)
+    assert sum(scope) == pytest.approx(8)
+    want, _ = logits(source(), capacity=64)
+    draft = Draft.of(packed())
+    model = draft.load()
+    model.greenroom = Greenroom(model, ModelSetup(cut, capacity=10, split=split, scope=scope))
+    try:
+        out = model.generate(
+            ids(1, 7), max_new_tokens=4, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        assert torch.equal(torch.cat(out.logits), want)
+    finally:
+        model.greenroom.detach()
+
+    other = RoutingHistory(known.hot, none, {split_counts.NAME: {**state, "uses": np.zeros(3)}})
+    split_counts.SplitCounts(catalog.offsets, other)
+    assert "what was recorded for --split auto is not used: uses is of another" in caplog.text
+
+
+def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GREENROOM_LEARNED", raising=False)
+    options = {"cache": "60%", "split": "auto", "prefetch": "off"}
+    model, _ = greenroom.load(str(packed()), **options)
+    try:
+        assert model.greenroom.parts.scope == "per-layer"
+        model.generate(ids(1, 7), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    finally:
+        model.greenroom.detach()
+    model, _ = greenroom.load(str(packed()), **options)
+    try:
+        assert model.greenroom._watch.activity.tokens.tolist() == [19, 19]
+    finally:
+        model.greenroom.detach()
+
+
+def test_verify_splits_experts_too():
+    found = verify(str(packed()), "30%", tokens=4)
+    assert found.identical
+    assert sum("experts split at" in said for said, _ in found.checks) == 2

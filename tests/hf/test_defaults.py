@@ -1,0 +1,159 @@
+"""A run takes the settings that are stored for it, and a plan says the same beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from greenroom.config import LoadConfig
+from greenroom.core.machine import name_of
+from greenroom.hf.defaults import with_defaults
+from greenroom.hf.load import attach
+from greenroom.hf.load import describe as describing
+from greenroom.hf.load.describe import describe
+from greenroom.hf.load.load import load_with
+from greenroom.hf.load.report import startup_line
+from greenroom.hf.memory import budget
+from greenroom.plan.history import files
+from greenroom.plan.history.records import StoredSetting
+from greenroom.plan.quick import Quick
+from greenroom.plan.settings import DEFAULT
+from greenroom.runtime.measure.bandwidth import host
+from tests.hf.memory.test_split import packed
+from tests.models import cached_tiny
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(files.SWITCH, "on")
+    return tmp_path
+
+
+@pytest.fixture
+def folder() -> str:
+    return str(cached_tiny("qwen3_moe", tokenizer=True))
+
+
+def test_a_run_says_that_it_took_lru(
+    monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
+):
+    lru = Quick(replace(DEFAULT, policy="lru"), 1.0, 1.0)
+    monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
+    config = LoadConfig(cache="50%", device="cpu", kernels="eager")
+    model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
+    parts = model.greenroom.parts
+    model.greenroom.detach()
+    assert parts.policy == "lru"
+    assert parts.prefetch == "auto"
+    assert "misses no more experts in a quick plan" in parts.chosen
+
+
+def test_a_plan_foretells_slots_and_settings(
+    folder: str, monkeypatch: pytest.MonkeyPatch, no_threads_left: None
+):
+    """Of the first run, as long as compiling takes what is set aside; and of those after it."""
+    config = LoadConfig(device="cpu", kernels="eager", context=64)
+    at_first, whole = 400 << 20, 480 << 20  # the process, and with all that is loaded
+    for module in (budget, describing):
+        monkeypatch.setattr(module, "rss_bytes", lambda: at_first)
+    monkeypatch.setattr(attach, "rss_bytes", lambda: whole)
+    before = describe(folder, config)
+    memory = before.memory(10)
+    assert before.slots(memory) == 10
+
+    def run() -> tuple[int, int]:
+        model, _ = load_with(folder, replace(config, memory=memory))
+        made = model.greenroom
+        found = made.capacity, made.growth.least
+        sizes = tuple(b - a for a, b in pairwise(made.parts.catalog.offsets))
+        made.detach()
+        assert sizes == before.experts_per_layer
+        return found
+
+    first = run()
+    expected = at_first + describing.COMPILERS - (whole - before.dense_bytes)
+    assert first[0] == min(before.experts, (memory - before.needs + expected) // before.slot_bytes)
+    known = files.load_records(before.fingerprint, name_of(host()))
+    assert known.process == whole - before.dense_bytes
+    after = describe(folder, config)
+    assert (after.slots(memory), after.slots_when_full(memory)) == first == run()
+
+
+def keep(fingerprint: str, capacity: int, machine: str | None = None, **options: str) -> None:
+    found = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
+    name = machine or name_of(host())
+    files.update_records(fingerprint, name, lambda records: records.with_setting(found))
+
+
+def test_a_run_takes_what_was_measured_and_says_so(folder: str, no_threads_left: None):
+    config = LoadConfig(cache="50%", device="cpu", kernels="eager")
+    model, _ = load_with(folder, config, remember=True)
+    digest = model.greenroom.parts.fingerprint
+    assert "settings" not in startup_line(folder, model, config, verbose=True)
+    model.greenroom.detach()
+    keep(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
+    model, _ = load_with(folder, config, remember=True)
+    line = startup_line(folder, model, config, verbose=True)
+    model.greenroom.detach()
+    assert "settings measured by tune on 2026-01-02, 20% less time a token than LRU" in line
+    assert "--policy lcp" in line
+    assert "--prefetch off" in line
+    assert "--scope per-layer" in line
+
+
+def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
+    folder = str(packed())
+    config = LoadConfig(cache="60%", device="cpu", kernels="eager")
+    model, _ = load_with(folder, config, remember=True)
+    made, capacity = model.greenroom.parts, model.greenroom.capacity
+    model.greenroom.detach()
+    assert made.split is None
+    keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
+    model, _ = load_with(folder, config, remember=True)
+    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.parts
+    model.greenroom.detach()
+    assert parts.split is not None
+    assert parts.split.tops[0] < parts.split.whole
+    assert "settings measured by tune" in line
+    flag = line.partition("--split ")[2].split()[0]
+    assert [float(share) for share in flag.split(",")] == pytest.approx([0.5, 0.5], abs=0.15)
+    skipping = LoadConfig(cache="60%", device="cpu", kernels="eager", skip_below=0.1)
+    model, _ = load_with(folder, skipping, remember=True)
+    assert model.greenroom.parts.split is None  # misses of split experts are not judged
+    model.greenroom.detach()
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity", "machine"),
+    [
+        (LoadConfig(cache="50%", device="cpu", policy="fifo"), 8, None),  # the user said it
+        (LoadConfig(cache="50%", device="cpu", prefetch="off"), 8, None),
+        (LoadConfig(cache="50%", device="cpu"), 12, None),  # of another size
+        (LoadConfig(cache="50%", device="cpu"), 8, "abacus"),  # of another machine
+        (LoadConfig(cache="100%", device="cpu"), 16, None),  # nothing to choose
+    ],
+)
+def test_what_is_kept_stays_out_of_the_way(
+    folder: str, config: LoadConfig, capacity: int, machine: str | None, no_threads_left: None
+):
+    model, _ = load_with(folder, LoadConfig(cache="50%", device="cpu"), remember=False)
+    parts = model.greenroom.parts
+    model.greenroom.detach()
+    keep(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
+    model, _ = load_with(folder, config, remember=True)
+    assert model.greenroom.parts.chosen == ""
+    assert model.greenroom.driver.scheduler.placement.cache.policy.name != "lcp"
+    model.greenroom.detach()
+
+
+def test_nothing_is_taken_where_nothing_is_remembered(folder: str, no_threads_left: None):
+    config = LoadConfig(cache="50%", device="cpu")
+    model, _ = load_with(folder, config, remember=False)
+    parts = model.greenroom.parts
+    model.greenroom.detach()
+    keep(parts.fingerprint, 8, policy="lcp")
+    assert with_defaults(parts, config, 8, 2) is parts

@@ -1,0 +1,198 @@
+"""What tokens mean: characters, templates, reasoning and calls; and the parsers behind them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.cli.serving import utils as serving
+from transformers.utils.chat_parsing import ResponseParser
+
+from greenroom.errors import UsageError
+from greenroom.hf.text.dialogue import Dialogue, Plain, Said, Spoken, ToolCall
+from tests.server.conftest import demo_tokenizer, thinker_tokenizer
+
+ASKED = [{"role": "user", "content": "Hello"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Dialogue:
+    return Dialogue(demo_tokenizer(), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Dialogue:
+    return Dialogue(thinker_tokenizer(), "qwen3_moe")
+
+
+def spoken(dialogue: Dialogue, text: str) -> list[int]:
+    return list(dialogue.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def said(dialogue: Dialogue, text: str, **options: Any) -> list[Said]:
+    """What comes of an answer, neighbours of one kind joined."""
+    speaker = dialogue.spoken(dialogue.chat(ASKED, **options))
+    parts = [part for token in spoken(dialogue, text) for part in speaker.feed(token)]
+    joined: list[Said] = []
+    for part in [*parts, *speaker.end()]:
+        last = joined[-1] if joined else None
+        if last and part.text and last.text:
+            joined[-1] = Said(last.text + part.text)
+        elif last and part.reasoning and last.reasoning:
+            joined[-1] = Said(reasoning=last.reasoning + part.reasoning)
+        else:
+            joined.append(part)
+    return joined
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.text(max_size=20))
+def test_text_comes_back_in_whole_characters(text: str) -> None:
+    dialogue = Dialogue(demo_tokenizer())
+    speaker = Plain(dialogue)
+    ids = dialogue.encode(text)
+    parts = [part.text for token in ids for part in speaker.feed(token)]
+    parts += [part.text for part in speaker.end()]
+    assert "".join(parts) == dialogue.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(6, 511), max_size=30))
+def test_tokens_that_are_no_text_neither_fail_nor_vanish(ids: list[int]) -> None:
+    dialogue = Dialogue(demo_tokenizer())
+    speaker = Plain(dialogue)
+    parts = [part.text for token in ids for part in speaker.feed(token)]
+    parts += [part.text for part in speaker.end()]
+    assert "".join(parts) == dialogue.decode(ids)
+
+
+def test_at_most_three_tokens_wait_for_the_end_of_a_character(plain: Dialogue) -> None:
+    byte = [next(i for i in range(512) if plain.token_bytes(i) == bytes([b])) for b in (0xE4, 0x41)]
+    speaker = Plain(plain)
+    lost = [speaker.feed(byte[0]) for _ in range(9)]
+    assert sum(len(part.text) for parts in lost for part in parts) == 8
+    assert speaker.feed(byte[1]) == [Said("\ufffdA")]
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(plain: Dialogue) -> None:
+    text = "Grüße 🎉 世界"
+    assert b"".join(map(plain.token_bytes, plain.encode(text)[1:])) == text.encode()
+
+
+def test_bytes_of_a_vocabulary_with_a_byte_fallback() -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [("<unk>", 0.0), ("▁a", -1.0), *((f"<0x{b:02X}>", -9.0) for b in range(256))]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    dialogue = Dialogue(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert dialogue.token_bytes(2 + 0xE4) == b"\xe4"
+    speaker = Plain(dialogue)
+    parts = [speaker.feed(2 + byte) for byte in "世".encode()]
+    assert parts == [[], [], [Said("世")]]
+
+
+def test_a_model_without_a_template_only_completes_text(plain: Dialogue) -> None:
+    from copy import copy
+
+    tokenizer = copy(demo_tokenizer())
+    tokenizer.chat_template = None
+    dialogue = Dialogue(tokenizer)
+    assert not dialogue.has_template
+    with pytest.raises(UsageError, match="no chat template"):
+        dialogue.chat(ASKED)
+
+
+def test_what_a_template_does_not_take_is_the_users_mistake(plain: Dialogue) -> None:
+    with pytest.raises(UsageError, match="does not take these messages"):
+        plain.chat([{"role": "user"}])
+    with pytest.raises(UsageError, match="does not take these messages"):
+        plain.chat([{"role": "user", "content": 3}])
+
+
+def test_an_answer_that_has_begun_goes_on(plain: Dialogue) -> None:
+    begun = plain.chat([*ASKED, {"role": "assistant", "content": "The sky"}], resume=True)
+    assert plain.decode(begun, special=True).endswith("<|assistant|>The sky")
+
+
+def test_the_kind_of_model_alone_does_not_make_a_parser(plain: Dialogue) -> None:
+    assert not plain.knows_tools
+    assert isinstance(plain.spoken(plain.chat(ASKED)), Plain)
+
+
+def test_reasoning_then_text(thinker: Dialogue) -> None:
+    assert isinstance(thinker.spoken(thinker.chat(ASKED)), Spoken)
+    found = said(thinker, "<think>\nHm, well.</think>\n\nHello!<|im_end|>")
+    assert found == [Said(reasoning="Hm, well."), Said("Hello!")]
+
+
+def test_reasoning_that_the_template_has_begun_or_ended(thinker: Dialogue) -> None:
+    assert said(thinker, "Hello!<|im_end|>", enable_thinking=False)[-1] == Said("Hello!")
+
+
+def test_calls_are_json_and_their_arguments_of_the_tools_types(thinker: Dialogue) -> None:
+    assert thinker.knows_tools
+    text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+    found = said(thinker, text + "<|im_end|>", tools=[TOOL])
+    assert found[0] == Said("Wait.")
+    assert found[1].call == ToolCall("look", json.dumps({"place": "here"}))
+
+
+@pytest.mark.parametrize(
+    "call", ["<tool_call>{nonsense}</tool_call>", "<tool_call>3</tool_call>", "<tool_call>{"]
+)
+def test_a_call_that_is_none_is_text(thinker: Dialogue, call: str) -> None:
+    found = said(thinker, f"Well.{call} And on")
+    assert all(part.call is None for part in found)
+    text = "".join(part.text for part in found)
+    assert text.startswith("Well.")
+    assert call.removeprefix("<tool_call>")[:2] in text
+    if call.endswith("</tool_call>"):
+        assert text.endswith("And on")
+
+
+def test_what_the_template_reads(thinker: Dialogue) -> None:
+    assert thinker.reads("enable_thinking")
+    assert not thinker.reads("reasoning_effort")
+    assert thinker.reasons
+
+
+class TestCanaries:
+    """Semi-private names of transformers: what they must still be."""
+
+    def test_the_response_template_of_a_kind_of_model(self) -> None:
+        config = type("Config", (), {"model_type": "qwen3_moe"})
+        model = type("Model", (), {"config": config})
+        found = serving.get_response_template(demo_tokenizer(), model)
+        assert {"reasoning_content", "tool_calls", "content"} <= set(found["fields"])
+
+    def test_the_parser_and_what_becomes_of_its_events(self) -> None:
+        assert list(inspect.signature(ResponseParser).parameters) == [
+            "response_template", "prefix", "tools",
+        ]  # fmt: skip
+        events = [
+            {"type": "region_chunk", "field": "content", "text": "a", "dirty": False},
+            {"type": "region_chunk", "field": "reasoning_content", "text": "b", "dirty": False},
+            {"type": "region_close", "field": "tool_calls",
+             "value": {"function": {"name": "f", "arguments": {}}}},
+        ]  # fmt: skip
+        text, reasoning, call = serving.response_events_to_chunks(events)
+        assert text == "a"
+        assert isinstance(reasoning, serving.ReasoningText)
+        assert isinstance(call, serving.ToolCall)
+        assert (call.name, call.arguments) == ("f", "{}")

@@ -1,0 +1,103 @@
+"""The routing of the latest tokens: whole passes of single sequences, the oldest forgotten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.plan.history import recent
+from greenroom.plan.history.recent import RecentRouting, passes_of, trace_of
+from greenroom.plan.history.routing import Arrays, RoutingHistory
+
+OFFSETS, SIZES = (0, 8, 16), (8, 8)
+
+
+def rows(*tokens: tuple[int, int]) -> np.ndarray:
+    return np.array(tokens, np.int64)
+
+
+def known(state: Arrays | None) -> RoutingHistory:
+    states = {} if state is None else {recent.NAME: state}
+    return RoutingHistory(np.empty(0, np.int64), np.zeros(16), states)
+
+
+def noted(
+    *passes: tuple[int, bool, list[np.ndarray]], before: RoutingHistory | None = None
+) -> RecentRouting:
+    made = RecentRouting(OFFSETS, before)
+    for request, prompt, layers in passes:
+        made.begins(request, prompt, 1)
+        for layer, experts in enumerate(layers):
+            made.chosen(layer, experts)
+    return made
+
+
+def test_passes_become_a_recording():
+    made = noted(
+        (1, True, [rows((0, 1), (2, 3)), rows((4, 5), (6, 7))]),
+        (1, False, [rows((1, 2)), rows((3, 4))]),
+        (2, False, [rows((7, 0)), rows((0, 7))]),
+    )
+    trace = trace_of(known(made.state()), SIZES)
+    assert trace is not None
+    assert trace.experts.tolist() == [
+        [[0, 1], [4, 5]], [[2, 3], [6, 7]], [[1, 2], [3, 4]], [[7, 0], [0, 7]]
+    ]  # fmt: skip
+    assert trace.pass_starts.tolist() == [0, 2, 3, 4]
+    assert trace.pass_prefill.tolist() == [True, False, False]
+    assert trace.request_starts.tolist() == [0, 3, 4]
+
+
+def test_another_run_goes_on_with_requests_of_its_own():
+    one = (1, False, [rows((0, 1)), rows((2, 3))])
+    first = known(noted(one).state())
+    trace = trace_of(known(noted(one, before=first).state()), SIZES)
+    assert trace is not None
+    assert trace.requests == trace.tokens == 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [rows((0, 1))],  # a layer was not heard
+        [rows((0, 1)), rows((0, 1), (2, 3))],  # of another length
+        [rows((0, 1)), rows((0, 8))],  # a token that no expert serves
+    ],
+)
+def test_a_pass_that_is_not_whole_is_left_out(layers: list[np.ndarray]):
+    assert noted((1, False, layers)).state() is None
+
+
+def test_passes_of_several_sequences_are_left_out():
+    made = RecentRouting(OFFSETS, None)
+    made.begins(1, False, 2)
+    for layer in (0, 1):
+        made.chosen(layer, rows((0, 1), (2, 3)))
+    assert made.state() is None
+
+
+def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recent, "TOKENS", 4)
+    passes = [(n, False, [rows((n, 7)), rows((n, 7))]) for n in range(6)]
+    trace = trace_of(known(noted(*passes).state()), SIZES)
+    assert trace is not None
+    assert trace.experts[:, 0, 0].tolist() == [2, 3, 4, 5]
+    long = [rows(*((i, 7) for i in range(6)))] * 2
+    trace = trace_of(known(noted((1, True, long)).state()), SIZES)
+    assert trace is not None
+    assert trace.experts[:, 0, 0].tolist() == [2, 3, 4, 5]
+
+
+def test_what_is_of_another_model_or_damaged_is_passed_over():
+    state = dict(noted((1, False, [rows((0, 1)), rows((2, 3))])).state() or {})
+    assert len(passes_of(known(state), SIZES)) == 1
+    assert passes_of(known(state), (8, 8, 8)) == []
+    assert passes_of(known(state), (2, 2)) == []
+    assert passes_of(known({}), SIZES) == []
+    assert passes_of(known(None), SIZES) == []
+    assert passes_of(known({**state, "lengths": np.array([3])}), SIZES) == []
+    assert passes_of(known({**state, "requests": np.array([], np.int64)}), SIZES) == []
+    twice = {**state, "experts": np.zeros((1, 2, 2), np.uint16)}
+    assert trace_of(known(twice), SIZES) is None
+    assert trace_of(None, SIZES) is None
+    assert RecentRouting(OFFSETS, known(twice)).state() is not None  # goes on, whatever it was

@@ -1,0 +1,80 @@
+"""The table of named systems: every row is put together, and nothing is left out in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.config import LoadConfig
+from greenroom.errors import UnknownName, UsageError
+from greenroom.plan.systems.table import SYSTEMS, options, system, systems
+from greenroom.policies import policy
+from greenroom.predictors import predictor
+
+KNOWN = {*LoadConfig.__dataclass_fields__}
+ASKED = (
+    "mixtral-offloading adapmoe moe-infinity promoe moepic pre-gated hobbit fate hybrimoe fiddler"
+    " llru static greenroom"
+)
+
+
+def test_all_are_there():
+    assert set(ASKED.split()) == set(SYSTEMS)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_parts_of_a_row_exist(name):
+    row = SYSTEMS[name]
+    policy(row.policy)
+    predictor(row.prefetch)
+    assert row.scope in ("shared", "per-layer")
+    assert row.source
+    assert row.reading
+    assert set(row.settings()) <= KNOWN
+
+
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if not SYSTEMS[n].parts()])
+def test_rows_that_need_nothing_more_are_options_of_a_run(name):
+    LoadConfig(**options(system(name), {}, KNOWN))
+
+
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if SYSTEMS[n].parts()])
+def test_what_a_row_lacks_is_named(name):
+    row = system(name)
+    with pytest.raises(UsageError, match=f"^system {name} needs ") as raised:
+        options(row, {}, set(row.settings()))
+    for what in row.parts().values():
+        assert what in str(raised.value)
+
+
+def test_what_is_given_goes_before_the_row():
+    found = options(system("mixtral-offloading"), {"policy": "fifo", "readers": 3}, KNOWN)
+    assert found == {
+        "policy": "fifo", "scope": "per-layer", "prefetch": "next-gate:1", "no_guard": True,
+        "readers": 3,
+    }  # fmt: skip
+    sized = options(system("adapmoe"), {"scope": "4,4"}, KNOWN)
+    assert sized["scope"] == "4,4"
+
+
+def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
+    every = {*KNOWN, "co_compute", "miss_precision", "pin", "split"}
+    assert options(system("hybrimoe"), {}, every)["co_compute"] == "auto"
+    assert options(system("moepic"), {}, every)["split"] == "auto"
+    with pytest.raises(UsageError, match=r"int4, which change the output .--miss-precision.$"):
+        options(system("hobbit"), {}, every)
+    assert options(system("hobbit"), {"miss_precision": "int4"}, every)["policy"] == "hobbit"
+    with pytest.raises(UsageError, match="system static needs a set chosen beforehand"):
+        options(system("static"), {}, every)
+    pinned = options(system("static"), {"pin": "hot.json"}, every)
+    assert pinned["policy"] == "lru"
+
+
+def test_only_greenroom_is_guarded():
+    assert [n for n, row in SYSTEMS.items() if row.guard] == ["greenroom"]
+    assert options(system("greenroom"), {}, KNOWN)["no_guard"] is False
+
+
+def test_names():
+    assert [row.name for row in systems("llru, static,llru")] == ["llru", "static"]
+    with pytest.raises(UnknownName, match="unknown system 'x': choose one of mixtral-offloading"):
+        systems("llru,x")

@@ -1,0 +1,155 @@
+"""What is foreseen beside a running driver."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from greenroom.errors import ClosedError, StoreError
+from tests.runtime.rig import ahead, in_time, threads
+
+
+def test_what_was_predicted_is_there_when_it_is_asked_for(rig):
+    r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [])
+    r.begin()
+    r.step(0, 0)
+    r.settle()
+    r.step(1, 3)
+    counts = r.scheduler.counts
+    assert (counts.prefetches, counts.useful, counts.misses) == (2, 1, 1)
+    assert counts.wasted == 1
+    r.check()
+
+
+def test_a_failed_prefetch_is_nobody_s_error(rig):
+    """Reads: the demand of layer 0, the prefetch that fails, the demand of layer 1 twice."""
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read == 2,
+              chunk_bytes=1 << 20, lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    r.settle()
+    assert r.scheduler.counts.failed == 1
+    r.step(1, 3)
+    r.check()
+
+
+def test_a_late_prefetch_that_fails_is_tried_again_by_its_demand(rig):
+    asked = threading.Event()
+
+    def fails(read: int) -> bool:
+        return read == 2 and asked.wait(20)
+
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=fails, chunk_bytes=1 << 20,
+              lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    r.step(1, 3, meanwhile=asked.set)
+    assert (r.scheduler.counts.late, r.scheduler.counts.failed) == (1, 0)
+    assert r.store.reads == 3
+    r.check()
+
+
+def test_a_demand_that_fails_after_its_prefetch_fails_its_step_alone(rig):
+    r = ahead(rig, lambda layer: [3] if layer == 1 else [], fails=lambda read: read in (2, 3),
+              chunk_bytes=1 << 20, latency=0.02, lanes=1)  # fmt: skip
+    r.begin()
+    r.step(0, 0)
+    with pytest.raises(StoreError, match=r"read [23] failed"):
+        r.step(1, 3)
+    r.step(1, 3)
+    r.settle()
+    r.check()
+
+
+def test_closing_while_prefetches_are_on_their_way(rig):
+    before = threads()
+    r = ahead(rig, lambda layer: [3, 4], latency=0.05)
+    r.begin()
+    r.step(0, 0)
+    assert len(r.scheduler.transfers.queue)
+    in_time(r.driver.close)
+    assert threads() == before
+    with pytest.raises(ClosedError):
+        r.step(1, 3)
+
+
+def test_a_predictor_that_raises_ends_prefetching_and_nothing_else(rig, caplog):
+    def say(layer: int) -> list[int]:
+        if layer == 2:
+            raise ZeroDivisionError("no idea")
+        return [3] if layer == 1 else []
+
+    r = ahead(rig, say)
+    for _ in range(3):
+        r.begin()
+        r.step(0, 0)
+        r.step(1, 3)
+        r.driver.end_pass()
+    r.settle()
+    r.check()
+    assert r.scheduler.counts.prefetches == 1
+    (said,) = caplog.messages
+    assert "scripted" in said
+    assert "no idea" in said
+    assert "\n" not in said
+
+
+def test_a_predictor_is_told_of_no_pass_whose_beginning_it_missed(rig):
+    """It began where every expert had a slot: how many tokens it has nobody has said."""
+    r = ahead(rig, lambda layer: [], capacity=16)
+    told = []
+    r.driver.predictions.foresight.predictor.begin = lambda at: told.append(f"{at.tokens} tokens")
+    r.driver.predictions.foresight.predictor.observe = lambda seen: told.append(seen.layer)
+    r.begin(prefill=True, tokens=5)
+    r.step(0, 0)
+    r.driver.resize(8)
+    r.step(1, 3)
+    r.driver.end_pass()
+    assert told == []
+    r.begin()
+    r.step(0, 0)
+    r.driver.resize(16)  # the end may be missed
+    r.step(1, 3)
+    r.driver.end_pass()
+    r.driver.resize(8)
+    r.step(0, 0)  # of no pass
+    assert told == ["1 tokens", 0]
+
+
+def test_a_slow_disk_is_waited_for_and_a_demand_overtakes_prefetches(rig):
+    """Chunks take 20 ms each; at most one is on the lane when the demand comes."""
+    r = ahead(rig, lambda layer: [3, 4] if layer == 1 else [], latency=0.02, lanes=1)
+    r.begin()
+    r.step(0, 0)  # of layer 1 experts 3 and 4 are fetched now, three chunks each
+    before = r.store.reads
+    r.step(0, 1)
+    assert r.store.reads - before <= 3 + 2  # the demand's, one on the way, one begun since
+    assert r.driver.meter.stalls["miss"] >= 6 * 0.02
+    r.settle()
+    r.check()
+    assert r.driver.meter.links[0].busy_s >= 0.02 * r.store.reads
+
+
+def test_the_guard_is_told_of_decode_and_decides_what_the_next_pass_does(rig):
+    r = ahead(rig, lambda layer: [3], guard=True)
+    told = []
+
+    class Never:
+        on, verdict = False, "no"
+
+        def passed(self, seconds: float, stall_s: float, tokens: int) -> None:
+            told.append((seconds > stall_s >= 0, tokens))
+
+    r.driver.predictions.guard = Never()
+    for prefill, tokens in ((True, 5), (False, 1), (False, 1)):
+        r.begin(prefill, tokens)
+        r.step(0, 0)
+        r.step(1, 1)
+        began = r.scheduler.counts.prefetches
+        r.driver.end_pass()
+    assert told == [(True, 1), (True, 1)]
+    assert r.driver.predictions.foresight.on is False
+    r.begin()
+    r.step(0, 1)
+    assert r.scheduler.counts.prefetches == began

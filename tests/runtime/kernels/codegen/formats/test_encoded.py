@@ -1,0 +1,240 @@
+"""The bits of plain experts on the decoder's weights, where those are rounded; near elsewhere."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.layout import BLOCKS
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.kernels.codegen.formats import codes
+from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.matrix import Matrix, exact
+from greenroom.runtime.kernels.table import described, kernel
+from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
+from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs
+
+TOKENS = (1, 3, 33)
+INT4 = next(style for style in STYLES if style.name == "int4")
+MXFP4 = next(style for style in STYLES if style.name == "mxfp4")
+BY_NAME = {str(style): style for style in STYLES}
+
+
+def sizes(style: Style) -> tuple[int, int]:
+    """(hidden, intermediate) with rows and inputs that end in the middle of a tile."""
+    if BLOCKS[style.name][0] == 256:
+        return 256, 512
+    return {(1, 32): (96, 160), (1, 64): (192, 64)}.get(style.share, (256, 384))
+
+
+def check(coded: Coded, tokens: int) -> None:
+    """Same bits as the expanded weights; near where whole numbers are multiplied all the same."""
+    fused, hidden = CpuKernel(float32=True, rounded=True), coded.layer.hidden
+    assert not coded.layer.unfused
+    case = inputs(coded.dtype, tokens, hidden=hidden, seed=tokens)
+    want = compute(fused, coded.plain, coded.places, *case)
+    got = compute(fused, coded.layer, coded.places, *case)
+    assert want.isfinite().all()
+    assert want.abs().max() > 0
+    if any(matrix.packs for matrix in plan_of(coded.layer, True).matrices):
+        assert (got - want).norm() <= 2e-3 * want.norm()
+    else:
+        assert torch.equal(got, want)
+
+
+def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
+    for style in STYLES:
+        coded = Coded(experts("qwen3_moe", torch.bfloat16, *sizes(style)), style, style)
+        for weight in (coded.layer.up_weight, coded.layer.down_weight):
+            assert exact(weight, torch.bfloat16) == (style.name in ("mxfp4", "gguf_mxfp4"))
+            assert not exact(weight, torch.float16)
+            parts = [coded.layer.slots.tensor(coded.places[0], part) for part in weight.parts]
+            decode = ENCODINGS[style.name].decode
+            wide, narrow = (
+                decode(parts, weight.shape, dtype).float()
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            # compressed-tensors rounds to its scale's type, which may be bfloat16, by itself.
+            rounds = str(style) != "ct_int4-bfloat16" and not exact(weight, torch.bfloat16)
+            assert torch.equal(wide, narrow) != rounds
+            packs = Matrix(weight, torch.bfloat16, rounded=True).packs
+            assert packs == (codes.INTEGERS and exact(weight, torch.bfloat16))
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_the_promise(style: Style) -> None:
+    """No further from eager than twice grouped_mm: eager with the weights as stored, which are
+    rounded for grouped_mm where the model's type does not hold them."""
+    ours = theirs = rounding = 0.0
+    for seed in range(2):
+        module = experts("qwen3_moe", torch.bfloat16, 256, 256, seed=seed)
+        coded = Coded(module, style, style, seed)
+        stored = copy.deepcopy(module).float()
+        for key in ("gate_up_proj", "down_proj"):
+            weight = coded.layer.layout.weight(key)
+            for expert, place in enumerate(coded.places):
+                parts = [coded.layer.slots.tensor(place, part) for part in weight.parts]
+                values = ENCODINGS[style.name].decode(parts, weight.shape, torch.float32)
+                getattr(stored, key)[expert].copy_(values)
+                getattr(module, key)[expert].copy_(
+                    coded.plain.slots.tensor(place, coded.plain.layout[key])
+                )
+        for tokens in (1, 1, 9):
+            x, index, weights = inputs(torch.bfloat16, tokens, hidden=256, seed=100 * seed + tokens)
+            found = {}
+            for name in ("eager", "grouped_mm"):
+                module.config._experts_implementation = name
+                found[name] = module(x, index, weights).double()
+            if exact(coded.layer.up_weight, torch.bfloat16):
+                want = found["eager"]
+            else:
+                stored.config._experts_implementation = "eager"
+                want = stored(x.float(), index, weights.float()).double()
+            got = compute(CpuKernel(), coded.layer, coded.places, x, index, weights).double()
+            ours += float((got - want).norm() / want.norm())
+            theirs += float((found["grouped_mm"] - want).norm() / want.norm())
+            rounding += float((found["eager"] - want).norm() / want.norm())
+    assert 0 < ours <= 2 * theirs
+    if rounding > 0:
+        assert ours <= 1.01 * rounding  # nearer to what the format says than transformers
+
+
+def test_every_encoding_is_tried():
+    assert {style.name for style in STYLES} == set(ENCODINGS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_bits_of_the_expanded_weights(style: Style, dtype: torch.dtype) -> None:
+    hidden, inner = sizes(style)
+    coded = Coded(experts("qwen3_moe", dtype, hidden, inner), style, style)
+    for tokens in TOKENS:
+        check(coded, tokens)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "muse_spark", "gemma4", "hy_v4"])
+def test_every_arithmetic(family: str) -> None:
+    """Interleaved rows with biases, no gate, a norm, an activation that is called: all the same."""
+    coded = Coded(experts(family, torch.bfloat16, 96, 160), MXFP4, INT4)
+    for tokens in TOKENS:
+        check(coded, tokens)
+
+
+@pytest.mark.parametrize(("up", "down"), [("q4_k", "q6_k"), ("mxfp4-uint8", None), (None, "q8_0")])
+def test_two_encodings_in_one_expert(up: str | None, down: str | None) -> None:
+    module = experts("qwen3_moe", torch.bfloat16, 256, 256)
+    check(Coded(module, BY_NAME.get(up or ""), BY_NAME.get(down or "")), 1)
+
+
+BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector has 16 scales
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0"]),
+    hidden=BLOCKS_OF_32,
+    inner=BLOCKS_OF_32,
+    seed=st.integers(0, 99),
+    tokens=st.integers(1, 12),
+)
+@example(name="mxfp4-uint8", hidden=31, inner=17, seed=0, tokens=1)
+@example(name="int4-float16", hidden=31, inner=17, seed=0, tokens=1)
+@example(name="q4_0", hidden=3, inner=17, seed=0, tokens=1)
+def test_any_shape(name: str, hidden: int, inner: int, seed: int, tokens: int) -> None:
+    style = BY_NAME[name]
+    module = experts("qwen3_moe", torch.bfloat16, 32 * hidden, 32 * inner)
+    coded = Coded(module, style, style, seed)
+    check(coded, tokens)
+    case = inputs(coded.dtype, tokens, hidden=32 * hidden, seed=tokens)
+    want = compute(CpuKernel(float32=True, rounded=True), coded.plain, coded.places, *case)
+    got = compute(CpuKernel(float32=True), coded.layer, coded.places, *case)
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["q4_k", "int4-float16", "fp8-float32"])
+def test_threads_waves_and_batches_do_not_change_a_bit(name: str) -> None:
+    hidden, inner = sizes(BY_NAME[name])
+    coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), *[BY_NAME[name]] * 2)
+    case = inputs(torch.bfloat16, 33, hidden=hidden)
+    want = compute(CpuKernel(rounded=True), coded.layer, coded.places, *case)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(
+                compute(CpuKernel(rounded=True), coded.layer, coded.places, *case), want
+            )
+    finally:
+        torch.set_num_threads(threads)
+    waves = [[5, 0], [3], [1, 2, 4]]
+    assert torch.equal(
+        compute(CpuKernel(rounded=True), coded.layer, coded.places, *case, waves=waves), want
+    )
+    alone = [
+        compute(
+            CpuKernel(rounded=True), coded.layer, coded.places, *(part[t:][:1] for part in case)
+        )
+        for t in range(33)
+    ]
+    assert torch.equal(torch.cat(alone), want)
+
+
+@pytest.mark.parametrize("bits", [5, 6], ids="{} bits".format)
+def test_int4_scales_that_need_no_rounding(bits: int) -> None:
+    """Scales of five significant bits take the way without rounding, six do not: same bits."""
+    module = experts("qwen3_moe", torch.bfloat16, 128, 128)
+    coded = Coded(module, INT4, INT4, scale_bits=bits)
+    check(coded, 1)
+
+
+def test_eager_is_near() -> None:
+    """The decoder's weights in transformers' operations: what `kernels="eager"` computes."""
+    for style in (BY_NAME["q4_k"], BY_NAME["int8-float16"]):
+        hidden, inner = sizes(style)
+        coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), style, style)
+        case = inputs(torch.bfloat16, 5, hidden=hidden)
+        want = compute(Eager(), coded.layer, coded.places, *case).double()
+        got = compute(CpuKernel(), coded.layer, coded.places, *case).double()
+        assert (got - want).norm() <= 0.01 * want.norm()
+
+
+def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
+    """A plain transposed matrix beside an encoded one, and groups that are no multiple of 32."""
+    module = experts("gpt_oss", torch.bfloat16, 96, 160)
+    mixed = Coded(module, MXFP4, None, flip=False)
+    assert "transposed" in mixed.layer.unfused
+    odd = Coded(
+        experts("qwen3_moe", torch.bfloat16, 96, 96),
+        *[Style("ct_int4", "float16", (1, 48))] * 2,
+    )
+    assert odd.layer.unfused == "ct_int4 with scales for 1 x 48 weights"
+    for coded in (mixed, odd):
+        case = inputs(torch.bfloat16, 3, hidden=96)
+        want = compute(Eager(), coded.layer, coded.places, *case)
+        assert torch.equal(compute(CpuKernel(), coded.layer, coded.places, *case), want)
+        assert coded.layer.plan is None
+    good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
+    layers = [good.layer, odd.layer]
+    said = described(kernel("numba"), layers)
+    assert said == "numba; eager for ct_int4 with scales for 1 x 48 weights"
+    assert described(kernel("numba"), layers[:1]) == "numba"
+    assert described(kernel("eager"), layers) == "eager"
+
+
+def test_one_product_is_compiled_for_both_matrices() -> None:
+    coded = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
+    up, down = plan_of(coded.layer).matrices
+    assert up.words[0] == down.words[0]
+    assert up.words[1] != down.words[1]
+
+
+def test_tensors_have_scales_of_their_own() -> None:
+    """The toys are not all alike: a kernel that read another row's scale would be found out."""
+    parts = tensors_of(INT4, "w", (8, 64), np.random.default_rng(0))
+    assert len(parts["w.scale"].unique()) == 16

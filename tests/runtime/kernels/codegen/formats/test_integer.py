@@ -1,0 +1,134 @@
+"""The default: weights as their format says, multiplied as integers where that works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from greenroom.runtime.kernels.codegen.entries.products import FEW
+from greenroom.runtime.kernels.codegen.formats import codes
+from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.table import kernel
+from tests.runtime.kernels.codegen.formats.test_encoded import BY_NAME, sizes
+from tests.runtime.kernels.codes import STYLES, Coded, Style
+from tests.runtime.kernels.toys import compute, experts, inputs
+
+TOKENS = (1, 3, 33)
+WHOLE = [style for style in STYLES if style.name in codes.WHOLE]
+needs_integers = pytest.mark.skipif(not codes.INTEGERS, reason="a processor without VNNI")
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def coded(style: Style, dtype: torch.dtype = torch.float32, seed: int = 0) -> Coded:
+    hidden, inner = sizes(style)
+    return Coded(experts("qwen3_moe", dtype, hidden, inner), style, style, seed)
+
+
+def near(case: Coded, tokens: int, least: float) -> None:
+    """Experts of float32 models: their decoder's weights are not rounded either."""
+    args = inputs(torch.float32, tokens, hidden=case.layer.hidden, seed=tokens)
+    want = compute(CpuKernel(float32=True), case.plain, case.places, *args)
+    got = compute(CpuKernel(float32=True), case.layer, case.places, *args)
+    assert distance(got, want) < least
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
+    """Inputs of 15 bits beside the largest of 32 neighbours; many rows keep float32."""
+    case = coded(style)
+    for tokens in TOKENS:
+        near(case, tokens, 3e-4)
+    assert any(m.packs for m in plan_of(case.layer).matrices) == (codes.INTEGERS and style in WHOLE)
+
+
+@pytest.mark.parametrize("style", [BY_NAME["int4-float16"], BY_NAME["q6_k"]], ids=str)
+def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "INTEGERS", False)
+    case = coded(style)
+    near(case, 1, 1e-6)
+    assert not any(m.packs for m in plan_of(case.layer).matrices)
+
+
+@pytest.mark.parametrize("style", WHOLE, ids=str)
+def test_bits_do_not_depend_on_threads_waves_and_slots(style: Style) -> None:
+    case = coded(style, torch.bfloat16)
+    args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
+    want = compute(CpuKernel(), case.layer, case.places, *args)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args), want)
+    finally:
+        torch.set_num_threads(threads)
+    waves = [[2], [0, 1]]
+    assert torch.equal(compute(CpuKernel(), case.layer, case.places, *args, waves=waves), want)
+
+
+@pytest.mark.parametrize("name", ["mxfp4-uint8", "gguf_mxfp4"])
+def test_weights_of_the_models_type_are_as_near_to_eager(name: str) -> None:
+    """Powers of two times four bits need no rounding: only sums differ from eager's."""
+    case = coded(BY_NAME[name], torch.bfloat16)
+    for tokens in TOKENS:
+        args = inputs(torch.bfloat16, tokens, hidden=case.layer.hidden, seed=tokens)
+        want = compute(Eager(), case.layer, case.places, *args)
+        assert distance(compute(CpuKernel(), case.layer, case.places, *args), want) < 2e-3
+
+
+@needs_integers
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_makes_all_outputs_nan(bad: float) -> None:
+    case = coded(BY_NAME["int4-float16"], torch.bfloat16)
+    args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
+    args[0][0, 5] = bad
+    assert compute(CpuKernel(), case.layer, case.places, *args).isnan().all()
+
+
+@pytest.mark.parametrize("size", [2.0**-120, 2.0**-60, 2.0**60])
+def test_inputs_of_any_size(size: float) -> None:
+    """Neighbours share a power of two: rows that are all small or all large keep their bits."""
+    style = BY_NAME["int4-float16"]
+    case = coded(style)
+    args = inputs(torch.float32, 1, hidden=case.layer.hidden)
+    x = args[0] * size
+    want = compute(CpuKernel(float32=True), case.plain, case.places, x, *args[1:])
+    got = compute(CpuKernel(float32=True), case.layer, case.places, x, *args[1:])
+    if size > 1:
+        assert distance(got / size**2, want / size**2) < 3e-4
+    else:
+        assert (got - want).norm() <= 3e-4 * want.norm() + 1e-44
+
+
+def test_a_layer_may_be_computed_by_either() -> None:
+    case = coded(BY_NAME["int8-float16"], torch.bfloat16)
+    args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
+    want = compute(CpuKernel(rounded=True), case.plain, case.places, *args)
+    near_by = compute(kernel("numba"), case.layer, case.places, *args)
+    assert not torch.equal(near_by, want)
+    assert torch.equal(compute(kernel("rounded"), case.layer, case.places, *args), want)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "mxfp4-uint8"])
+def test_a_token_has_the_bits_that_it_has_alone(name: str) -> None:
+    """Few tokens of an expert always, many where it is asked for."""
+    case, fused = coded(BY_NAME[name], torch.bfloat16), CpuKernel()
+    x, index, weights = inputs(torch.bfloat16, 12, hidden=case.layer.hidden)
+    index = index[:1].expand(12, -1).contiguous()
+
+    def outputs(count: int) -> torch.Tensor:
+        rows = (part[:count] for part in (x, index, weights))
+        return compute(fused, case.layer, case.places, *rows)
+
+    alone = torch.cat(
+        [compute(fused, case.layer, case.places, *(p[i : i + 1] for p in (x, index, weights)))
+         for i in range(12)]
+    )  # fmt: skip
+    assert torch.equal(outputs(FEW), alone[:FEW])
+    assert torch.equal(outputs(12), alone) != codes.INTEGERS
+    with fused.alone():
+        assert torch.equal(outputs(12), alone)
+    assert torch.equal(outputs(12), alone) != codes.INTEGERS

@@ -1,0 +1,85 @@
+"""What compiled code took for granted shows, and shows again when it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from greenroom.runtime.kernels.dense.guard import Guard
+
+
+def made() -> tuple[nn.Module, Guard]:
+    """A linear layer in a parent, and what is taken for granted of both."""
+    parent = nn.Sequential(nn.Linear(2, 2))
+    guard, part = Guard(), Guard()
+    part.unheard(parent[0])
+    part.weight(parent[0])
+    guard.same(parent._modules, "0", parent[0])
+    guard.same(vars(parent[0]), "forward", None)
+    guard.include(part)
+    return parent, guard
+
+
+@contextmanager
+def hooked(register: Callable[..., Any], *args: Any) -> Iterator[None]:
+    handle = register(*args, lambda *_: None)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def other_weight(linear: nn.Linear) -> Iterator[None]:
+    own, linear.weight = linear.weight, nn.Parameter(torch.zeros(2, 2))
+    yield
+    linear.weight = own
+
+
+@contextmanager
+def other_forward(linear: nn.Linear) -> Iterator[None]:
+    linear.forward = lambda x: x
+    yield
+    del linear.forward
+
+
+@contextmanager
+def other_part(parent: nn.Sequential) -> Iterator[None]:
+    own, parent[0] = parent[0], nn.Identity()
+    yield
+    parent[0] = own
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parent: hooked(parent[0].register_forward_hook),
+        lambda parent: hooked(parent[0].register_forward_pre_hook),
+        lambda parent: hooked(register_module_forward_hook),
+        lambda parent: hooked(register_module_forward_pre_hook),
+        lambda parent: other_weight(parent[0]),
+        lambda parent: other_forward(parent[0]),
+        other_part,
+    ],
+    ids=["hook", "pre-hook", "all", "all, pre", "weight", "forward", "part"],
+)
+def test_a_change_shows_as_long_as_it_lasts(change: Callable[[nn.Module], Any]) -> None:
+    parent, guard = made()
+    assert guard.holds()
+    with change(parent):
+        assert not guard.holds()
+    assert guard.holds()
+
+
+def test_weights_may_change_in_place() -> None:
+    parent, guard = made()
+    with torch.no_grad():
+        parent[0].weight.zero_()
+    assert guard.holds()

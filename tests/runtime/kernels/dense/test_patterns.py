@@ -1,0 +1,154 @@
+"""Decoder layers and blocks known by what they do with what their parts give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from greenroom.runtime.kernels.dense.patterns import routed, sublayers
+
+HIDDEN, DTYPE = 48, torch.bfloat16
+
+
+class Layer(nn.Module):
+    """The common kind; the others differ in one thing each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("before", "look", "after", "think", "unused"):
+            setattr(self, name, nn.Identity())
+
+    def attend(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.look(hidden_states=self.before(x), **kwargs)[0]
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        hidden_states = hidden_states + self.attend(hidden_states, **kwargs)
+        return hidden_states + self.think(self.after(hidden_states))
+
+
+class Scaled(Layer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        hidden_states = hidden_states + 0.22 * self.attend(hidden_states, **kwargs)
+        return hidden_states + self.think(self.after(hidden_states))
+
+
+class Clamped(Layer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs).clamp(-1e3, 1e3)
+
+
+class Parallel(Layer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        normed = self.after(hidden_states)
+        return hidden_states + self.attend(hidden_states, **kwargs) + self.think(normed)
+
+
+class InFloat(Layer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        x = hidden_states.float() + self.attend(hidden_states, **kwargs).float()
+        return (x + self.think(self.after(x.to(hidden_states.dtype)))).to(hidden_states.dtype)
+
+
+class Tuple(Layer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return (super().forward(hidden_states, **kwargs),)
+
+
+class Masked(Layer):
+    def attend(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().attend(x, **{**kwargs, "attention_mask": x})
+
+
+class Uncached(Layer):
+    def attend(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().attend(x, **{**kwargs, "past_key_values": None})
+
+
+class Told(Layer):
+    """Its block wants more than the hidden state."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        hidden_states = hidden_states + self.attend(hidden_states, **kwargs)
+        return hidden_states + self.think(self.after(hidden_states), hidden_states)
+
+
+class Demanding(Layer):
+    def forward(self, hidden_states: Tensor, *, position_bias: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs)
+
+
+def find(layer: nn.Module) -> Any:
+    return sublayers(layer, "look", {"before", "after"}, HIDDEN, DTYPE)
+
+
+def test_the_common_kind_and_nothing_changed():
+    layer = Layer()
+    before = dict(vars(layer)), dict(layer._modules)
+    assert find(layer) == ("before", "after", "think")
+    assert (dict(vars(layer)), dict(layer._modules)) == before
+    assert sublayers(layer, "look", {"before"}, HIDDEN, DTYPE) is None  # the other is no norm
+    assert sublayers(layer, "think", {"before", "after"}, HIDDEN, DTYPE) is None
+
+
+@pytest.mark.parametrize(
+    "kind", [Scaled, Clamped, Parallel, InFloat, Tuple, Masked, Uncached, Told, Demanding]
+)
+def test_other_layers(kind):
+    assert find(kind()) is None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.door, self.many, self.shared = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, index = self.door(x.view(-1, HIDDEN))
+        return self.many(x.view(-1, HIDDEN), index, weights).reshape(x.shape)
+
+
+class Deep(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, index = self.door(x)
+        return self.many(x.view(-1, HIDDEN), index, weights).view(x.shape)
+
+
+class Shared(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shared(x)
+
+
+class Doubled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Weighted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, index = self.door(x.view(-1, HIDDEN))
+        return self.many(x.view(-1, HIDDEN), index, weights * 2.5).reshape(x.shape)
+
+
+class Sorted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, index = self.door(x.view(-1, HIDDEN))
+        return self.many(x.view(-1, HIDDEN), index.sort().values, weights).reshape(x.shape)
+
+
+class Jittered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.01)
+
+
+def test_blocks_of_a_router_and_experts():
+    assert routed(Block(), "many", HIDDEN, DTYPE) == ("door", (1, HIDDEN))
+    assert routed(Deep(), "many", HIDDEN, DTYPE) == ("door", (1, 1, HIDDEN))
+    assert routed(Block(), "door", HIDDEN, DTYPE) is None
+
+
+@pytest.mark.parametrize("kind", [Shared, Doubled, Weighted, Sorted, Jittered])
+def test_other_blocks(kind):
+    assert routed(kind(), "many", HIDDEN, DTYPE) is None

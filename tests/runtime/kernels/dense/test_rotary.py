@@ -1,0 +1,123 @@
+"""Tables of positions have the bits of single positions, and what depends on lengths has none."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import MellumConfig, Qwen3MoeConfig
+from transformers.models.mellum.modeling_mellum import MellumRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from greenroom.runtime.kernels.dense.rotary import ROWS, TABLES, Rotary
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def made(width: int = 64, **rope: object) -> Qwen3MoeRotaryEmbedding:
+    given = {"rope_theta": 1e6, "rope_type": "default", **rope}
+    config = Qwen3MoeConfig(head_dim=width, max_position_embeddings=8192, rope_parameters=given)
+    return Qwen3MoeRotaryEmbedding(config)
+
+
+def equal(module: torch.nn.Module, ours: Rotary, x: torch.Tensor, ids: torch.Tensor) -> bool:
+    wanted = type(module).forward(module, x, ids)
+    found = ours.forward(x, position_ids=ids)
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 4.0}, YARN], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_position_has_the_bits_of_the_module(rope, dtype):
+    module = made(**rope)
+    ours = Rotary.of(module, {dtype})
+    assert ours is not None
+    x = torch.zeros(1, 1, 8, dtype=dtype)
+    positions = torch.randint(0, 8000, (200,), generator=torch.Generator().manual_seed(0))
+    for position in [*positions.tolist(), *range(ROWS - 2, ROWS + 2)]:
+        assert equal(module, ours, x, torch.tensor([[position]]))
+    assert len(ours._tables) == TABLES  # no more are kept
+
+
+def test_many_positions_other_modules_and_gradients_are_the_module_s(monkeypatch):
+    module = made()
+    ours = Rotary.of(module, {torch.bfloat16})
+    x = torch.zeros(1, 1, 8).bfloat16()
+    assert equal(module, ours, x, torch.arange(5)[None])
+    calls = []
+    monkeypatch.setattr(ours, "_original", lambda *_, **__: calls.append(True))
+    one = torch.tensor([[3]])
+    ours.forward(x, one)
+    assert not calls
+    ours.forward(x, torch.tensor([[3], [4]]))
+    ours.forward(x, one, layer_type="full")
+    ours.forward(x.float(), one)
+    with torch.enable_grad():
+        ours.forward(x, one)
+    assert len(calls) == 4
+    module.attention_scaling = 2.0
+    ours.forward(x, one)
+    module.inv_freq = module.inv_freq * 2
+    ours.forward(x, one)
+    assert len(calls) == 6
+
+
+class Odd(Qwen3MoeRotaryEmbedding):
+    """A single position is not what it is among others."""
+
+    def forward(self, x, position_ids):
+        cos, sin = super().forward(x, position_ids)
+        return cos + (position_ids.numel() == 1), sin
+
+
+def test_who_has_no_tables():
+    dynamic = made(rope_type="dynamic", factor=2.0)
+    assert Rotary.of(dynamic, {torch.bfloat16}) is None
+    odd = made()
+    odd.__class__ = Odd
+    assert Rotary.of(odd, {torch.bfloat16}) is None
+    assert Rotary.of(torch.nn.Linear(4, 4), {torch.bfloat16}) is None
+    odd.__class__ = torch.nn.Identity  # what it returns is another thing
+    assert Rotary.of(odd, {torch.bfloat16}) is None
+
+
+def test_a_kind_for_each_type_of_layer_is_the_module_s():
+    module = MellumRotaryEmbedding(MellumConfig())
+    assert isinstance(module.rope_type, dict)
+    assert Rotary.of(module, {torch.bfloat16}) is None
+
+
+def test_threads_add_tables_side_by_side():
+    module = made()
+    ours = Rotary.of(module, {torch.bfloat16})
+    x = torch.zeros(1, 1, 8).bfloat16()
+
+    def ask(seed: int) -> bool:
+        starts = torch.randperm(60, generator=torch.Generator().manual_seed(seed)) * ROWS
+        with torch.no_grad():
+            return all(equal(module, ours, x, start.view(1, 1)) for start in starts)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+    assert len(ours._tables) == TABLES
+
+
+def test_what_was_made_in_inference_mode_serves_outside():
+    module = made()
+    ours = Rotary.of(module, {torch.bfloat16})
+    x, ids = torch.zeros(1, 1, 8).bfloat16(), torch.tensor([[900]])
+    with torch.inference_mode():
+        ours.forward(x, ids)
+    cos, _ = ours.forward(x, ids)
+    assert not cos.is_inference()

@@ -1,0 +1,218 @@
+"""A compiled router chooses as the module does, but for last bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from greenroom.runtime.kernels.codegen.entries import choice, ties
+from greenroom.runtime.kernels.dense import router
+from greenroom.runtime.kernels.dense.router import Asked, Router
+from greenroom.runtime.kernels.launch import sequence
+
+HIDDEN = 96
+ONE = 1, HIDDEN
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def made(cls: type[nn.Module], config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    module = cls(config).to(dtype).requires_grad_(False)
+    module.weight.normal_(0, 0.3)
+    return module
+
+
+def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
+    return Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=summed
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (Qwen3MoeTopKRouter, qwen()),
+        (Qwen3MoeTopKRouter, qwen(128, 1)),
+        (Qwen3MoeTopKRouter, qwen(8, 8)),
+        (Qwen3MoeTopKRouter, qwen(256, 4, summed=False)),
+        (OlmoeTopKRouter, OlmoeConfig(hidden_size=HIDDEN)),
+        (MixtralTopKRouter, MixtralConfig(hidden_size=HIDDEN)),
+    ],
+)
+def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
+    module = made(cls, config, dtype)
+    ours, by_torch = Router.of(module, ONE, dtype), []
+    assert ours is not None
+    slow = Router.by_torch
+    monkeypatch.setattr(Router, "by_torch", lambda *a: by_torch.append(True) or slow(*a))
+    same = near = 0
+    for scale in (0.1, 1, 10):
+        for _ in range(100):
+            x = (torch.randn(1, HIDDEN) * scale).to(dtype)
+            _, weights, ids = module(x)
+            mine = ours(x)
+            assert mine[1].dtype == weights.dtype
+            assert mine[1].shape == mine[0].shape == ids.shape
+            assert (mine[1][:, :-1] >= mine[1][:, 1:]).all()
+            wanted, got = dense((ids, weights), module), dense(mine, module)
+            same += torch.allclose(got, wanted, rtol=4e-7, atol=0)  # of float32 weights two units
+            near += bool((got - wanted).norm() <= 1e-2 * wanted.norm())
+    assert near >= 297  # a last bit of a product may decide between two experts
+    assert same >= 250  # or change the weights of all
+    # Where the last one that is chosen and the next are equal.
+    assert len(by_torch) <= (0 if ours.knows_ties else 60)
+    assert ours.knows_ties == ties.known(len(module.weight), ids.shape[1])
+
+
+def dense(chosen: tuple[torch.Tensor, torch.Tensor], module: nn.Module) -> torch.Tensor:
+    """A choice as the weights of all experts."""
+    return torch.zeros(1, len(module.weight)).scatter_add_(1, chosen[0], chosen[1].float())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
+    """Where it is open who is the last. The products are exact here, so they are torch's."""
+    if not compiled:
+        monkeypatch.setattr(ties, "known", lambda number, top_k: False)
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    assert ours.knows_ties == compiled
+    module.weight.copy_(torch.randint(-2, 3, module.weight.shape))
+    least = 0
+    for _ in range(50):
+        x = torch.randint(-2, 3, (1, HIDDEN)).bfloat16()
+        _, weights, ids = module(x)
+        products = (x @ module.weight.T)[0].sort(descending=True).values
+        mine = ours(x)
+        assert torch.equal(dense(mine, module), dense((ids, weights), module))
+        least += bool(products[7] == products[8])
+    assert 5 < least < 45
+    for x in (torch.zeros(1, HIDDEN), torch.full((1, HIDDEN), torch.nan)):
+        _, weights, ids = module(x.bfloat16())
+        mine = ours(x.bfloat16())
+        assert torch.equal(mine[0], ids)
+        assert torch.equal(mine[1], weights) or weights.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(64, 8), (128, 8), (60, 4), (512, 10), (8, 2), (5, 3), (3, 1), (72, 17)]
+)
+def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> None:
+    ours = Router.of(made(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16)
+    assert ours.knows_ties
+    for values in (2, 9, 40):
+        for _ in range(60):
+            asked = Asked(ours, 0)
+            asked.products.copy_(torch.randint(values, asked.products.shape) / 8)
+            sequence.run(asked.stages[1:])
+            assert asked._words[choice.S_FOUND] == top_k
+            _, wanted = asked.products.float().softmax(-1).topk(top_k)
+            last, following = asked.products[0].sort(descending=True).values[top_k - 1 : top_k + 1]
+            if last != following:  # then it is only a question of their order
+                wanted, asked.ids = wanted.sort().values, asked.ids.sort().values
+            assert torch.equal(asked.ids, wanted)
+
+
+def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
+    """Another library may sort otherwise: it shows when it is tried, once for all such routers."""
+    monkeypatch.setattr(router, "_TIES", {})
+    slow = Router.by_torch
+
+    def otherwise(self, products):
+        ids, weights = slow(self, products.flip(-1))
+        return len(self.weight) - 1 - ids, weights
+
+    monkeypatch.setattr(Router, "by_torch", otherwise)
+    assert not Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
+    assert list(router._TIES.values()) == [False]
+    monkeypatch.undo()
+    assert not ties.known(512, 8)  # torch keeps a heap
+    assert not ties.known(64, 18)  # and its sort of so many is no insertion
+
+
+class Biased(Qwen3MoeTopKRouter):
+    """Looks alike, and chooses otherwise."""
+
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        return logits, weights * 1.5, ids
+
+
+def test_routers_of_other_kinds_are_left_alone():
+    assert Router.of(made(Biased, qwen()), ONE, torch.bfloat16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
+    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
+    config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64)
+    assert Router.of(made(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
+    assert Router.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
+
+
+class Scored(Qwen3MoeTopKRouter):
+    """Returns the softmax of all experts."""
+
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        return logits.softmax(-1, dtype=torch.float32), weights, ids
+
+
+@pytest.mark.parametrize("cls", [Qwen3MoeTopKRouter, Scored])
+def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> None:
+    module = made(cls, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    module.forward = ours.forward
+    assert ours.intact()
+    heard = []
+    module.register_forward_hook(lambda module, args, out: heard.append(out))
+    for _ in range(20):
+        x = torch.randn(*ONE).bfloat16()
+        of_all, weights, ids = module(x)
+        wanted = cls.forward(module, x)[0]
+        assert heard.pop()[1] is weights
+        assert all(map(torch.equal, ours(x), (ids, weights)))
+        assert of_all.dtype is wanted.dtype
+        assert (of_all - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("change", ["several", "type", "strided", "gradients"])
+def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) -> None:
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    monkeypatch.setattr(ours, "_original", lambda module, x: "the class")
+    assert ours.forward(torch.ones(*ONE).bfloat16()) != "the class"
+    x = {
+        "several": torch.ones(2, HIDDEN).bfloat16(),
+        "type": torch.ones(*ONE),
+        "strided": torch.ones(1, 2 * HIDDEN).bfloat16()[:, ::2],
+    }.get(change, torch.ones(*ONE).bfloat16())
+    with torch.set_grad_enabled(change == "gradients"):
+        assert ours.forward(x) == "the class"
+
+
+def test_who_changes_or_hears_a_router_gets_the_module():
+    module = made(Qwen3MoeTopKRouter, qwen())
+    ours = Router.of(module, ONE, torch.bfloat16)
+    assert ours.intact()
+    hook = module.register_forward_hook(lambda *_: None)
+    assert not ours.intact()
+    hook.remove()
+    assert ours.intact()
+    module.forward = lambda x: x
+    assert not ours.intact()
+    assert Router.of(module, ONE, torch.bfloat16) is None
+    del module.forward
+    module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
+    assert not ours.intact()

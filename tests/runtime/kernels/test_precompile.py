@@ -1,0 +1,87 @@
+"""Compiling in a second process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from greenroom.core.compiling.compile_folder import folder
+from greenroom.runtime.kernels import precompile
+
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+from greenroom.runtime.kernels.precompile import compile_all
+compile_all("bfloat16")
+"""
+FOUND = "from numba.core.ccallback import CFunc; CFunc._compile_uncached = None"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precompile, "_child", None)
+    return folder()
+
+
+def test_all_is_compiled_and_kept_without_torch():
+    """Into the folder that other tests use: they need the same kernels."""
+    subprocess.run([sys.executable, "-c", NO_TORCH], check=True)
+    assert precompile._marker("bfloat16").exists()
+    subprocess.run([sys.executable, "-c", FOUND + NO_TORCH], check=True)  # nothing is made again
+
+
+class Child:
+    """A process that ends when it is waited for, or not at all."""
+
+    def __init__(self, command: list[str], patient: bool = True, **_: object) -> None:
+        self.command, self.patient, self.said = command, patient, list[str]()
+
+    def wait(self, timeout: float) -> None:
+        self.said.append("waited")
+        if not self.patient:
+            raise subprocess.TimeoutExpired("x", timeout)
+
+    def kill(self) -> None:
+        self.said.append("killed")
+
+
+def test_begun_once_where_it_is_needed(kept, monkeypatch):
+    started: list[Child] = []
+
+    def popen(command: list[str], **options: object) -> Child:
+        started.append(Child(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(precompile.subprocess, "Popen", popen)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    precompile.start("bfloat16")
+    precompile.start("bfloat16")
+    assert [child.command[-1] for child in started] == ["bfloat16"]
+    precompile.wait()
+    precompile.wait()
+    assert started[0].said == ["waited"]
+    precompile.start("bfloat16")
+    assert len(started) == 2
+    started[1].patient = False
+    precompile.wait()
+    assert started[1].said == ["waited", "killed"]
+    precompile._marker("bfloat16").touch()
+    precompile.start("bfloat16")
+    assert len(started) == 2
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    precompile.start("float16")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    precompile.start("float16")
+    assert len(started) == 2
+
+
+def test_another_source_is_another_marker(kept, monkeypatch):
+    before = precompile._marker("bfloat16")
+    monkeypatch.setattr(precompile, "_sources", lambda: "another")
+    assert precompile._marker("bfloat16") != before
+    assert precompile._marker("bfloat16").parent == kept

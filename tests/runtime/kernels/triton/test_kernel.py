@@ -1,0 +1,225 @@
+"""Triton's kernels against eager and against their promises: interpreted, on tiny shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from greenroom.core.layout import SlotLayout
+from greenroom.runtime.encodings import ENCODINGS
+from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.layer import LayerExperts
+from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.triton import Triton, unread
+from tests.runtime.kernels.toys import (
+    CLASSES,
+    EXPERTS,
+    ToySlots,
+    compute,
+    experts,
+    inputs,
+    layer_of,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
+BF16, FP16 = torch.bfloat16, torch.float16
+WIDTH, INSIDE = 72, 40
+LEFT = {"openai_privacy_filter"}  # computes in float32: eager's
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def small(family: str, dtype: torch.dtype = BF16) -> torch.nn.Module:
+    """Less than a block of outputs in the last program, and a tail of inputs: K is 64 or 128."""
+    return experts(family, dtype, hidden=WIDTH, inner=INSIDE)
+
+
+def some(tokens: int, dtype: torch.dtype = BF16, **options: Any) -> Any:
+    return inputs(dtype, tokens, hidden=WIDTH, **options)
+
+
+def many(dtype: torch.dtype = BF16, seed: int = 0) -> Any:
+    """Tokens that all choose the same two experts: tiles of many entries, and few programs."""
+    x, index, weights = some(20, dtype, top_k=2, seed=seed)
+    index[:] = torch.tensor([4, 1])
+    return x, index, weights
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_as_near_to_eager_as_grouped_mm(family):
+    for dtype in (BF16, FP16) if family in ("qwen3_moe", "gpt_oss") else (BF16,):
+        module = small(family, dtype)
+        layer, places = layer_of(module)
+        assert (unread(layer) is not None) == (family in LEFT)
+        ours = theirs = 0.0
+        for case in (some(1, dtype, top_k=2), many(dtype)):
+            want = module(*case)
+            module.config._experts_implementation = "grouped_mm"
+            theirs = max(theirs, distance(module(*case), want))
+            module.config._experts_implementation = "eager"
+            got = compute(Triton(), layer, places, *case)
+            assert got.dtype == want.dtype
+            ours = max(ours, distance(got, want))
+        assert ours <= max(2 * theirs, torch.finfo(dtype).eps / 10)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4", "muse_spark"])
+def test_waves_order_and_slots_do_not_change_a_bit(family):
+    layer, places = layer_of(small(family))
+    for case in (some(1, seed=3), many(seed=3)) if family == "qwen3_moe" else (some(1, seed=3),):
+        want = compute(Triton(), layer, places, *case)
+        count = len(case[1].unique())
+        for seed, waves in ((1, [[i] for i in range(count)][::-1]), (2, [[0], [*range(1, count)]])):
+            other, slots = layer_of(small(family), seed=seed)
+            assert torch.equal(compute(Triton(), other, slots, *case, waves=waves), want)
+
+
+def test_weights_of_a_token_may_be_of_another_type():
+    module = small("qwen3_moe")
+    layer, places = layer_of(module)
+    case = some(2, weights_dtype=torch.float32)
+    assert distance(compute(Triton(), layer, places, *case), module(*case)) < 2e-3
+
+
+def test_foreign_experts_are_skipped():
+    layer, places = layer_of(small("qwen3_moe"))
+    x, index, weights = some(5)
+    index[0, 1] = index[3] = EXPERTS
+    got = compute(Triton(), layer, places, x, index, weights)
+    assert distance(got, compute(Eager(), layer, places, x, index, weights)) < 2e-3
+    assert torch.equal(got[3], torch.zeros_like(got[3]))
+    index[:] = EXPERTS
+    assert not compute(Triton(), layer, places, x, index, weights).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_propagate_as_in_eager(bad):
+    layer, places = layer_of(small("gpt_oss"))
+    x, index, weights = some(2, top_k=2)
+    x[1, 0] = bad
+    want = compute(Eager(), layer, places, x, index, weights)
+    got = compute(Triton(), layer, places, x, index, weights)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert got[0].isfinite().all()
+
+
+def test_float32_is_left_to_eager_and_has_its_bits():
+    module = small("qwen3_moe", torch.float32)
+    layer, places = layer_of(module)
+    assert "float32" in str(unread(layer))
+    case = some(4, torch.float32)
+    assert torch.equal(compute(Triton(), layer, places, *case), module(*case))
+
+
+# ---- encoded experts: hidden and intermediate sizes are multiples of every block
+
+HIDDEN, INNER = 64, 128
+ENCODED = ("int8", "int4", "mxfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8")
+
+
+def parts_of(name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Random codes, and companions of a useful size, as an encoding stores [rows, columns]."""
+
+    def codes(n: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, n), dtype=torch.uint8)
+
+    def scales(n: int) -> torch.Tensor:
+        return (torch.rand(rows, n) / 400 + 1e-4).half()
+
+    match name:
+        case "int8":
+            return {"": codes(columns).view(torch.int8), ".scale": scales(columns // 64)}
+        case "int4":
+            return {"": codes(columns // 2), ".scale": scales(columns // 32) * 10}
+        case "mxfp4":
+            power = torch.randint(116, 124, (rows, columns // 32), dtype=torch.uint8)
+            return {"": codes(columns // 2), ".scale": power}
+        case "q8_0" | "q4_0":
+            block = {"q8_0": 34, "q4_0": 18}[name]
+            raw = codes(columns // 32 * block).view(rows, -1, block)
+            raw[..., :2] = scales(columns // 32).view(torch.uint8).view(rows, -1, 2)
+            return {"": raw.view(rows, -1)}
+        case "gguf_mxfp4":
+            raw = codes(columns // 32 * 17).view(rows, -1, 17)
+            raw[..., 0] = torch.randint(116, 124, raw.shape[:2], dtype=torch.uint8)
+            return {"": raw.view(rows, -1)}
+        case "fp8":
+            values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+            return {"": values, ".scale": torch.rand(rows // 32, columns // 32) / 20}
+    raise AssertionError(name)
+
+
+def encoded(family: str, name: str) -> tuple[LayerExperts, list[int], LayerExperts, list[int]]:
+    """The same experts encoded, and expanded by the decoder."""
+    torch.manual_seed(4)
+    module = experts(family, BF16, hidden=HIDDEN, inner=INNER)
+    up = "gate_up_proj"
+    shapes = {up: (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    each = [{p: parts_of(name, *shapes[p]) for p in shapes} for _ in range(EXPERTS)]
+    tensors = [
+        (p + suffix, tuple(t.shape), str(t.dtype)[6:])
+        for p, parts in each[0].items()
+        for suffix, t in parts.items()
+    ]
+    layout = SlotLayout.pack(tensors, dict.fromkeys(shapes, name), "bfloat16")
+    slots, places = ToySlots(layout, EXPERTS + 2), [5, 0, 7, 2, 3, 6][:EXPERTS]
+    plain: dict[str, list[torch.Tensor]] = {p: [] for p in shapes}
+    for expert, slot in enumerate(places):
+        for p, parts in each[expert].items():
+            for suffix, tensor in parts.items():
+                slots.tensor(slot, layout[p + suffix]).copy_(tensor)
+            w = ENCODINGS[name].decode(list(parts.values()), shapes[p], BF16)
+            plain[p].append(w.T.contiguous() if module.is_transposed else w)
+    stacked = {p: torch.stack(w) for p, w in plain.items()}
+    return LayerExperts(module, layout, slots), places, *layer_of(module, stacked)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
+    monkeypatch.setattr("greenroom.runtime.kernels.triton.kernel.FEW", (16, 64, 64))
+    for family in ("qwen3_moe", "gpt_oss") if name == "mxfp4" else ("qwen3_moe",):
+        layer, places, plain, where = encoded(family, name)
+        assert unread(layer) is None
+        case = inputs(BF16, 2, top_k=1, hidden=HIDDEN)
+        got = compute(Triton(), layer, places, *case)
+        assert got.isfinite().all()
+        assert got.any()
+        assert torch.equal(got, compute(Triton(), plain, where, *case))
+        assert distance(got, compute(Eager(), layer, places, *case)) < 2e-3
+
+
+def test_an_encoding_that_is_not_read_here_is_named():
+    layer, *_ = encoded("qwen3_moe", "int8")
+    layout = SlotLayout(
+        layer.layout.tensors, layer.layout.nbytes, {"down_proj": "q6_k"}, "bfloat16"
+    )
+    layer.down_weight = layer.down_weight.__class__(
+        "down_proj", "q6_k", layer.down_weight.shape, "bfloat16", layer.down_weight.parts
+    )
+    assert layout.encodings["down_proj"] == "q6_k"
+    assert unread(layer) == "experts in q6_k"
+
+
+def test_the_kernel_has_a_name():
+    assert kernel("triton").name == "triton"
+
+
+def test_a_wave_s_words_say_where_everything_is():
+    layer, places = layer_of(small("qwen3_moe"))
+    x, index, weights = some(40)
+    step = Triton().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
+    words = step.words([2, 4], [places[2], places[4]])
+    for expert in (2, 4):
+        mine = words[words[:, 1] == expert]
+        rows = step.routing.entries(expert)
+        assert mine[0, 2] == rows.start
+        assert mine[:, 3].sum() == rows.stop - rows.start
+        assert (mine[:, 0] * 64 + layer.slots.address(0) == layer.slots.address(0)
+                + places[expert] * layer.slots.stride).all()  # fmt: skip

@@ -1,0 +1,68 @@
+"""Tensors side by side in reservations of large pages."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.errors import DeviceError
+from greenroom.runtime.memory import pages
+from greenroom.runtime.memory.pages import ALIGNMENT, SPAN, Pages
+from greenroom.runtime.memory.system import rss_bytes
+
+SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(SHAPES, DTYPES), max_size=12))
+def test_every_tensor_has_its_own_aligned_memory(wanted):
+    made, with_pages = [], Pages()
+    for number, (shape, dtype) in enumerate(wanted):
+        tensor = with_pages.empty(*shape, dtype=dtype)
+        assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % ALIGNMENT == 0
+        made.append(tensor.fill_(number))
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(made))
+
+
+def test_a_span_is_shared_and_a_larger_tensor_has_its_own(monkeypatch):
+    taken = []
+    reservation = pages.reservation
+
+    def seen(nbytes, **options):
+        taken.append((nbytes, options))
+        return reservation(nbytes, **options)
+
+    monkeypatch.setattr(pages, "reservation", seen)
+    made = Pages()
+    first, second = (made.empty(1000, dtype=torch.uint8) for _ in range(2))
+    assert second.data_ptr() - first.data_ptr() == 1024
+    made.empty(SPAN + 1, dtype=torch.uint8)
+    made.empty(1, dtype=torch.uint8)
+    assert [nbytes for nbytes, _ in taken] == [SPAN, SPAN + 1, SPAN]
+    assert all(options == {"large_pages": True} for _, options in taken)
+
+
+def test_memory_is_taken_when_it_is_written_and_goes_back_with_the_last_tensor():
+    before, made = rss_bytes(), Pages()
+    tensor = made.empty(64 << 20, dtype=torch.uint8)
+    assert rss_bytes() - before < 16 << 20
+    tensor.fill_(1)
+    assert rss_bytes() - before > 60 << 20
+    alive = weakref.ref(tensor)
+    del made, tensor
+    gc.collect()
+    assert alive() is None
+    assert rss_bytes() - before < 16 << 20
+
+
+def test_no_address_space_is_said():
+    with pytest.raises(DeviceError, match="no address space for"):
+        Pages().empty(1 << 60, dtype=torch.uint8)

@@ -1,0 +1,50 @@
+"""Memory of this process is counted with that of its helper processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from greenroom.core.layout import SlotLayout
+from greenroom.runtime.kernels.dense.stored import Stored, dense_bytes, keep
+from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
+
+HELD = 64 << 20
+HOLD = f"held = bytearray(b'x') * {HELD}; print(flush=True); input()"
+
+
+@pytest.mark.parametrize("count", [rss_bytes, peak_rss_bytes])
+def test_a_child_counts_while_it_lives(count: object) -> None:
+    assert callable(count)
+    before = count()
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        grown = count() - before
+    finally:
+        child.communicate(b"\n")
+    assert HELD <= grown < HELD + (32 << 20)
+    assert count() - before < HELD // 2
+
+
+def test_a_peak_stays() -> None:
+    before = rss_bytes()
+    held = bytearray(b"x") * HELD
+    del held
+    assert peak_rss_bytes() > before + HELD - (1 << 20)  # the kernel counts in batches
+
+
+def test_dense_bytes_count_stored_matrices_and_shared_tensors_once() -> None:
+    model = nn.ModuleList([nn.Linear(64, 32, bias=False) for _ in range(3)])
+    model[1].weight = model[0].weight
+    model.register_buffer("table", torch.zeros(10))
+    matrix = Stored(SlotLayout.pack([("weight", (32, 64), "float16")]), torch.float16)
+    keep(model[2], matrix)
+    assert dense_bytes(model) == 64 * 32 * 4 + 40 + matrix.nbytes

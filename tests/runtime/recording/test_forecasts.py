@@ -1,0 +1,65 @@
+"""Predictions beside a run are those that a replay of its trace gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from greenroom.core.predictor import Seen
+from greenroom.errors import UnknownName, UsageError
+from greenroom.predictors import PREDICTORS, Setting, predictor
+from greenroom.predictors.replay import passes, replay
+from greenroom.runtime.recording.forecasts import Forecasts, choices
+from tests.predictors.small import SHAPE, routing
+
+ALONE = [name for name, kind in PREDICTORS.items() if not kind.needs - {"token_ids"}]
+AHEAD = [f"{name}:{d}" for name in ALONE if PREDICTORS[name].distance for d in (2, 3)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_as_a_replay(seed: int) -> None:
+    trace = routing(seed)
+    names = [*ALONE, *AHEAD]
+    made = {name: predictor(name).make(Setting(SHAPE)) for name in names}
+    forecasts = Forecasts(made, SHAPE)
+    said: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for at in passes(trace):
+        forecasts.begin(at)
+        for layer in range(SHAPE.layers):
+            inside = trace.experts[at.first : at.first + at.tokens, layer].astype(np.int64)
+            forecasts.layer(Seen(layer, inside))
+        for name, rows in forecasts.end().items():
+            said[name].append(rows)
+    for name in names:
+        wanted = replay(predictor(name).make(Setting(SHAPE)), trace, SHAPE).experts
+        found = np.concatenate(said[name])
+        np.testing.assert_array_equal(np.where(found < 0, 255, found), wanted, name)
+        assert name not in ("token", "markov", "markov:3") or (wanted[20:] != 255).any()
+
+
+def test_a_list_of_names_keeps_the_commas_of_options() -> None:
+    text = "markov:2,next-gate,popularity:1,half-life=4,token,popularity:half-life=8"
+    assert [choice.name for choice in choices(text)] == [
+        *("markov:2", "next-gate", "popularity:1,half-life=4", "token", "popularity:half-life=8")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("markov,markov", "named twice"),
+        ("markov,oracle", "oracle: predicts where a trace is replayed only"),
+        ("auto", "auto: predicts where a trace is replayed only"),
+        ("markov:x", "must be a whole number"),
+        ("popularity:1,half-life=0", "half-life"),
+    ],
+)
+def test_names_that_cannot_be_recorded(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        choices(text)
+
+
+@pytest.mark.parametrize("text", ["", "markov,", "next-gates"])
+def test_names_that_there_are_not(text: str) -> None:
+    with pytest.raises(UnknownName, match="next-gate"):
+        choices(text)

@@ -1,0 +1,68 @@
+"""Several pools as one tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.pieces import Pieces
+from greenroom.errors import DeviceError
+from greenroom.runtime.fakes import FakeSlots
+from greenroom.runtime.slots.tier import Pools
+
+SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
+
+
+class Full(FakeSlots):
+    """A device that has no room for more than five slots."""
+
+    def trim(self, capacity: int) -> None:
+        if capacity > 5:
+            raise DeviceError("the GPU has no room")
+        super().trim(capacity)
+
+
+def test_where_one_device_has_no_room_all_stay_as_they_were():
+    slots = Pools([FakeSlots(2, 64, 9), Full(2, 64, 9)], 4, SHARES)
+    slots.trim(10)
+    assert [each.capacity for each in slots.pools] == [5, 5]
+    with pytest.raises(DeviceError, match="no room"):
+        slots.trim(14)
+    assert [each.capacity for each in slots.pools] == [5, 5]
+    assert slots.capacity == 10
+    slots.trim(3)
+    assert [each.capacity for each in slots.pools] == [2, 1]
+
+
+class Coarse(FakeSlots):
+    """Gives memory back four slots at a time."""
+
+    def fitting(self, capacity: int) -> int:
+        return max(4, capacity // 4 * 4)
+
+
+def test_what_fits_fits_on_every_device():
+    slots = Pools([FakeSlots(9, 64, 9), Coarse(9, 64, 9)], 18, SHARES)
+    fitting = slots.fitting(15)
+    assert SHARES(15) == [8, 7]
+    assert SHARES(fitting)[1] == 4
+    assert SHARES(fitting + 1)[1] == 5 or SHARES(fitting + 2)[1] == 5
+
+
+def test_marks_are_left_on_the_devices_that_computed():
+    class Marked(FakeSlots):
+        def __init__(self) -> None:
+            super().__init__(4, 64, 9)
+            self.marks: list[list[int]] = []
+
+        def computed(self, slots: list[int]) -> None:
+            self.marks.append(slots)
+
+    each = [Marked(), Marked(), FakeSlots(4, 64, 9)]
+    Pools(each, 12, SHARES).computed([0, 3, 4, 9, 5])
+    assert each[0].marks == [[0, 1, 3]]
+    assert each[1].marks == [[1]]
+
+
+def test_where_no_pool_computes_later_nobody_is_told():
+    assert Pools([FakeSlots(4, 64), FakeSlots(4, 64)], 8, SHARES).computed is None
+    assert FakeSlots(4, 64).computed is None

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from greenroom.runtime.store.throttle import OVERSLEPT, Throttle
+
+
+class Clock:
+    """Time that passes only in sleep, which lasts `over` seconds too long."""
+
+    def __init__(self, over: float = 0.0) -> None:
+        self.now, self.over, self.slept = 100.0, over, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.now += seconds + self.over
+
+
+def line(clock: Clock, bandwidth: float = 1000.0) -> Throttle:
+    return Throttle(bandwidth, clock=clock, sleep=clock.sleep)
+
+
+def test_a_chunk_takes_its_bytes_over_the_bandwidth():
+    clock = Clock()
+    line(clock).carry(500)
+    assert clock.now == pytest.approx(100.5)
+
+
+def test_an_idle_line_earns_nothing():
+    clock = Clock()
+    link = line(clock)
+    link.carry(500)
+    clock.now += 10
+    link.carry(500)
+    assert clock.now == pytest.approx(111.0)
+
+
+@pytest.mark.parametrize("over", [0.0, OVERSLEPT / 2])
+def test_what_is_overslept_does_not_add_up(over):
+    clock = Clock(over)
+    link = line(clock)
+    for _ in range(1000):
+        link.carry(100)
+    assert clock.now == pytest.approx(200.0 + over, abs=1e-6)
+
+
+def test_a_thread_that_was_kept_from_running_gets_no_more_than_a_millisecond_back():
+    clock = Clock(over=60.0)
+    link = line(clock)
+    link.carry(1000)
+    assert clock.now == pytest.approx(161.0)
+    clock.over = 0.0
+    link.carry(1000)
+    assert clock.now == pytest.approx(162.0 - OVERSLEPT)
+
+
+def test_what_the_caller_does_early_is_part_of_the_chunk_s_time():
+    clock = Clock()
+    link = line(clock)
+    for _ in range(10):
+        link.carry(1000, early=0.4)
+        clock.now += 0.4  # the copy
+    assert clock.now == pytest.approx(110.0)
+
+
+def test_work_that_takes_longer_than_the_line_is_what_limits():
+    clock = Clock()
+    link = line(clock)
+    for _ in range(10):
+        link.carry(100, early=3.0)
+        clock.now += 3.0
+    assert clock.now == pytest.approx(130.0)
+    assert clock.slept == 0
+
+
+def test_threads_share_the_bandwidth():
+    """Real threads, real sleep: together they take the time of one, and next to no processor."""
+    link = Throttle(1e6)
+    begin, cpu = time.perf_counter(), time.process_time()
+    threads = [
+        threading.Thread(target=lambda: [link.carry(2_500) for _ in range(20)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.perf_counter() - begin >= 0.2  # 4 * 20 * 2500 bytes; longer on a busy machine
+    assert time.process_time() - cpu < 0.15
+
+
+def test_without_a_bandwidth_nothing_waits():
+    clock = Clock()
+    Throttle(clock=clock, sleep=clock.sleep).carry(1 << 40)
+    assert clock.now == 100.0

@@ -1,0 +1,122 @@
+"""A storm of resizes is little work, and everybody gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from greenroom.errors import BudgetError
+from greenroom.server.api.shared import resizes
+from greenroom.server.api.shared.resizes import Resizes
+from tests.server.conftest import NAME, Serve, saying, wait_for
+
+KEY = "secret"
+HEADERS = {"x-api-key": KEY}
+TEXT: Any = {"model": NAME, "prompt": "Hello"}
+
+
+class Cache:
+    """Notes the sizes that it is given; `open` lets a resize end."""
+
+    def __init__(self) -> None:
+        self.sizes: list[str] = []
+        self.open = threading.Event()
+        self.open.set()
+
+    def resize(self, size: str) -> int:
+        self.sizes.append(size)
+        assert self.open.wait(10)
+        if size.startswith("0"):
+            raise BudgetError(f"cache is {size}")
+        return int(size.rstrip("%"))
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(resizes, "REST_S", 0.05)
+    return Cache()
+
+
+async def begun(cache: Cache, count: int) -> None:
+    while len(cache.sizes) < count:
+        await asyncio.sleep(0.001)
+
+
+def storm(cache: Cache, sizes: list[str]) -> list[Any]:
+    """The first is under way while the others come."""
+
+    async def run() -> list[Any]:
+        resize = Resizes(cache.resize)
+        cache.open.clear()
+        tasks = [asyncio.ensure_future(resize(sizes[0]))]
+        await begun(cache, 1)
+        tasks += [asyncio.ensure_future(resize(size)) for size in sizes[1:]]
+        await asyncio.sleep(0.01)
+        cache.open.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_one_is_under_way_and_the_latest_of_the_others_follows(cache: Cache) -> None:
+    found = storm(cache, ["50%", *(f"{10 + i % 80}%" for i in range(1500)), "25%"])
+    assert cache.sizes == ["50%", "25%"]
+    assert found == [50] + [25] * 1501
+
+
+def test_a_size_that_is_refused_is_refused_for_its_own_caller(cache: Cache) -> None:
+    found = storm(cache, ["50%", "20%", "30%", "0%", "00%"])
+    assert cache.sizes == ["50%", "00%", "0%", "30%"]
+    assert found[:3] == [50, 30, 30]
+    assert [str(each) for each in found[3:]] == ["cache is 0%", "cache is 00%"]
+
+
+def test_a_caller_that_leaves_harms_no_other(cache: Cache) -> None:
+    async def run() -> int:
+        resize = Resizes(cache.resize)
+        cache.open.clear()
+        gone = [asyncio.ensure_future(resize("50%"))]
+        await begun(cache, 1)
+        gone += [asyncio.ensure_future(resize(size)) for size in ("20%", "0%")]
+        stays = asyncio.ensure_future(resize("30%"))
+        await asyncio.sleep(0.01)
+        for each in gone:
+            each.cancel()
+        cache.open.set()
+        return await stays
+
+    assert asyncio.run(run()) == 30
+
+
+def test_answers_have_a_rest_between_two(cache: Cache) -> None:
+    async def run() -> float:
+        resize, loop = Resizes(cache.resize), asyncio.get_running_loop()
+        began = loop.time()
+        for size in ("50%", "20%", "50%"):
+            await resize(size)
+        return loop.time() - began
+
+    assert asyncio.run(run()) >= 2 * resizes.REST_S
+    assert cache.sizes == ["50%", "20%", "50%"]
+
+
+def test_a_storm_over_http(serve: Serve, cache: Cache) -> None:
+    engine = saying("Hi")
+    engine.resize = cache.resize  # type: ignore[method-assign, assignment]
+    running = serve(engine, key=KEY)
+    cache.open.clear()
+    body = {"cache": "30%"}
+    with ThreadPoolExecutor(20) as pool:
+        found = [
+            pool.submit(running.post, "/v1/admin/cache", body, headers=HEADERS) for _ in range(20)
+        ]
+        wait_for(lambda: cache.sizes and len(running.server.server_state.tasks) == 20)
+        # Those that wait hold no thread that others need.
+        assert running.post("/v1/completions", TEXT, headers=HEADERS).status_code == 200
+        cache.open.set()
+    assert [each.result().json() for each in found] == [{"slots": 30}] * 20
+    assert len(cache.sizes) <= 5

@@ -1,0 +1,77 @@
+"""Which tokens go into the next passes, by hand and by laws."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from greenroom.server.engine.batches import BLOCK, compose, split
+
+
+def sequence(pending: int, computed: int = 0, scored: int | None = None) -> Any:
+    """`scored` tokens a pass of a prompt whose log-probabilities are wanted."""
+    scores = None if scored is None else SimpleNamespace(pass_tokens=scored)
+    return SimpleNamespace(pending=pending, computed=computed, scores=scores)
+
+
+def counts(passes: Any) -> list[list[int]]:
+    return [[count for _, count in shares] for shares in passes]
+
+
+def test_answers_first_then_a_chunk_of_prompts() -> None:
+    running = [sequence(100), sequence(1, 50), sequence(30), sequence(1, 9)]
+    assert counts(compose(running, 64, exact=False)) == [[1, 1, 64]]
+    assert counts(compose(running, 110, exact=False)) == [[1, 1, 100, 10]]
+    assert counts(compose([sequence(900), sequence(30)], 64, exact=False)) == [[BLOCK]]
+    assert counts(compose([sequence(500), sequence(30)], 64, exact=False)) == [[500, 12]]
+    assert compose([], 64, exact=False) == []
+
+
+def test_prompts_that_are_scored_share_the_logits_of_a_pass() -> None:
+    running = [sequence(100, scored=40), sequence(30), sequence(100, scored=60), sequence(1, 9)]
+    assert counts(compose(running, 512, exact=False)) == [[1, 40, 30, 20]]
+    assert counts(compose(running[:1] * 3, 512, exact=False)) == [[40]]
+    assert counts(compose(running, 50, exact=False)) == [[1, 40, 10]]
+
+
+def test_alone_together_a_prompt_is_cut_where_it_would_be_cut_alone() -> None:
+    running = [sequence(100), sequence(1, 50), sequence(30), sequence(1, 9)]
+    assert counts(compose(running, 64, exact=True)) == [[1, 1], [64]]
+    assert counts(compose([sequence(36, 64)], 64, exact=True)) == [[36]]
+    assert counts(compose([sequence(90, 10)], 64, exact=True)) == [[54]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 700), st.integers(0, 300)), min_size=1, max_size=9),
+    st.integers(1, 512), st.booleans(),
+)  # fmt: skip
+def test_every_answer_goes_on_and_a_prompt_too(
+    given_: list[tuple[int, int]], chunk: int, exact: bool
+) -> None:
+    running = [sequence(*each) for each in given_]
+    passes = compose(running, chunk, exact)
+    shares = [share for each in passes for share in each]
+    assert all(1 <= count <= each.pending for each, count in shares)
+    assert len({id(each) for each, _ in shares}) == len(shares)
+    served = {id(each) for each, _ in shares}
+    answers_ = [each for each in running if each.pending == 1 and each.computed]
+    assert all(id(each) in served for each in answers_)
+    prompts = [count for each, count in shares if each.pending > 1 or not each.computed]
+    assert bool(prompts) == (len(answers_) < len(running))
+    answers = len(shares) - len(prompts)
+    assert sum(prompts) <= (chunk if answers or exact else BLOCK)
+
+
+def test_a_prompt_of_one_token_is_a_prompt() -> None:
+    running = [sequence(1, 5), sequence(1, 0), sequence(1, 7)]
+    assert counts(compose(running, 64, exact=False)) == [[1, 1, 1]]
+    assert counts(compose(running, 64, exact=True)) == [[1, 1], [1]]
+
+
+def test_what_cannot_be_together_goes_one_by_one() -> None:
+    passes = compose([sequence(5), sequence(1, 3), sequence(4)], 64, exact=False)
+    assert counts(split(passes, lambda lengths: True)) == [[1, 5, 4]]
+    assert counts(split(passes, lambda lengths: len(lengths) == 1)) == [[1], [5], [4]]

@@ -1,0 +1,117 @@
+"""Stop strings, characters and calls, token by token."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from greenroom.hf.text.dialogue import Said, ToolCall
+from greenroom.server.engine.requests import Finished, Token
+from greenroom.server.engine.tokens.reader import Reader, Stops
+
+ENDED = Finished("stop", 3, 0, 5, 0.0, 0.1, 0.2, None)
+texts = st.text("ab<|>\n", max_size=12)
+
+
+class Scripted:
+    """A speaker whose token i says the i-th thing."""
+
+    def __init__(self, *said: Said) -> None:
+        self._said = said
+
+    def feed(self, token_id: int) -> list[Said]:
+        return [self._said[token_id]]
+
+    def end(self) -> list[Said]:
+        return []
+
+
+def read(reader: Reader, count: int) -> str:
+    shown = ""
+    for i in range(count):
+        shown += "".join(delta.text for delta in reader.feed(Token(i)))
+    deltas, _ = reader.end(ENDED)
+    return shown + "".join(delta.text for delta in deltas)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(texts, max_size=8), st.lists(texts.filter(bool), min_size=1, max_size=3))
+def test_a_stop_string_never_shows_wherever_the_parts_are_cut(
+    parts: list[str], stops: list[str]
+) -> None:
+    found, shown, hit = Stops(stops), "", None
+    for part in parts:
+        text, hit = found.feed(part)
+        shown += text
+        if hit:
+            break
+    else:
+        shown += found.rest()
+    whole = "".join(parts)
+    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    if hit is None:
+        assert not ends
+        assert shown == whole
+    else:
+        assert not any(stop in shown for stop in stops)
+        assert whole.startswith(shown + hit)
+
+
+def test_the_first_of_two_stop_strings_wins() -> None:
+    assert Stops(["cd", "bc"]).feed("abcd") == ("a", "bc")
+    assert Stops(["bc", "bcd"]).feed("abcd") == ("a", "bcd")
+
+
+def test_text_is_held_back_only_while_it_can_become_a_stop_string() -> None:
+    stops = Stops(["END"])
+    assert stops.feed("a E") == ("a ", None)
+    assert stops.feed("N") == ("", None)
+    assert stops.feed("O") == ("ENO", None)
+    assert stops.feed("E") == ("", None)
+    assert stops.rest() == "E"
+
+
+def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
+    reader = Reader(Scripted(Said("one "), Said("tw"), Said("o STO"), Said("P more")), ["STOP"])
+    deltas = [delta for i in range(4) for delta in reader.feed(Token(i))]
+    assert "".join(delta.text for delta in deltas) == "one two "
+    assert [token.id for delta in deltas for token in delta.tokens] == [0, 1, 2]
+    assert reader.stopped
+    assert reader.feed(Token(0)) == []
+    rest, end = reader.end(Finished("cancelled", 3, 0, 5, 0.0, 0.1, 0.2, None))
+    assert rest == []
+    assert (end.reason, end.stop) == ("stop", "STOP")
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    reader = Reader(Scripted(Said("fine ST")), ["STOP"])
+    assert read(reader, 1) == "fine ST"
+
+
+def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
+    call = ToolCall("look", "{}")
+    reader = Reader(Scripted(Said(reasoning="hm"), Said(call=call), Said("x")))
+    deltas = [delta for i in range(3) for delta in reader.feed(Token(i))]
+    assert [delta.call for delta in deltas if delta.call] == [call]
+    _, end = reader.end(ENDED)
+    assert (end.reason, end.reasoning_tokens) == ("tool_calls", 1)
+
+
+def test_one_call_is_enough_where_only_one_is_wanted() -> None:
+    calls = [Said(call=ToolCall(name, "{}")) for name in "ab"]
+    reader = Reader(Scripted(*calls), one_call=True)
+    found = [delta.call for i in range(2) for delta in reader.feed(Token(i)) if delta.call]
+    assert [call.name for call in found] == ["a"]
+    assert reader.stopped
+
+
+def test_a_cut_answer_with_a_call_says_that_it_was_cut() -> None:
+    reader = Reader(Scripted(Said(call=ToolCall("a", "{}"))))
+    reader.feed(Token(0))
+    assert reader.end(Finished("length", 3, 0, 5, 0.0, 0.1, 0.2, None))[1].reason == "length"
+
+
+def test_the_token_that_ends_an_answer_has_no_logprob_to_show() -> None:
+    reader = Reader(Scripted(Said("a"), Said()), end_ids=(1,))
+    deltas = reader.feed(Token(0)) + reader.feed(Token(1)) + reader.end(ENDED)[0]
+    assert [token.id for delta in deltas for token in delta.tokens] == [0]
