@@ -167,24 +167,23 @@ def quality_of(way: Way, folder: Path, args: argparse.Namespace) -> tuple[str, .
 
 
 def of_traces(args: argparse.Namespace) -> None:
+    from greenroom.core.config.scheduler import SchedulerConfig
     from greenroom.core.cost import Costs, Link, Work
-    from greenroom.core.options.precision import Thresholds
     from greenroom.policies import policy
     from greenroom.sim.event_driven import EventOptions, simulate_events
-    from greenroom.sim.lesser import Lesser
     from greenroom.sim.study import capacities
     from greenroom.trace import load, stream
 
-    served: dict[str, Lesser | None] = {
-        "exact": None,
-        "int8 0.4": Lesser.of(Thresholds(low=0.4), "int8", 0.125, nested=False),
-        "int4 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=False),
-        "int4, follow": Lesser.of(Thresholds(low=0.4, follow=True), "int4", 0.125, nested=False),
-        "nested 0.4": Lesser.of(Thresholds(low=0.4), "int4", 0.125, nested=True),
-        "nested, follow": Lesser.of(Thresholds(low=0.4, follow=True), "int4", 0.125, nested=True),
-        "int4 0.4, skip 0.1": Lesser.of(Thresholds(0.4, 0.1), "int4", 0.125, nested=False),
-        "skip 0.1": Lesser.of(Thresholds(skip=0.1), "off", 0.0, nested=False),
-        "substitute 0.2": Lesser.of(Thresholds(substitute=0.2), "off", 0.0, nested=False),
+    served: dict[str, tuple[dict[str, Any], bool]] = {  # options, are copies nested?
+        "exact": ({}, False),
+        "int8 0.4": ({"miss_precision": "int8"}, False),
+        "int4 0.4": ({"miss_precision": "int4"}, False),
+        "int4, follow": ({"miss_precision": "int4", "low_follow": True}, False),
+        "nested 0.4": ({"miss_precision": "int4"}, True),
+        "nested, follow": ({"miss_precision": "int4", "low_follow": True}, True),
+        "int4 0.4, skip 0.1": ({"miss_precision": "int4", "skip_below": 0.1}, False),
+        "skip 0.1": ({"skip_below": 0.1}, False),
+        "substitute 0.2": ({"substitute_below": 0.2}, False),
     }
     for path in args.traces:
         trace = load(path).head(args.tokens)
@@ -194,10 +193,11 @@ def of_traces(args: argparse.Namespace) -> None:
                 link = Link(EXPERT / (ratio * 1e-3), 0.0, 1)
                 costs = Costs((link,), Work.constant(1e-3), Work.constant(1e-3))
                 row = [f"{capacity / trace.offsets[-1]:.1%}", f"{ratio:g}"]
-                for lesser in served.values():
+                for options, nested in served.values():
+                    config = SchedulerConfig(**options)
                     found = simulate_events(
                         trace, requests, capacity, policy("lru"), costs, EXPERT, "off",
-                        EventOptions(chunk_bytes=EXPERT // 4, lesser=lesser),
+                        EventOptions(chunk_bytes=EXPERT // 4, config=config, nested=nested),
                     )  # fmt: skip
                     share = found.as_json().get("inexact_share", 0.0)
                     row.append(f"{np.median(found.times.gaps) * 1e3:.1f} ({share:.0%})")

@@ -22,6 +22,8 @@ from playing import decoding, prefill
 from safetensors.torch import load_file
 from weights import made
 
+from greenroom.core.config.scheduler import SchedulerConfig
+
 LAYERS = 8
 PREFILLS = ("100%", "25%")  # residencies at which a prompt is read in blocks of several sizes
 PROMPT = 4096  # tokens
@@ -110,7 +112,8 @@ class Cells:
         return found
 
     def _tier(self, bench: Bench, ratio: float, co_compute: bool, prefills: bool) -> dict[str, Any]:
-        with bench.attached(ratio, co_compute=co_compute) as part, clocked(part) as spent:
+        config = SchedulerConfig(co_compute="auto" if co_compute else "off")
+        with bench.attached(ratio, config=config) as part, clocked(part) as spent:
             speed = tier_copy(bench, part)
             trace, begin = self._decoding(bench), time.perf_counter()
             with bench.playing(trace) as play:

@@ -103,8 +103,13 @@ class Ablated(Scheduler):
 def ablated(rig: Rig, stores: dict[int, RamStore], variant: Variant) -> Iterator[None]:
     """Caches attached meanwhile are those of a variant."""
 
-    def made(*args: Any, thresholds: None = None, rates: None = None, **settings: Any) -> Ablated:
-        return Ablated(*args, early=variant.early, reorder=variant.reorder, **settings)
+    def made(
+        pieces: Any, capacity: int, policy: Any, config: Any = None, costs: None = None,
+        expert_bytes: int = 0, **settings: Any,
+    ) -> Ablated:  # fmt: skip
+        return Ablated(
+            pieces, capacity, policy, early=variant.early, reorder=variant.reorder, **settings
+        )
 
     usual, rig.ram = rig.ram, stores[variant.chunk_bytes]
     try:

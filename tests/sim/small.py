@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from greenroom.core.build import build_scheduler
 from greenroom.core.cache.scope import Scope
 from greenroom.core.cost import FREE, Costs
 from greenroom.core.counts import Counts
-from greenroom.core.options.precision import Thresholds
-from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import Pieces
+from greenroom.core.plan import Option
 from greenroom.core.policy import Policy
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.stream import Stream
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.sim.clock import Clock, TraceStep
@@ -113,19 +112,16 @@ def simulate(
     pin: str = "step",
     seed: int = 0,
     host: HostTier | None = None,
-    thresholds: Thresholds | None = None,
-    rates: Rates | None = None,
+    options: Sequence[Option] = (),
 ) -> Result:
     """Run the steps one after another. Requests are in `runtime` order: ascending id in a step.
 
-    `host` keeps pieces between the two links of `costs`, and with `rates` misses are computed there
-    too. `pieces` says over how many devices they are spread; `costs` are those of each, and
-    `capacity` is of all together. `thresholds` let misses be served with less than the exact
-    expert.
+    `host` keeps pieces between the two links of `costs`. `pieces` says over how many devices they
+    are spread; `costs` are those of each, and `capacity` is of all together.
     """
-    scheduler = build_scheduler(
+    scheduler = Scheduler(
         pieces, capacity, policy, scope=scope, pin=pin, lanes=costs.lanes, seed=seed, host=host,
-        thresholds=thresholds, rates=rates,
+        options=options,
     )  # fmt: skip
     clock = Clock(scheduler, costs)
     ends: list[float] = []

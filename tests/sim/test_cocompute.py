@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
+from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import HostTier
@@ -32,8 +34,8 @@ def costs(bus: float, host: float, device: float = 0.0, dense: float = 0.0) -> C
 def run(known: Costs, *asked: list[int], capacity: int = 2, both: bool = True):
     steps = [TraceStep(i, 0, np.array(e, np.int64)) for i, e in enumerate(asked)]
     tier = HostTier(PIECES, 8, policy("lru"))
-    rates = Rates(known, 1000) if both else None
-    return simulate(steps, PIECES, capacity, policy("lru"), costs=known, host=tier, rates=rates)
+    options = [CoCompute(Rates(known, 1000))] if both else []
+    return simulate(steps, PIECES, capacity, policy("lru"), costs=known, host=tier, options=options)
 
 
 def test_three_misses_end_when_two_are_moved_and_one_is_computed():
@@ -76,7 +78,7 @@ def test_a_token_takes_no_longer_for_it(host_ms):
         known,
         1000,
         "off",
-        EventOptions(co_compute=True, **options),
+        EventOptions(config=SchedulerConfig(co_compute="auto"), **options),
     )
     assert both.times.gaps.mean() <= 1.02 * alone.times.gaps.mean()
     if host_ms <= 1.0:

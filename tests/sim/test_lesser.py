@@ -7,17 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from greenroom.core.config.scheduler import NO_OPTIONS
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.core.options.precision import Thresholds
-from greenroom.core.options.rules.gates import tails
+from greenroom.core.gates import tails
+from greenroom.core.options.precision import precision
+from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, passes, simulate_events
-from greenroom.sim.lesser import Lesser, tails_of
+from greenroom.sim.lesser import CopySizes, tails_of
 from greenroom.sim.study import Cell, Study
 from greenroom.trace import Trace, stream
 from tests.plan.models import trace
 from tests.sim.small import simulate
+from tests.thresholds import config_of
 
 COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
 BYTES = 4000
@@ -29,10 +32,12 @@ def weighed() -> Trace:
     return replace(own, weights=weights.astype(np.float16))
 
 
-def run(of: Trace, lesser: Lesser | None, capacity: int = 16, **options):
+def run(of: Trace, at: Approximation | None, capacity: int = 16, **options):
+    """With copies of a quarter of an expert's bytes, where nothing else is said."""
+    config = NO_OPTIONS if at is None else config_of(at)
     return simulate_events(
         of, stream(of, "runtime"), capacity, policy("lru"), COSTS, BYTES, "off",
-        EventOptions(lesser=lesser, **options),
+        EventOptions(config=config, **{"low": 0.25, **options}),
     )  # fmt: skip
 
 
@@ -50,9 +55,9 @@ def test_a_step_s_tails_are_those_of_its_tokens():
 @pytest.mark.parametrize("nested", [False, True])
 def test_bytes_and_counts_add_up(nested):
     of = weighed()
-    lesser = Lesser.of(Thresholds(low=0.7), "int4", 0.25, nested=nested)
-    found = run(of, lesser)
-    c, copies = found.counts, lesser.pieces(of, BYTES, 16, 1 << 20).copies
+    at = Approximation(low=0.7, precision="int4", share=0.25)
+    found, sizes = run(of, at, low=None, nested=nested), CopySizes.of(at, nested)
+    c, copies = found.counts, sizes.pieces(of, BYTES, 16, 1 << 20).copies
     assert c.low > 0
     exact = c.misses - c.low - c.joined
     moved = exact * BYTES + (c.low - c.low_hits) * copies.low[0]
@@ -68,21 +73,15 @@ def test_bytes_and_counts_add_up(nested):
 def test_less_takes_less_time():
     of = weighed()
     times = [
-        run(of, lesser).times.gaps.mean()
-        for lesser in (
-            None,
-            Lesser(Thresholds(low=0.5), 0.25),
-            Lesser(Thresholds(low=0.5, skip=0.3), 0.25),
-        )
+        run(of, at).times.gaps.mean()
+        for at in (None, Approximation(low=0.5), Approximation(low=0.5, skip=0.3))
     ]
     assert times[0] > times[1] > times[2]
 
 
 def test_more_is_exact_where_experts_follow_their_copies():
     of = weighed()
-    alone, followed = (
-        run(of, Lesser(Thresholds(low=0.5, follow=follow), 0.25)) for follow in (False, True)
-    )
+    alone, followed = (run(of, Approximation(low=0.5, follow=follow)) for follow in (False, True))
     assert "adopted" not in alone.as_json()
     assert followed.as_json()["adopted"] == followed.counts.adopted > 0
     assert followed.counts.low < alone.counts.low
@@ -91,15 +90,15 @@ def test_more_is_exact_where_experts_follow_their_copies():
 
 def test_the_event_machine_alone_counts_the_same():
     of = weighed()
-    lesser = Lesser.of(Thresholds(skip=0.2, substitute=0.5), "off", 0.125, nested=False)
+    at = Approximation(skip=0.2, substitute=0.5)
     steps = [s for _, each in passes(of, stream(of, "runtime"), tails=True) for s in each]
     from greenroom.core.pieces import Pieces
 
     pieces = Pieces.whole(of.offsets.tolist(), [BYTES] * of.layers)
     alone = simulate(
-        steps, pieces, 16, policy("lru"), costs=COSTS, thresholds=lesser.thresholds
+        steps, pieces, 16, policy("lru"), costs=COSTS, options=[precision(at, pieces)]
     ).counts
-    assert run(of, lesser).counts == alone
+    assert run(of, at).counts == alone
     assert alone.left_out > 0
     assert alone.substituted > 0
 
@@ -107,7 +106,7 @@ def test_the_event_machine_alone_counts_the_same():
 def test_a_sweep_takes_it():
     of = weighed()
     study = Study.of(
-        of, "runtime", costs=COSTS, expert_bytes=BYTES, lesser=Lesser(Thresholds(low=0.5), 0.25)
+        of, "runtime", costs=COSTS, expert_bytes=BYTES, config=config_of(Approximation(low=0.5))
     )
     row = study.run(Cell("lru", 16))
     assert 0 < row["inexact_share"] < 1
@@ -124,6 +123,6 @@ def test_a_sweep_takes_it():
 )
 def test_what_cannot_be(options, said):
     with pytest.raises(UsageError, match=said):
-        run(weighed(), Lesser(Thresholds(low=0.5), 0.25), **options)
+        run(weighed(), Approximation(low=0.5), **options)
     with pytest.raises(UsageError, match="which this trace does not have: record them with"):
-        run(trace(), Lesser(Thresholds(low=0.5), 0.25))
+        run(trace(), Approximation(low=0.5))

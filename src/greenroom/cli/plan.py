@@ -91,7 +91,7 @@ def _plan(
     evidence = evidence_of(args.trace, model)
     progress.say("comparing settings")
     estimator, measured = estimator_of(
-        model, machine, evidence, config, processor, config.host_memory, config.co_compute
+        model, machine, evidence, config, processor, config.host_memory, config.uses_host()
     )
     memory = budget.of(memory_of(machine, gpu))
     device = "cuda" if gpu else "cpu"

@@ -38,7 +38,7 @@ def add_to(parser: Parser) -> None:
 def main(args: argparse.Namespace) -> None:
     load, config = take(args, LoadConfig), take(args, ServeConfig)
     check_early(load)
-    if config.batch_invariant and any(load.thresholds()):
+    if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
             "--batch-invariant promises the same answer beside any others, and misses that are"
             " served with less depend on what those left in the cache: give one of them"

@@ -23,14 +23,12 @@ from greenroom.config import (
     flag,
     options_in,
     scope_of,
-    share_of,
     split_of,
 )
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
     from greenroom.core.cache.pins import Pins
-    from greenroom.sim.lesser import Lesser
     from greenroom.sim.study import Cell, Row, Study
     from greenroom.trace import Trace
 
@@ -111,25 +109,16 @@ def _simulate(
 
 def study_of(config: SimulateConfig, trace: Trace) -> Study:
     """What all cells share."""
+    from greenroom.sim.lesser import check_weights
     from greenroom.sim.study import Study
 
+    if config.approximation() is not None:
+        check_weights(trace)
     return Study.of(
         trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
         ahead=config.ahead, pins=_pins(config, trace), split=split_of(config.split),
-        lesser=lesser_of(config, trace), **timing(config, trace),
+        config=config, nested=config.nested, **timing(config, trace),
     )  # fmt: skip
-
-
-def lesser_of(config: SimulateConfig, trace: Trace) -> Lesser | None:
-    """What misses may be served with; None where all is exact."""
-    from greenroom.core.options.precision import Thresholds
-    from greenroom.sim.lesser import Lesser, check_weights
-
-    if not any(at := config.thresholds()):
-        return None
-    check_weights(trace)
-    thresholds, share = Thresholds(*at, follow=config.low_follow), share_of(config.low_share, "")
-    return Lesser.of(thresholds, config.miss_precision, share, nested=config.nested)
 
 
 def _pins(config: SimulateConfig, trace: Trace) -> Pins | None:

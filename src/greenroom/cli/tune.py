@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
                 f"{flag(name)} is what tune chooses: leave it out; greenroom bench"
                 " measures a setting that you name"
             )
-    if any(load.thresholds()):
+    if load.approximation() is not None:
         raise UsageError(
             "tune keeps what gives the same output: leave out --miss-precision, --skip-below and"
             " --substitute-below; greenroom bench measures what they give"

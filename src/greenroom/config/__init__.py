@@ -1,29 +1,20 @@
 """Every default and every check, once. The command line makes its options from here."""
 
-from greenroom.config.amounts import UNITS, Amount, show_bytes, write_bytes
+from greenroom.amounts import UNITS, Amount, share_of, show_bytes, write_bytes
 from greenroom.config.load import LoadConfig
-from greenroom.config.option import changed, flag, options_checked, options_in
-from greenroom.config.scheduler import GROUPS, INEXACT, SchedulerConfig
 from greenroom.config.serve import SamplingConfig, ServeConfig, bounded_temperature
 from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
 from greenroom.config.study import ContestConfig, RecordConfig, TrainConfig
 from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
-from greenroom.config.values import (
-    BUDGETS,
-    LOW_SHARE,
-    SCOPES,
-    devices_of,
-    scope_of,
-    share_of,
-    split_of,
-    thresholds_of,
-)
+from greenroom.config.values import devices_of
+from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.config.shares import BUDGETS, SCOPES, scope_of, split_of
+from greenroom.option import GROUPS, INEXACT, changed, flag, options_checked, options_in
 
 __all__ = [
     "BUDGETS",
     "GROUPS",
     "INEXACT",
-    "LOW_SHARE",
     "ORDERS",
     "PINS",
     "SCOPES",
@@ -51,6 +42,5 @@ __all__ = [
     "share_of",
     "show_bytes",
     "split_of",
-    "thresholds_of",
     "write_bytes",
 ]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.amounts import Amount, nbytes
-from greenroom.config.option import at_least, option
-from greenroom.config.scheduler import (
-    CACHE,
-    MACHINE,
-    MEMORY,
-    PREFETCHING,
-    SchedulerConfig,
-)
+from greenroom.amounts import Amount, nbytes
 from greenroom.config.tables import check_policy, check_predictor
 from greenroom.config.values import KERNELS, KV, devices_of
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.errors import UsageError
+from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
 
 
 def budget(value: str | int, name: str) -> None:
@@ -23,7 +17,7 @@ def budget(value: str | int, name: str) -> None:
         Amount.parse(value, name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadConfig(SchedulerConfig):
     """How a model is held in memory."""
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.amounts import Amount, nbytes
-from greenroom.config.option import above, at_least, check_options, option, within
-from greenroom.config.values import share_of
+from greenroom.amounts import Amount, nbytes, share_of
 from greenroom.errors import UsageError
+from greenroom.option import above, at_least, check_options, option, within
 
 GREEDY_BELOW = 1e-5  # temperatures at which the likeliest token is all that is left
 LEAST_TEMPERATURE = 1e-2  # of those above: quotients of logits stay far from the largest float

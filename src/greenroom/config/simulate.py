@@ -6,8 +6,12 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from greenroom.config.amounts import Amount
-from greenroom.config.option import (
+from greenroom.amounts import Amount
+from greenroom.config.tables import SYSTEMS
+from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.errors import UnknownName, UsageError
+from greenroom.option import (
+    INEXACT,
     REQUIRED,
     at_least,
     check_needed,
@@ -15,9 +19,6 @@ from greenroom.config.option import (
     option,
     options_in,
 )
-from greenroom.config.scheduler import INEXACT, SchedulerConfig
-from greenroom.config.tables import SYSTEMS
-from greenroom.errors import UnknownName, UsageError
 
 ORDERS, PINS = ("natural", "rounds", "runtime"), ("step", "none")
 METHODS = ("marginal", "optimal", "moepic")
@@ -40,7 +41,7 @@ def check_pin(value: str, name: str) -> None:
         raise UnknownName("pin", value, [*PINS, "FILE"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SimulateConfig(SchedulerConfig):
     """What is replayed, and on which machine. `given` names the options that the user gave, which
     go before what a named system says."""
@@ -113,7 +114,8 @@ class SimulateConfig(SchedulerConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.nested and self.miss_precision != "int4":
+        at = self.approximation()
+        if self.nested and (at is None or at.precision != "int4"):
             raise UsageError(
                 "--nested is for --miss-precision int4: int8 experts contain such copies"
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.option import above, at_least, check_options, option, within
 from greenroom.config.tables import check_predictor
+from greenroom.option import above, at_least, check_options, option, within
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.option import at_least, check_options, option
 from greenroom.errors import UsageError
+from greenroom.option import at_least, check_options, option
 
 
 @dataclass(frozen=True, slots=True)

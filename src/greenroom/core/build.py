@@ -1,14 +1,12 @@
-"""Build a scheduler with its options: the table of options, in the order in which they plan."""
+"""Build a scheduler with the options that a config asks for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from greenroom.core.options.cocompute import CoCompute
-from greenroom.core.options.precision import FollowedPrecision, Precision, Thresholds
-from greenroom.core.options.rules.rates import Rates
+from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.cost import Costs
 from greenroom.core.pieces import Pieces
-from greenroom.core.plan import Option
 from greenroom.core.policy import Policy
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import UsageError
@@ -18,22 +16,18 @@ def build_scheduler(
     pieces: Pieces,
     capacity: int,
     policy: Policy,
+    config: SchedulerConfig,
     *,
-    thresholds: Thresholds | None = None,
-    rates: Rates | None = None,
+    costs: Costs | None = None,
+    expert_bytes: int = 0,
     **settings: Any,
 ) -> Scheduler:
-    """A scheduler; `settings` are those of `Scheduler`.
+    """A scheduler with its options; `settings` are those of `Scheduler`.
 
-    thresholds: misses of low gate weight may be approximated
-    rates:      misses may be computed on the host
+    costs: what transfers and computations take, an expert of `expert_bytes`; None where the host's
+           processor computes nothing
     """
-    options: list[Option] = []
-    if thresholds is not None and thresholds.most:
-        kind = FollowedPrecision if thresholds.follow else Precision
-        options.append(kind(thresholds, pieces))
-    if rates is not None:
-        if settings.get("host") is None:
-            raise UsageError("co-compute needs experts in host memory: give it slots there")
-        options.append(CoCompute(rates))
+    options = config.options(pieces, costs, expert_bytes)
+    if any(each.uses_host for each in options) and settings.get("host") is None:
+        raise UsageError("co-compute needs experts in host memory: give it slots there")
     return Scheduler(pieces, capacity, policy, options=options, **settings)

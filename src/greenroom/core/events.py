@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Rows, Weights
+
+if TYPE_CHECKING:  # it imports Numba, which the command line does not wait for
+    from greenroom.core.policy import Rows, Weights
 
 HOST = -1  # the processor beside host memory, where devices are numbered from 0
 

@@ -43,7 +43,7 @@ def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) 
     scope = scope_of(found.options.get("scope", config.scope))
     shares, cut = split_of(found.options.get("split", config.split)), parts
     if shares is not None:
-        if parts.thresholds is not None:  # experts that are split have no copies
+        if parts.approximation is not None:  # experts that are split have no copies
             return parts
         assert not isinstance(shares, str)  # tune and plan have shares to split at
         catalog, split = split_experts(parts.catalog, shares, top_k)

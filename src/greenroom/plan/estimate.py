@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.config import scope_of, split_of, thresholds_of
+from greenroom.config import SchedulerConfig, scope_of, split_of
 from greenroom.core.cache.state import group_sizes
+from greenroom.core.config.scheduler import NO_OPTIONS, option_names, with_options
 from greenroom.core.cost import Costs
-from greenroom.core.options.precision import Thresholds
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError
 from greenroom.plan.evidence import Evidence
@@ -21,7 +21,7 @@ from greenroom.policies import choose, policy
 from greenroom.predictors import predictor
 from greenroom.sim.event_driven import EventOptions, parts_of, simulate_events
 from greenroom.sim.foresight import automatic, chosen
-from greenroom.sim.lesser import Lesser, check_weights
+from greenroom.sim.lesser import check_weights
 from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
 
@@ -94,12 +94,9 @@ class Estimator:
         self.model, self.costs, self.evidence = model, costs, evidence
         self.band = BAND if measured else UNMEASURED
         self.precision, self.low_below = precision, low_below
-        self._lesser = None
         if precision != OFF:
             for trace in evidence.traces:
                 check_weights(trace)
-            at = Thresholds(*thresholds_of(precision, low_below, 0.0, 0.0))
-            self._lesser = Lesser(at, model.low, nested=model.nested)
         self._streams = [stream(trace, "runtime") for trace in evidence.traces]
         self._known: dict[tuple[Setting, int, bool], Estimate] = {}
 
@@ -169,9 +166,8 @@ class Estimator:
             self.model.expert_bytes, name,
             EventOptions(
                 scope=scope_of(setting.scope), split=shares,
-                lesser=self._lesser if setting.miss_precision != OFF else None,
+                config=_config(setting), low=self.model.low, nested=self.model.nested,
                 host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
-                co_compute=setting.co_compute != OFF,
             ),
         ).times  # fmt: skip
         found = _Run.of(played, part)
@@ -189,6 +185,13 @@ class Estimator:
         if predictor(prefetch).kind.needs.isdisjoint(("inputs", "gates", "file")):
             return prefetch
         return chosen(trace, prefetch).name
+
+
+def _config(setting: Setting) -> SchedulerConfig:
+    """The scheduler's options of a setting."""
+    known = option_names()
+    chosen = {name: value for name, value in setting.options().items() if name in known}
+    return with_options(NO_OPTIONS, **chosen)
 
 
 def _first(trace: Trace, passes: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.core.cache.all_resident import Tables
-from greenroom.core.options.rules.gates import of_experts
+from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors

@@ -15,12 +15,12 @@ import numpy as np
 from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import slots_ahead
 from greenroom.core.cache.scope import Scope
+from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
 from greenroom.core.events import Keep
-from greenroom.core.options.precision import Thresholds
-from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import SEATS, Pieces, Split
+from greenroom.core.plan import Approximation
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -30,7 +30,7 @@ from greenroom.errors import UsageError
 from greenroom.predictors import OFF
 from greenroom.sim.clock import Clock, TraceStep
 from greenroom.sim.foresight import foresight_of
-from greenroom.sim.lesser import Lesser, check_weights, tails_of
+from greenroom.sim.lesser import CopySizes, check_weights, tails_of
 from greenroom.sim.timed import Floats, Times, by_request
 from greenroom.trace import Trace
 
@@ -52,9 +52,10 @@ class EventOptions:
     devices:    that experts are spread over; the capacity is that of all together
     split:      share of an expert that is its top, of all layers or of each; then the capacity is
                 the memory of so many whole experts
-    lesser:     what misses may be served with instead of the exact expert; copies come out of the
-                same memory
-    co_compute: misses are computed by the host's processor too, where that is sooner
+    config:     the options of the scheduler; low-precision copies come out of the same memory, and
+                the host's processor computes where an option says so
+    low:        a copy's share of an expert's bytes (default: by its precision, of 16 bits)
+    nested:     experts are int8 and contain their copies
     stay:       experts that stay once they are there
     """
 
@@ -66,18 +67,21 @@ class EventOptions:
     host: int = 0
     devices: int = 1
     split: float | Sequence[float] | None = None
-    lesser: Lesser | None = None
-    co_compute: bool = False
+    config: SchedulerConfig = NO_OPTIONS
+    low: float | None = None
+    nested: bool = False
     stay: Sequence[int] = ()
 
     @property
-    def thresholds(self) -> Thresholds | None:
-        return None if self.lesser is None else self.lesser.thresholds
+    def approximation(self) -> Approximation | None:
+        """What misses may be served with instead of their exact experts."""
+        return self.config.approximation()
 
     @property
     def follow(self) -> bool:
         """Do exact experts follow the copies that were used?"""
-        return self.thresholds is not None and self.thresholds.follow
+        at = self.approximation
+        return at is not None and at.follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ class EventRun:
 
     def as_json(self) -> dict[str, Any]:
         options = self.options
-        lesser, co_compute = options.lesser is not None, options.co_compute
+        lesser, co_compute = options.approximation is not None, options.config.uses_host()
         left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
         left_out += (() if lesser else OF_LESSER) + (() if co_compute else OF_BOTH)
         left_out += () if co_compute or options.follow else OF_FOLLOWERS
@@ -139,27 +143,28 @@ def simulate_events(
     must know what comes."""
     check_policy(policy)
     pieces, ahead = _pieces(trace, expert_bytes, capacity, options), options.ahead
-    if prefetch == OFF and not (options.co_compute or options.follow):
+    both = options.config.uses_host()
+    if prefetch == OFF and not (both or options.follow):
         ahead = 0
     elif ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < trace.offsets[-1] else 0
     if prefetch != OFF:
         costs = replace(costs, dense=costs.dense.later(costs.ahead))
-    rates = Rates(costs, expert_bytes, options.devices) if options.co_compute else None
 
     def empty(**learned: Any) -> Scheduler:
         seed = options.seed
         tier = HostTier(pieces, options.host, policy, seed=seed) if options.host else None
         made = build_scheduler(
-            pieces, capacity, policy, scope=options.scope, lanes=costs.lanes, ahead=ahead,
-            seed=seed, host=tier, thresholds=options.thresholds, rates=rates, **learned,
+            pieces, capacity, policy, options.config, costs=costs if both else None,
+            expert_bytes=expert_bytes, scope=options.scope, lanes=costs.lanes, ahead=ahead,
+            seed=seed, host=tier, **learned,
         )  # fmt: skip
         if options.stay:
             made.on(Keep(np.asarray(options.stay, np.int64)))
         return made
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
-    every = passes(trace, stream, tails=options.lesser is not None)
+    every = passes(trace, stream, tails=options.approximation is not None)
     clock, spent = _play(every, Clock(empty(), costs, foresight), empty if options.reset else None)
     return EventRun.of(trace, clock, spent, options)
 
@@ -185,14 +190,15 @@ def _play(
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
     """What is moved: whole experts, tops and bottoms, or experts and their copies."""
     chunk_bytes, devices, found = options.chunk_bytes, options.devices, None
-    if options.lesser is not None:
+    if (at := options.approximation) is not None:
         if devices > 1 or options.host or options.split is not None:
             raise UsageError(
                 "misses that are served with less are for one processor's memory: leave out"
                 " --split, --devices and --host-capacity"
             )
         check_weights(trace)
-        found = options.lesser.pieces(trace, expert_bytes, capacity, chunk_bytes)
+        sizes = CopySizes.of(at, options.nested, options.low)
+        found = sizes.pieces(trace, expert_bytes, capacity, chunk_bytes)
     elif options.split is not None:
         if devices > 1:
             raise UsageError("split experts are on one device: leave out --devices")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.options.precision import Thresholds
-from greenroom.core.options.rules.gates import of_experts
+from greenroom.core.gates import of_experts
 from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.trace import Trace
 
@@ -20,21 +20,23 @@ NESTED = 4.25 / 8.25  # an int4 copy's share of an int8 expert that contains it
 
 
 @dataclass(frozen=True, slots=True)
-class Lesser:
-    """How misses are served. `low` is a copy's share of an expert's bytes, 0 where there are none;
-    `share` is that of the cache's memory which copies have; `nested` ones are a part of experts."""
+class CopySizes:
+    """Sizes of low-precision copies. `low` is a copy's share of an expert's bytes, `share` that of
+    the cache's memory which copies have; `nested` ones are a part of experts."""
 
-    thresholds: Thresholds
-    low: float = 0.0
-    share: float = 0.125
+    low: float
+    share: float
     nested: bool = False
 
     @classmethod
-    def of(cls, thresholds: Thresholds, precision: str, share: float, *, nested: bool) -> Lesser:
-        """With copies in a precision, or off, of experts that are stored in 16 bits, or in int8
-        where they contain their copies."""
-        low = NESTED if nested else BITS[precision] / STORED if precision != "off" else 0.0
-        return cls(thresholds, low, share, nested)
+    def of(cls, at: Approximation, nested: bool = False, low: float | None = None) -> CopySizes:
+        """Those of a precision, none where no miss is served from one. Without `low`, experts are
+        stored in 16 bits, or in int8 where they contain their copies."""
+        if not at.low:
+            return cls(0.0, at.share)
+        if low is None:
+            low = NESTED if nested else BITS[at.precision] / STORED
+        return cls(low, at.share, nested)
 
     def pieces(
         self, trace: Trace, expert_bytes: int, capacity: int, chunk_bytes: int

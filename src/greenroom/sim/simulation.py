@@ -116,7 +116,7 @@ def _seconds(value: float | None) -> str:
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-@options_checked
+@options_checked()
 def simulate(
     trace: str | os.PathLike[str] | Trace,
     policy: str | Sequence[str] = "auto",

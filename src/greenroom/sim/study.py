@@ -101,7 +101,7 @@ class Study(EventOptions):
     @property
     def event_by_event(self) -> bool:
         """Whether every cell is played event by event, by policies that know no future."""
-        parts = self.split is not None or self.lesser is not None
+        parts = self.split is not None or self.approximation is not None
         return self.host > 0 or self.devices > 1 or parts
 
     def _played(self, cell: Cell) -> bool:

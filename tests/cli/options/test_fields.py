@@ -14,9 +14,8 @@ from greenroom.cli import main
 from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.config import LoadConfig, SchedulerConfig, SimulateConfig, flag, options_in
-from greenroom.config.option import at_least, option
-from greenroom.config.scheduler import MACHINE
 from greenroom.errors import UsageError
+from greenroom.option import MACHINE, at_least, option
 from greenroom.trace import save
 from tests.cli.conftest import Run
 from tests.sim import small

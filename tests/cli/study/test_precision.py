@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.core.options.precision import Thresholds
+from greenroom.core.plan import Approximation
 from greenroom.errors import OutputError
 from greenroom.plan.history import files
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
-from greenroom.sim.lesser import Lesser
 from greenroom.trace import load, stream
 from tests.cli.conftest import Run
 from tests.cli.study.test_split import ANSWER, COSTS, asked, prompts, source
+from tests.thresholds import config_of
 
 __all__ = ["prompts", "source"]  # fixtures
 LOW = ("--miss-precision", "int4", "--low-below", 0.9)
@@ -46,7 +46,8 @@ def test_a_run_counts_what_simulate_counts(
     exact, low, _ = catalog.copy_bytes()
     found = simulate_events(
         trace, stream(trace, "runtime"), int(trace.offsets[-1]) // 2, policy("lru"), COSTS,
-        exact[0], "off", EventOptions(lesser=Lesser(Thresholds(low=0.9), low[0] / exact[0])),
+        exact[0], "off",
+        EventOptions(config=config_of(Approximation(low=0.9)), low=low[0] / exact[0]),
     )  # fmt: skip
     assert asked(recorded.err) == (found.times.requests, found.times.misses)
     assert found.counts.low > 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.build import build_scheduler
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import (
     HOST,
@@ -23,8 +24,10 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.cocompute import CoCompute
+from greenroom.core.options.precision import precision
 from greenroom.core.options.rules.rates import Rates
+from greenroom.core.plan import Approximation
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
@@ -35,19 +38,28 @@ from tests.core.transfers.test_tiers import TwoTiers
 HOST_FIRST, DEVICE_FIRST = (10.0, 0.1), (0.1, 10.0)  # seconds on the bus, on the host
 
 
-def rates(bus: float, host: float, devices: int = 1, learn: bool = False) -> Rates:
-    costs = Costs(
+def costs(bus: float, host: float) -> Costs:
+    return Costs(
         (Link(100.0), Link(100 / bus)), Work.constant(0.0), Work.constant(0.0),
         host=Work.constant(host),
     )  # fmt: skip
-    return Rates(costs, 100, devices, learn)
+
+
+def rates(bus: float, host: float, devices: int = 1, learn: bool = False) -> Rates:
+    return Rates(costs(bus, host), 100, devices, learn)
 
 
 def machine(device: int, host: int, speeds: tuple[float, float], ahead: int = 0, chunks: int = 1):
     every = pieces(chunks)
     tier = HostTier(every, host, policy("lru"))
-    s = build_scheduler(
-        every, device, policy("lru"), lanes=(1, 2), ahead=ahead, host=tier, rates=rates(*speeds)
+    s = Scheduler(
+        every,
+        device,
+        policy("lru"),
+        lanes=(1, 2),
+        ahead=ahead,
+        host=tier,
+        options=[CoCompute(rates(*speeds))],
     )
     return s, tier
 
@@ -101,9 +113,11 @@ def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
     """With tokens counted: what is skipped is no request of the cache, but of the step."""
     every = pieces()
     tier = HostTier(every, 6, policy("lru"))
-    s = build_scheduler(
-        every, 1, policy("lru"), lanes=(1, 2), host=tier, rates=rates(*HOST_FIRST, learn=True),
-        thresholds=Thresholds(skip=0.2),
+    s = Scheduler(
+        every, 1, policy("lru"), lanes=(1, 2), host=tier,
+        options=[
+            precision(Approximation(skip=0.2), every), CoCompute(rates(*HOST_FIRST, learn=True)),
+        ],
     )  # fmt: skip
     fill(s, 1, 2, 3)
     tokens, tails = np.array([2, 1, 1]), np.array([1.0, 0.1, 0.5], np.float32)
@@ -190,7 +204,15 @@ def test_a_prompt_leaves_nothing_to_follow():
 
 def test_host_memory_must_keep_experts():
     with pytest.raises(UsageError, match="co-compute needs experts in host memory"):
-        build_scheduler(pieces(), 4, policy("lru"), lanes=(1, 1), rates=rates(1.0, 1.0))
+        build_scheduler(
+            pieces(),
+            4,
+            policy("lru"),
+            SchedulerConfig(co_compute="auto"),
+            lanes=(1, 1),
+            costs=costs(1.0, 1.0),
+            expert_bytes=100,
+        )
 
 
 class Backstage(TwoTiers):
@@ -272,9 +294,9 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
     device, host = max(device, groups), max(host, devices)
     every = pieces(chunks, devices)
     tier = HostTier(every, host, policy("lru"), seed=seed)
-    s = build_scheduler(
+    s = Scheduler(
         every, device, policy("lru"), lanes=lanes, ahead=ahead, host=tier, scope=scope,
-        rates=rates(*speeds, devices, learn),
+        options=[CoCompute(rates(*speeds, devices, learn))],
     )  # fmt: skip
     theatre = Backstage(s, random.Random(seed), failing)
     for number, (layer, chosen, chance) in enumerate(steps):
@@ -305,12 +327,10 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
 def test_a_theatre_without_the_host_s_processor_is_what_it_was():
     """The same machine, told to move everything, does what one without rates does."""
     every = pieces()
-    plain = build_scheduler(
-        every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru"))
-    )
-    s = build_scheduler(
+    plain = Scheduler(every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru")))
+    s = Scheduler(
         every, 3, policy("lru"), lanes=(1, 1), host=HostTier(every, 5, policy("lru")),
-        rates=rates(*DEVICE_FIRST),
+        options=[CoCompute(rates(*DEVICE_FIRST))],
     )  # fmt: skip
     for scheduler in (plain, s):
         theatre, rng = Theatre.__new__(TwoTiers), random.Random(4)

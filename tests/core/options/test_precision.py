@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.build import build_scheduler
 from greenroom.core.cache.reshape import first_places
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
@@ -23,11 +22,11 @@ from greenroom.core.events import (
     Routed,
 )
 from greenroom.core.events import StartChunk as Start
-from greenroom.core.options.precision import Thresholds
+from greenroom.core.gates import of_experts, tails
+from greenroom.core.options.precision import precision
 from greenroom.core.options.rules.buddies import Buddies
-from greenroom.core.options.rules.gates import of_experts, tails
 from greenroom.core.pieces import Copies, Pieces
-from greenroom.core.plan import EXACT, LOW, SKIP
+from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
@@ -41,9 +40,11 @@ def copies(nested: bool = False, seats: int = 4) -> Copies:
     return Copies.of(100, 0.25 if not nested else 0.5, LAYERS, seats, nested=nested)
 
 
-def scheduler(capacity: int, at: Thresholds, nested=False, seats=4, lanes=1, **options):
+def scheduler(capacity: int, at: Approximation, nested=False, seats=4, lanes=1, **options):
     every = Pieces.with_copies(OFFSETS, copies(nested, seats), options.pop("chunks", None))
-    return build_scheduler(every, capacity, policy("lru"), lanes=lanes, thresholds=at, **options)
+    return Scheduler(
+        every, capacity, policy("lru"), lanes=lanes, options=[precision(at, every)], **options
+    )
 
 
 def floats(*values: float) -> np.ndarray:
@@ -83,7 +84,7 @@ def test_tails_are_what_is_left_behind_the_more_important_ones():
 
 
 def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
-    s = scheduler(6, Thresholds(low=0.4))
+    s = scheduler(6, Approximation(low=0.4))
     waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.39, 0.4))))
     assert moved == [0, 2, N + 1]  # exact ones in their order, then copies
     assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], EXACT)]
@@ -95,7 +96,7 @@ def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
 
 
 def test_hits_and_prompts_are_exact():
-    s = scheduler(6, Thresholds(low=1.0, skip=0.5))
+    s = scheduler(6, Approximation(low=1.0, skip=0.5))
     end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.1), prefill=True)))
     assert s.residents().tolist() == [0, 1]
     waves, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(0.1, 1.0))))
@@ -105,7 +106,7 @@ def test_hits_and_prompts_are_exact():
 
 
 def test_what_matters_least_is_left_out():
-    s = scheduler(6, Thresholds(low=0.4, skip=0.1))
+    s = scheduler(6, Approximation(low=0.4, skip=0.1))
     waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.3, 0.05))))
     assert moved == [0, N + 1]
     assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
@@ -114,7 +115,8 @@ def test_what_matters_least_is_left_out():
 
 def test_the_buddy_most_often_chosen_together_stands_in():
     every = Pieces.whole(OFFSETS, [100] * LAYERS)
-    s = build_scheduler(every, 6, policy("lru"), lanes=1, thresholds=Thresholds(substitute=0.3))
+    buddies = precision(Approximation(substitute=0.3), every)
+    s = Scheduler(every, 6, policy("lru"), lanes=1, options=[buddies])
     for number, experts in enumerate([(0, 1), (0, 2), (0, 2), (3, 1)]):
         end(s, s.on(Routed(number, 0, ids(*sorted(experts)), tails=floats(1.0, 1.0))))
     assert s.residents().tolist() == [0, 1, 2, 3]
@@ -143,7 +145,7 @@ def test_buddies_are_able_and_known():
 
 
 def test_a_nested_copy_becomes_exact_by_what_it_lacks():
-    s = scheduler(6, Thresholds(low=0.4), nested=True)
+    s = scheduler(6, Approximation(low=0.4), nested=True)
     end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     actions = s.on(Routed(1, 0, ids(0, 1), tails=floats(0.3, 1.0)))
     (start,) = [a for a in actions if isinstance(a, Start)]
@@ -159,7 +161,7 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
 
 
 def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
-    s = scheduler(10, Thresholds(low=0.4, follow=True), ahead=2)
+    s = scheduler(10, Approximation(low=0.4, follow=True), ahead=2)
     waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     assert moved == [0, N + 1, 1]  # behind the demands
     assert sorted(waves) == [([0], EXACT), ([1], LOW)]
@@ -172,7 +174,7 @@ def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
 
 
 def test_nothing_follows_unless_it_was_asked_for():
-    s = scheduler(10, Thresholds(low=0.4), ahead=2)
+    s = scheduler(10, Approximation(low=0.4), ahead=2)
     _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     assert moved == [0, N + 1]
     assert len(s.transfers.queue) == 0
@@ -207,7 +209,7 @@ def test_bad_copies(of, said):
 def test_no_tier_in_between():
     every = Pieces.with_copies(OFFSETS, copies())
     with pytest.raises(UsageError, match="low-precision copies have no tier between two links"):
-        build_scheduler(
+        Scheduler(
             every, 8, policy("lru"), lanes=(1, 1), host=HostTier(every.first, 4, policy("lru"))
         )
 
@@ -307,9 +309,9 @@ def test_any_order_of_events_computes_every_request_once(
     kinds = 3 if nested else 2
     every = Pieces.with_copies(OFFSETS, copies(nested, seats), [chunks] * kinds * N)
     least = least_capacity(every, scope)
-    s = build_scheduler(
+    s = Scheduler(
         every, least + capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
-        thresholds=Thresholds(*at, follow=follow),
+        options=[precision(Approximation(*at, follow=follow), every)],
     )  # fmt: skip
     stage, rng = Stage(s, random.Random(seed), failing), np.random.default_rng(seed)
     for number, (layer, chosen, chance) in enumerate(steps):

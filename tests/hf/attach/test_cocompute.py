@@ -13,6 +13,7 @@ import torch
 
 import greenroom
 from greenroom.config import LoadConfig
+from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import HOST, Resized, Routed
 from greenroom.core.options.cocompute import CoCompute
@@ -33,6 +34,7 @@ from tests.models import cached_tiny, reference
 from tests.sim.small import simulate
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+BOTH = SchedulerConfig(co_compute="auto")
 QUICK, SLOW = 1e-6, 1e3  # seconds of an expert on the host, where it takes 1 ms to be moved
 
 
@@ -50,7 +52,7 @@ def both(name: str, host: float | None = None, **parts: Any) -> Iterator[Any]:
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model: Any = draft.load()
     parts = {"fake": True, "capacity": 4, "host_capacity": 24, **parts}
-    model.greenroom = made = Greenroom(model, ModelSetup(draft.catalog, co_compute=True, **parts))
+    model.greenroom = made = Greenroom(model, ModelSetup(draft.catalog, config=BOTH, **parts))
     option = made.driver.scheduler.option(CoCompute)
     if host is not None and option is not None:
         devices = len(made.parts.devices)
@@ -142,12 +144,12 @@ def test_counts_are_those_of_the_simulator():
         counts, pieces = replace(driver.scheduler.counts), driver.scheduler.pieces
         tier = model.greenroom._tier.requests, model.greenroom._tier.hits
         lanes = driver.scheduler.transfers.queue.lanes
-    known = rates(nbytes, 0.9e-3)
+    known = [CoCompute(rates(nbytes, 0.9e-3))]
     links = tuple(Link(nbytes / 1e-3, lanes=n) for n in lanes)
     costs = Costs(links, Work.constant(0.0), Work.constant(0.0), host=Work.constant(0.9e-3))
     for _ in range(2):  # whatever the simulated clock shows
         kept = HostTier(pieces, 24, policy("lru"))
-        result = simulate(steps, pieces, 4, policy("lru"), costs=costs, host=kept, rates=known)
+        result = simulate(steps, pieces, 4, policy("lru"), costs=costs, host=kept, options=known)
         assert (counts.requests, counts.misses) == (result.requests, result.misses)
         assert (counts.on_host, tier) == (result.on_host, (kept.requests, kept.hits))
         costs = replace(costs, dense=Work.constant(0.7))

@@ -10,9 +10,9 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.core.events import Compute, Routed
-from greenroom.core.options.precision import Thresholds
+from greenroom.core.options.precision import precision
 from greenroom.core.pieces import Copies
-from greenroom.core.plan import EXACT, LOW, SKIP
+from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
@@ -29,6 +29,7 @@ from tests.hf.checkpoint.pack.test_copies import KINDS, whole_of, with_copies
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import source
 from tests.sim.small import simulate
+from tests.thresholds import config_of
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 OPTIONS: dict[str, Any] = {
@@ -36,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def attached(folder, at: Thresholds, seats: int = 5, capacity: int = 7, **parts: Any):
+def attached(folder, at: Approximation, seats: int = 5, capacity: int = 7, **parts: Any):
     """A model whose misses are served by these thresholds, and a list of its decisions."""
     draft = Draft.of(folder)
     copies = None
@@ -45,7 +46,7 @@ def attached(folder, at: Thresholds, seats: int = 5, capacity: int = 7, **parts:
         copies = Copies(*draft.catalog.copy_bytes(), seats)
     model: Any = draft.load()
     model.greenroom = Greenroom(
-        model, ModelSetup(draft.catalog, capacity, thresholds=at, copies=copies, **parts)
+        model, ModelSetup(draft.catalog, capacity, config=config_of(at), copies=copies, **parts)
     )
     return model
 
@@ -104,7 +105,7 @@ def low_of(folder) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def replayed(folder, decisions, prompt, at: Thresholds) -> Any:
+def replayed(folder, decisions, prompt, at: Approximation) -> Any:
     """transformers' own eager, with each step's weights as they were decided."""
     whole, offsets = whole_of(folder), Draft.of(folder).catalog.offsets
     lows = low_of(folder) if at.low else []
@@ -130,12 +131,12 @@ def replayed(folder, decisions, prompt, at: Thresholds) -> Any:
 
 
 CASES = [
-    (("int8", "int4"), Thresholds(low=0.9)),
-    (("same", "int4"), Thresholds(low=0.9, skip=0.3)),
-    (("same", "int8"), Thresholds(low=0.5, substitute=0.4)),
-    (("fp8", "int4"), Thresholds(low=0.9)),
-    (("int8", "int4"), Thresholds(low=0.9, follow=True)),
-    (("same", "int4"), Thresholds(low=0.9, follow=True)),
+    (("int8", "int4"), Approximation(low=0.9)),
+    (("same", "int4"), Approximation(low=0.9, skip=0.3)),
+    (("same", "int8"), Approximation(low=0.5, substitute=0.4)),
+    (("fp8", "int4"), Approximation(low=0.9)),
+    (("int8", "int4"), Approximation(low=0.9, follow=True)),
+    (("same", "int4"), Approximation(low=0.9, follow=True)),
 ]
 
 
@@ -164,7 +165,7 @@ def test_a_run_computes_what_was_decided(of, at, fake):
 
 def test_nothing_else_is_needed_to_leave_out_and_to_replace():
     """A plain checkpoint, whatever it is stored in."""
-    at = Thresholds(skip=0.3, substitute=0.9)
+    at = Approximation(skip=0.3, substitute=0.9)
     model = attached(source(), at, kernels="eager")
     try:
         found, _ = decided(model)
@@ -180,7 +181,7 @@ def test_nothing_else_is_needed_to_leave_out_and_to_replace():
     assert len(found) > 0
 
 
-@pytest.mark.parametrize(("of", "at"), [*CASES[:2], (None, Thresholds(skip=0.9))], ids=str)
+@pytest.mark.parametrize(("of", "at"), [*CASES[:2], (None, Approximation(skip=0.9))], ids=str)
 def test_compiled_kernels_are_as_near_to_eager_as_ever(of, at):
     """The same decisions: thresholds of one step from an empty cache. The last has biases, which
     weigh nothing either where an expert is left out."""
@@ -209,14 +210,14 @@ def test_the_counts_are_those_of_the_simulator(of, at):
         mine, pieces = scheduler.counts, scheduler.pieces
     finally:
         model.greenroom.detach()
-    theirs = simulate(asked, pieces, 15, policy("lru"), thresholds=at).counts
+    theirs = simulate(asked, pieces, 15, policy("lru"), options=[precision(at, pieces)]).counts
     assert mine == theirs
     assert mine.low > 0
     assert (mine.joined > 0) <= (of == ("int8", "int4"))
 
 
 def test_what_a_copy_lacks_is_all_that_is_read():
-    folder, at = with_copies("int8", "int4"), Thresholds(low=0.9)
+    folder, at = with_copies("int8", "int4"), Approximation(low=0.9)
     model = attached(folder, at, seats=16, capacity=15)
     try:
         exact, low, rest = Draft.of(folder).catalog.copy_bytes()
@@ -234,7 +235,7 @@ def test_what_a_copy_lacks_is_all_that_is_read():
 def test_several_sequences_get_what_the_neediest_needs():
     """A pass over several sequences: an expert's largest tail decides."""
     folder = with_copies("same", "int4")
-    model = attached(folder, Thresholds(low=0.9))
+    model = attached(folder, Approximation(low=0.9))
     try:
         _, asked = decided(model)
         model.generate(ids(3, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -280,9 +281,9 @@ def test_a_budget_has_room_for_copies():
 def test_copies_have_their_share_of_the_memory():
     catalog = Draft.of(with_copies("same", "int4")).catalog
     config = LoadConfig(cache="50%", miss_precision="int4", low_share="25%")
-    copies = copies_of(catalog, config, 16, 2)
+    copies = copies_of(catalog, config.approximation(), 16, 2)
     assert copies.seats == 16 * catalog.slot_bytes // 4 // copies.low[0]
-    assert copies_of(catalog, config, 1, 2).seats == 2
+    assert copies_of(catalog, config.approximation(), 1, 2).seats == 2
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from greenroom.core.build import build_scheduler
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy, Extent
+from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
+from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import StoreError
 from greenroom.policies import policy
@@ -121,9 +122,9 @@ class Backstage(Rig):
             host=Work.constant(host_s),
         )  # fmt: skip
         self.tier = HostTier(self.pieces, kept, policy("lru"))
-        self.scheduler = build_scheduler(
+        self.scheduler = Scheduler(
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=2, host=self.tier,
-            rates=Rates(costs, nbytes),
+            options=[CoCompute(Rates(costs, nbytes))],
         )  # fmt: skip
         self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
         self.slab = Slab(Host(), chunks, self.scheduler.transfers.queue.seats, kept, nbytes)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.terminal.progress import quiet
-from greenroom.config import Amount, LoadConfig
+from greenroom.config import Amount, LoadConfig, changed
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def estimator_of(
     config: LoadConfig,
     processor: Processor | None = None,
     host_memory: str | int | None = None,
-    co_compute: str = "off",
+    both: bool = False,
 ) -> Any:
     """(what estimates, runs of this model on the machine that its costs go by). `processor`
-    computes, the first without one."""
+    computes, the first without one; with `both`, also settings where the host's does."""
     from greenroom.core.machine import name_of
     from greenroom.plan.costs import calibrated, limited, of_machine
     from greenroom.plan.estimate import Estimator
@@ -61,7 +61,6 @@ def estimator_of(
     if first:
         costs = calibrated(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
-    both = co_compute != "off"
     if both and not (host and costs.host is not None):
         raise UsageError(
             "--co-compute auto needs experts in host memory (--host-memory), and a machine with a"
@@ -72,9 +71,10 @@ def estimator_of(
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
     costs = limited(costs, limit, model.expert_bytes)
     measured = bool(runs) and first
+    options = changed(config)
     made = Estimator(
-        model, costs, evidence, measured=measured, precision=config.miss_precision,
-        low_below=config.low_below, host=host, both=both,
+        model, costs, evidence, measured=measured, host=host, both=both,
+        precision=options.get("miss_precision", "off"), low_below=options.get("low_below"),
     )  # fmt: skip
     return made, len(runs) if measured else 0
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from greenroom.cli.options.parser import Parser
 from greenroom.config import GROUPS, flag, options_in
-from greenroom.config.option import REQUIRED
+from greenroom.option import REQUIRED
 
 Config = TypeVar("Config")
 

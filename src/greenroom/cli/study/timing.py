@@ -21,11 +21,11 @@ def timing(config: SimulateConfig, trace: Trace) -> dict[str, Any]:
 
     costs, expert = costs_of(config, trace, processor=config.processor, store=config.store)
     homes(trace.offsets.tolist(), config.devices)  # or UsageError
+    check_host(config, costs)
     return {
         "costs": costs,
         "expert_bytes": expert,
         "host": host_slots(config, trace, costs),
-        "co_compute": co_computed(config, costs),
         "devices": config.devices,
     }
 
@@ -46,10 +46,10 @@ def costs_of(
     return machine.costs(expert, dense, **places), expert
 
 
-def co_computed(config: SimulateConfig, costs: Costs) -> bool:
-    """Whether misses may be computed where they wait; UsageError where nobody could."""
-    if config.co_compute != "auto":
-        return False
+def check_host(config: SimulateConfig, costs: Costs) -> None:
+    """UsageError where misses shall be computed where they wait, and nobody could."""
+    if not config.uses_host():
+        return
     if config.host_capacity is None:
         raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")
     if costs.host is None:
@@ -57,7 +57,6 @@ def co_computed(config: SimulateConfig, costs: Costs) -> bool:
             "--co-compute auto needs two processors, one beside host memory and --processor behind"
             " it: this machine's profile has none there"
         )
-    return True
 
 
 def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:

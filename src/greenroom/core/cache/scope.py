@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.config import SCOPES
+from greenroom.core.config.shares import SCOPES
 from greenroom.core.pieces import Copies, Pieces, Split
 from greenroom.errors import BudgetError, UnknownName, UsageError
 

@@ -10,12 +10,35 @@ while the link is idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from greenroom.core.cost import Costs
 from greenroom.core.events import HOST, Routed
 from greenroom.core.options.rules.processors import Miss, Queues, assign
 from greenroom.core.options.rules.promotion import Recent
 from greenroom.core.options.rules.rates import Rates
-from greenroom.core.plan import EXACT, Candidate, Group, Option, Plan, View
+from greenroom.core.pieces import Pieces
+from greenroom.core.plan import EXACT, Candidate, Group, Option, OptionConfig, Plan, View
+from greenroom.option import MACHINE, option
+
+
+@dataclass(frozen=True)
+class CoComputeConfig(OptionConfig):
+    """Whether the host's processor computes misses."""
+
+    co_compute: str = option(
+        "off", "with a GPU, have the host's processor compute experts that are missing there, where"
+        " that is sooner than to move them; answers may then differ in their last bits from run to"
+        " run, by what was in the cache", None, ("auto", "off"), group=MACHINE,
+    )  # fmt: skip
+
+    def uses_host(self) -> bool:
+        return self.co_compute == "auto"
+
+    def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
+        if self.co_compute == "off" or costs is None:
+            return None
+        return CoCompute(Rates(costs, expert_bytes, pieces.devices))
 
 
 class CoCompute(Option):
@@ -79,6 +102,9 @@ class CoCompute(Option):
                 queues.store += seconds
 
     # ---- what is measured, and what is promoted
+
+    def calibrated(self, costs: Costs) -> None:
+        self.rates.known(costs)
 
     def started(self, link: int, lane: int, now: float) -> None:
         self.rates.starts(link, lane, now)

@@ -13,7 +13,6 @@ from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import slots_ahead
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Resized
-from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
@@ -93,7 +92,7 @@ class Greenroom:
         self._recent = RecentRouting(parts.catalog.offsets, known) if noted else None
         both = host_computes(parts)
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both or (parts.thresholds is not None and parts.thresholds.follow):
+        if both or ((at := parts.approximation) is not None and at.follow):
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
@@ -154,13 +153,14 @@ class Greenroom:
             pieces,
             parts.capacity,
             named_policy(parts.policy),
+            parts.config,
+            costs=nominal(slot_bytes) if both else None,
+            expert_bytes=slot_bytes,
             scope=parts.scope,
             lanes=lanes_of(parts),
             ahead=self._ahead,
             seed=parts.seed,
             host=self._tier,
-            thresholds=parts.thresholds,
-            rates=Rates(nominal(slot_bytes), slot_bytes, pieces.devices) if both else None,
         )
 
     def _predictor(self, model: PreTrainedModel) -> Beside | None:
@@ -284,7 +284,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
-            lesser=lesser_stats(driver, counts, self.parts.precision),
+            lesser=lesser_stats(driver, counts, self.parts.approximation),
             co_compute=host_stats(driver, counts, driver.host_s - self._host_base),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.plan import LOW
 from greenroom.core.predictor import Ids
 from greenroom.hf.attach.shared import Shared
@@ -104,7 +103,7 @@ class Bindings:
                 layer,
                 experts,
                 policy.weighs,
-                self._parts.thresholds is not None,
+                self._parts.approximation is not None,
                 inputs=partial(inputs.latest, layer) if inputs else None,
                 meanwhile=self.shared.meanwhile[layer],
                 computed=self._memory.slots.computed,
@@ -126,7 +125,9 @@ class Bindings:
         if parts.catalog.layouts[0].segments:
             return SegmentedKernel(kernel, len(slots.pools))
         return (
-            ApproximateKernel(kernel, len(slots.pools)) if parts.thresholds is not None else kernel
+            ApproximateKernel(kernel, len(slots.pools))
+            if parts.approximation is not None
+            else kernel
         )
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
@@ -134,7 +135,7 @@ class Bindings:
         parts, slots = self._parts, self._memory.slots
         if parts.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
-        if parts.thresholds is not None:
+        if parts.approximation is not None:
             return layer_with_less(parts, module, layer, slots)
         return LayerExperts(module, parts.catalog.layouts[layer], slots.pools[0])
 
@@ -153,12 +154,11 @@ class Bindings:
     def _begin(self, computing: Any, experts: LayerExperts, driver: Driver) -> None:
         """Measure on the first layer what the scheduler shares misses out by (from there on it sees
         for itself), and say what a GPU's kernel leaves to the slower, eager one."""
-        memory, option = self._memory, driver.scheduler.option(CoCompute)
+        memory = self._memory
         if memory.slab is not None:
-            assert option is not None
-            option.rates.known(
-                calibrate(computing, experts, memory.engine, memory.slots, memory.slab)
-            )
+            costs = calibrate(computing, experts, memory.engine, memory.slots, memory.slab)
+            for option in driver.scheduler.options:
+                option.calibrated(costs)
         if self.kernel.name == ON_GPUS:
             from greenroom.runtime.kernels.triton import unread
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from datetime import date
 
-from greenroom.config import LoadConfig, thresholds_of
+from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.check.quality import Quality
@@ -29,11 +29,10 @@ def keep_loss(config: LoadConfig, found: Quality) -> None:
     if found.lesser is None:
         return
     digest, name = fingerprint(find_checkpoint(found.model)), name_of(host())
-    low, skip, substitute = thresholds_of(
-        config.miss_precision, config.low_below, config.skip_below, config.substitute_below
-    )
+    at = config.approximation()
+    assert at is not None
     loss = Loss(
-        config.miss_precision, low, skip, substitute, found.lesser["inexact_share"] or 0.0,
+        at.precision, at.low, at.skip, at.substitute, found.lesser["inexact_share"] or 0.0,
         found.kl_mean, found.perplexity, found.original_perplexity, found.tokens,
         date.today().isoformat(),
     )  # fmt: skip
@@ -45,11 +44,11 @@ def keep_loss(config: LoadConfig, found: Quality) -> None:
 
 def loss_of(parts: ModelSetup) -> Loss | None:
     """What was measured with a run's thresholds; None where nothing was."""
-    at = parts.thresholds
+    at = parts.approximation
     if at is None or not parts.fingerprint:
         return None
     records = files.load_records(parts.fingerprint, name_of(host()))
-    return records.loss(parts.precision, at.low, at.skip, at.substitute)
+    return records.loss(at.precision, at.low, at.skip, at.substitute)
 
 
 def loss_line(source: str, loss: Loss | None) -> str:

@@ -96,7 +96,7 @@ def quality(
     _check(source, original, drafts)
     for draft in drafts:
         slots_for(cache, draft.catalog)  # a mistake shows before the work begins
-    check_copies(drafts[0].catalog, changed.miss_precision)
+    check_copies(drafts[0].catalog, changed.approximation())
     whole = drafts[1]
     windows = _windows((source, original), drafts, text, tokens)
     step = 1 if lesser else PASS if kv != "dynamic" else WINDOW

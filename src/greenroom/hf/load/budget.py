@@ -92,7 +92,7 @@ def with_host(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
     """The setup with the host tier that the budget has room for, or BudgetError."""
     lanes = spread(lanes_of(setup), len(setup.devices))
     seats, beside = staging_seats(lanes), setup.keys_values.on_host(setup.context)
-    stride = setup.catalog.slot_bytes if setup.co_compute else None
+    stride = setup.catalog.slot_bytes if setup.config.uses_host() else None
     budget, slots = host_slots(config.host_memory, setup.catalog, seats, beside, stride)
     kept = choose(config.policy, slots, setup.catalog.experts).name
     return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=kept)

@@ -117,7 +117,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     description, catalog = Description.of(draft, config, on_a_gpu), draft.catalog
     full = description.needs_on_a_gpu() if on_a_gpu else description.needs(config.readers)
     need = description.needs_at_first(full)
-    check_copies(catalog, config.miss_precision)
+    check_copies(catalog, config.approximation())
     low, nested = 0.0, False
     if isinstance(catalog, CopiesCatalog):
         exact, copies, rest = catalog.copy_bytes()

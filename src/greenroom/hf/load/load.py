@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import LOW_SHARE, LoadConfig, options_checked
+from greenroom.config import LoadConfig, options_checked
+from greenroom.core.config.scheduler import option_fields
 from greenroom.environment import warn_once
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
@@ -19,7 +21,7 @@ from greenroom.runtime.memory.system import uncollected
 log = logging.getLogger(__name__)
 
 
-@options_checked
+@options_checked(*option_fields())
 def load(
     model: str,
     memory: str | int | None = None,
@@ -32,16 +34,9 @@ def load(
     scope: str = "shared",
     pin: str | None = None,
     split: str = "off",
-    miss_precision: str = "off",
-    low_below: float | None = None,
-    low_share: str = LOW_SHARE,
-    low_follow: bool = False,
-    skip_below: float = 0.0,
-    substitute_below: float = 0.0,
     prefetch: str = "auto",
     predictor: str | None = None,
     no_guard: bool = False,
-    co_compute: str = "off",
     context: int = 4096,
     kv: str = "dynamic",
     readers: int = 2,
@@ -49,6 +44,7 @@ def load(
     read_limit: str | int | None = None,
     dtype: str = "auto",
     threads: int | None = None,
+    **scheduler: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -67,19 +63,20 @@ def load(
     scope: one cache for all layers (shared), one a layer (per-layer), "N,N,..." or a file
     pin: a file of `greenroom trace hot`, whose experts stay
     split: share of packed experts that stays: off, auto, "0.5", "N,N,...", a file
-    miss_precision: serve misses from a pack's int8 or int4 copies, which changes the output
-    low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
-    skip_below, substitute_below: leave out or replace misses, which changes the output
     prefetch: a predictor that fetches experts ahead: auto, off, next-gate, learned, markov, ...
     predictor, no_guard: the file of the predictor learned; prefetch also where that is slower
-    co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
     context, kv: tokens of the KV cache, and how it is kept: dynamic, fp8, int4, int2, offloaded
     readers, threads: threads that read experts, and that compute (default: all cores)
     direct, read_limit: read past the page cache (auto, on, off); most bytes a second, "50MB"
     dtype: what to compute in: auto (the checkpoint's), bfloat16, float16, float32
+    scheduler: options of how misses are served, each a keyword (greenroom.core.options):
+        miss_precision: from a pack's int8 or int4 copies, which changes the output
+        low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
+        skip_below, substitute_below: leave out or replace misses, which changes the output
+        co_compute: with a GPU, on the host's processor where that is sooner: off, auto
     """
-    options = {name: value for name, value in locals().items() if name != "model"}
-    return load_with(model, LoadConfig(**options))
+    options = {name: v for name, v in locals().items() if name not in ("model", "scheduler")}
+    return load_with(model, LoadConfig(**options, **scheduler))
 
 
 def load_with(

@@ -15,7 +15,7 @@ from greenroom.hf.defaults import START, auto_split, with_defaults
 from greenroom.hf.load.budget import Budget, least_of
 from greenroom.hf.load.describe import Description
 from greenroom.hf.load.resolve import Resolved
-from greenroom.hf.memory.approximate import check_copies, copies_of, thresholds
+from greenroom.hf.memory.approximate import check_copies, copies_of
 from greenroom.hf.memory.devices import COMPILED, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
@@ -38,7 +38,7 @@ def as_asked(
     if shares is not None:  # auto: what is known sets it when the capacity is known
         first = START if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
-    check_copies(catalog, config.miss_precision)
+    check_copies(catalog, config.approximation())
     check(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
     _warn_of_kv(description, config.kv)
     kind, devices = devices_of(config.device)
@@ -49,8 +49,6 @@ def as_asked(
         policy=config.policy,
         scope=scope_of(config.scope),
         split=split,
-        thresholds=thresholds(config),
-        precision=config.miss_precision,
         watch=shares == "auto",
         pins=Pins.load(config.pin, catalog.offsets) if config.pin is not None else None,
         prefetch=config.prefetch,
@@ -62,7 +60,7 @@ def as_asked(
         fake=kind == "fake",
         cuda=resolved.on_a_gpu,
         devices=devices,
-        co_compute=config.co_compute == "auto",
+        config=config,
         readers=config.readers,
         direct=config.direct,
         read_limit=None if limit is None else Amount.parse(limit, "--read-limit").nbytes,
@@ -97,7 +95,7 @@ def place(description: Description, budget: Budget, config: LoadConfig) -> Model
     if setup.watch:
         setup = _configured(description, setup, config, room)
     if everything:  # nothing is missed, and so all is exact and whole
-        setup = replace(setup, thresholds=None, precision="off")
+        setup = replace(setup, config=setup.config.exact())
         if setup.split is not None:
             setup = replace(setup, catalog=draft.catalog, split=None)
     else:
@@ -124,7 +122,7 @@ def _with_copies(
     description: Description, setup: ModelSetup, config: LoadConfig, room: int
 ) -> ModelSetup:
     """With the low-precision copies that are asked for."""
-    copies = copies_of(setup.catalog, config, room, description.top_k)
+    copies = copies_of(setup.catalog, setup.approximation, room, description.top_k)
     if copies is None:
         return setup
     setup = replace(setup, copies=copies)

@@ -6,10 +6,10 @@ import shlex
 
 from transformers import PreTrainedModel
 
-from greenroom.config import LoadConfig, show_bytes, write_bytes
+from greenroom.config import LoadConfig, changed, flag, show_bytes, write_bytes
+from greenroom.core.config.scheduler import option_names
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.memory.approximate import LESSER
 from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.driver.stats import Stats
 from greenroom.runtime.kernels.dense.stored import dense_bytes
@@ -36,7 +36,7 @@ def _short(name: str, model: PreTrainedModel) -> str:
     kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
     kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.quantised else ""
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
-    if parts.thresholds is not None:
+    if parts.approximation is not None:
         line += " · inexact misses, WHICH CHANGES THE OUTPUT"
     if greenroom.engine is not None and stats.co_compute is not None:
         line += " · misses on both processors, which may change last bits"
@@ -78,7 +78,7 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
     kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
     quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
-    lesser = f" · {_lesser(greenroom)}" if parts.thresholds is not None else ""
+    lesser = f" · {_lesser(greenroom)}" if parts.approximation is not None else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
     chosen = f" · settings {parts.chosen}" if parts.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
@@ -110,7 +110,6 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
         "kv",
         "device",
         "host_memory",
-        "co_compute",
         "readers",
         "direct",
         "read_limit",
@@ -130,12 +129,12 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     elif parts.split is not None:  # as it was left to this run
         cut = zip(parts.split.tops, parts.split.bottoms, strict=True)
         flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
-    return flags + _lesser_flags(config)
+    return flags + _option_flags(config)
 
 
 def _lesser(greenroom: Greenroom) -> str:
     """What misses are served with, and what that means."""
-    parts, at = greenroom.parts, greenroom.parts.thresholds
+    parts, at = greenroom.parts, greenroom.parts.approximation
     assert at is not None
     seats = parts.copies.seats if parts.copies is not None else 0
     what = [
@@ -153,14 +152,13 @@ def _lesser(greenroom: Greenroom) -> str:
     )
 
 
-def _lesser_flags(config: LoadConfig) -> list[str]:
-    """The options of misses, those that were given."""
-    fields = LoadConfig.__dataclass_fields__
-    given = [(name, getattr(config, name)) for name in LESSER]
+def _option_flags(config: LoadConfig) -> list[str]:
+    """The scheduler's options that were given."""
+    given, known = changed(config), option_names()
     return [
-        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
-        for name, value in given
-        if value != fields[name].default
+        flag(name) + (f" {value}" if value is not True else "")
+        for name, value in given.items()
+        if name in known
     ]
 
 

@@ -123,7 +123,7 @@ class Harness:
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
-            co_compute=config.co_compute == "auto",
+            config=config if self.parts.approximation is not None else config.exact(),
         )
         self.model.greenroom = made = Greenroom(self.model, parts)
         if self._growth is not None and capacity is None:

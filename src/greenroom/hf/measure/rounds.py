@@ -75,7 +75,7 @@ def run_rounds(
 def _check_both(harness: Harness, entry: Entry, alone: bool) -> None:
     """UsageError where an entry beside others would have misses computed by a second processor, and
     there is none: its row would say nothing of that. Alone it is told so by its run."""
-    if entry.config.co_compute == "auto" and not alone and (why := one_processor(harness.parts)):
+    if entry.config.uses_host() and not alone and (why := one_processor(harness.parts)):
         raise UsageError(
             f"misses computed where they are need a GPU, and room for experts in host memory: {why}"
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from greenroom.config import Amount, LoadConfig, thresholds_of
+from greenroom.config import INEXACT, SchedulerConfig, options_in
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
-from greenroom.core.options.precision import Thresholds
 from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup
@@ -17,25 +17,18 @@ from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested import NestedSlots
 from greenroom.runtime.slots.tier import Pools, Tier
 
-LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
-          "substitute_below")  # fmt: skip
+# The options of misses that get less.
+LESSER = tuple(
+    each.name for each in options_in(SchedulerConfig) if each.metadata["group"] == INEXACT
+)
 
 
-def thresholds(config: LoadConfig) -> Thresholds | None:
-    """Those of a run; None where all is exact."""
-    found = Thresholds(
-        *thresholds_of(
-            config.miss_precision, config.low_below, config.skip_below, config.substitute_below
-        ),
-        follow=config.low_follow,
-    )
-    return found if found.most else None
-
-
-def check_copies(catalog: Catalog, precision: str) -> None:
-    """UsageError, which names the command that makes them, where a checkpoint has no copies."""
-    if precision == "off":
+def check_copies(catalog: Catalog, at: Approximation | None) -> None:
+    """UsageError, which names the command that makes them, where a checkpoint has not the copies
+    that misses shall be served from."""
+    if at is None or not at.low:
         return
+    precision = at.precision
     there = ""
     if isinstance(catalog, CopiesCatalog):
         low = catalog.low_layers[0].low
@@ -50,14 +43,14 @@ def check_copies(catalog: Catalog, precision: str) -> None:
         )
 
 
-def copies_of(catalog: Catalog, config: LoadConfig, room: int, top_k: int) -> Copies | None:
+def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int) -> Copies | None:
     """The copies of a pack, in slots that take their share of `room` whole experts; those of a
     token at least."""
-    if config.miss_precision == "off":
+    if at is None or not at.low:
         return None
     assert isinstance(catalog, CopiesCatalog)
     exact, low, rest = catalog.copy_bytes()
-    share = Amount.parse(config.low_share, "--low-share").of(room * catalog.slot_bytes)
+    share = int(at.share * room * catalog.slot_bytes + 1e-9)
     most = catalog.experts
     return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
 
@@ -92,8 +85,8 @@ def layer_with_less(
         of = catalog.low_layers[layer].low
         assert of is not None
         low = of.layout, slots.pools[-1]
-    assert parts.thresholds is not None
-    if parts.thresholds.substitute and module.has_bias:
+    assert parts.approximation is not None
+    if parts.approximation.substitute and module.has_bias:
         raise UsageError(
             "--substitute-below takes another expert's matrices, and this model's experts have"
             " biases beside them: leave it out"

@@ -62,7 +62,7 @@ def kernels_of(parts: ModelSetup) -> str:
 
 def host_computes(parts: ModelSetup) -> bool:
     """Does the host's processor compute too? It is said where it was asked for and cannot."""
-    if not parts.co_compute:
+    if not parts.config.uses_host():
         return False
     if why := one_processor(parts):
         log.warning("--co-compute auto: %s", why)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import Scope
+from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.layout import Catalog
-from greenroom.core.options.precision import Thresholds
 from greenroom.core.pieces import Copies, Split
+from greenroom.core.plan import Approximation
 from greenroom.hf.checkpoint.source import Source
 from greenroom.hf.kv.sizes import KVBytes
 
@@ -27,9 +28,7 @@ class ModelSetup:
     policy: str = "auto"
     scope: Scope = "shared"
     split: Split | None = None  # how experts are cut, as the catalog's pieces are
-    thresholds: Thresholds | None = None  # below which misses are served with less
     copies: Copies | None = None  # in low precision, which the catalog must have
-    precision: str = "off"  # theirs
     watch: bool = False  # record what the next run's split and budgets are set by
     pins: Pins | None = None  # experts of tasks that stay
     prefetch: str = "off"
@@ -44,7 +43,7 @@ class ModelSetup:
     devices: tuple[int, ...] = (0,)  # their numbers; experts are spread over several
     host_capacity: int = 0
     host_policy: str = "auto"
-    co_compute: bool = False  # may the host's processor compute what is missing?
+    config: SchedulerConfig = NO_OPTIONS  # the options of the scheduler
     readers: int = 2
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second
@@ -54,3 +53,13 @@ class ModelSetup:
     context: int = 0  # tokens that the KV cache has room for
     keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of a request
     source: Source | None = None  # the checkpoint, where all experts can be read again
+
+    @property
+    def approximation(self) -> Approximation | None:
+        """What misses may be served with instead of their exact experts."""
+        return self.config.approximation()
+
+    @property
+    def precision(self) -> str:
+        """That of low-precision copies, or off."""
+        return "off" if self.approximation is None else self.approximation.precision

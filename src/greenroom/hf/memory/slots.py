@@ -71,7 +71,7 @@ def _check_whole(parts: ModelSetup) -> None:
             "int8 experts that contain int4 copies are joined in one host memory: pack the model"
             " without --miss-precision for GPUs, several devices or a host tier"
         )
-    if parts.thresholds is not None:
+    if parts.approximation is not None:
         raise UsageError(
             "--miss-precision, --skip-below and --substitute-below are for one CPU's memory: leave"
             " them out with GPUs, several devices or a host tier"

@@ -11,6 +11,7 @@ import numpy as np
 
 from greenroom.core.activity import Activity
 from greenroom.core.cache.scope import least_capacity
+from greenroom.core.config.scheduler import option_names, with_options
 from greenroom.errors import UsageError
 from greenroom.plan.configurator import Latency
 from greenroom.plan.recorded import Configured, foreseen, programmed
@@ -46,7 +47,8 @@ def simulate_systems(
         activity = cache(partial(foreseen, before or study.trace, how.prefetches[-1]))
         for capacity in capacities:
             own, less = with_sizes(given, study, row, capacity, activity)
-            own = replace(own, co_compute=study.co_compute or how.co_compute)
+            if how.co_compute:
+                own = replace(own, config=with_options(own.config, co_compute="auto"))
             if row.chosen and study.event_by_event and how.policy == "lru":
                 own = replace(own, stay=most_used(study, capacity))
             pin = given.get("pin") or "step"
@@ -109,13 +111,14 @@ def without_algorithm_1(given: Given, study: Study) -> list[str]:
 
 def can_split(study: Study) -> bool:
     """Whether the simulator can cut the experts of this study in two."""
-    return not study.host and study.devices == 1 and study.lesser is None
+    return not study.host and study.devices == 1 and study.approximation is None
 
 
 def can_share(study: Study) -> bool:
-    """Whether misses can be shared out between two processors: host memory keeps experts, and
-    somebody computes there."""
-    return study.host > 0 and study.costs is not None and study.costs.host is not None
+    """Whether misses can be shared out between two processors: there is such an option, host
+    memory keeps experts, and somebody computes there."""
+    known = "co_compute" in option_names()
+    return known and study.host > 0 and study.costs is not None and study.costs.host is not None
 
 
 def most_used(study: Study, capacity: int) -> tuple[int, ...]:

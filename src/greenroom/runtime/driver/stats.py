@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from greenroom.core.counts import Counts
-from greenroom.core.options.cocompute import CoCompute
-from greenroom.core.options.precision import Precision
+from greenroom.core.plan import Approximation
 from greenroom.core.predictor import Predictor
 from greenroom.runtime.driver.meter import Meter
 
@@ -87,23 +86,22 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     }
 
 
-def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, Any] | None:
+def lesser_stats(driver: Driver, counts: Counts, at: Approximation | None) -> dict[str, Any] | None:
     """What misses were served with, and the shares of all evaluations that were not exact.
 
-    `low` were computed from a copy in `precision`, which `low_hits` times was there; `left_out`
+    `low` were computed from a copy, which `low_hits` times was there; `left_out`
     were not computed; `substituted` were computed with another expert's weights. `joined` misses
     were exact, and fetched only what their copy lacked; `adopted` experts followed their copies.
     Shares are None before the first request.
     """
-    scheduler = driver.scheduler
-    if (option := scheduler.option(Precision)) is None:
+    if at is None:
         return None
-    at, copies = option.thresholds, scheduler.pieces.copies
+    copies = driver.scheduler.pieces.copies
     names = ("low", "left_out", "substituted")
     given = {name: getattr(counts, name) for name in names}
     of = counts.requests
     return {
-        "precision": precision,
+        "precision": at.precision,
         "low_below": at.low,
         "skip_below": at.skip,
         "substitute_below": at.substitute,
@@ -120,7 +118,7 @@ def lesser_stats(driver: Driver, counts: Counts, precision: str) -> dict[str, An
 def host_stats(driver: Driver, counts: Counts, seconds: float) -> dict[str, Any] | None:
     """Misses that were `moved` to a device, and those that were computed `on_host`, in so many
     seconds; `adopted` ones of these followed to the device. The share is None before the first."""
-    if driver.scheduler.option(CoCompute) is None:
+    if not any(each.uses_host for each in driver.scheduler.options):
         return None
     return {
         "moved": counts.misses - counts.on_host,

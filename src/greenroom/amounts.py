@@ -92,3 +92,11 @@ def write_bytes(least: int, most: int) -> str:
                 if low <= nbytes <= high:
                     return text
     return f"{least}B"
+
+
+def share_of(value: str | int, name: str, example: str = "12.5%") -> float:
+    """A share, written as 12.5%. UsageError for what is none."""
+    share = Amount.parse(value, name).share
+    if share is None:
+        raise UsageError(f"{name} is a share, as {example}: {value!r}")
+    return share

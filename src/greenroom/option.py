@@ -15,6 +15,10 @@ R = TypeVar("R")
 # Called with a value and the option as users write it; raises UsageError for what is wrong.
 Check = Callable[[Any, str], object]
 REQUIRED = MISSING
+MEMORY, CACHE, PREFETCHING, INEXACT, MACHINE = GROUPS = (  # headings of the help, in their order
+    "memory", "expert cache", "prefetching", "misses that get less, which changes the output",
+    "machine",
+)  # fmt: skip
 
 
 def option(
@@ -109,15 +113,34 @@ def above(least: float, below: float = float("inf")) -> Check:
     return check
 
 
-def options_checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose unknown keywords raise UnknownOption, which names the nearest."""
-    names = list(inspect.signature(function).parameters)
+def options_checked(*more: Field[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A public function whose unknown keywords raise UnknownOption, which names the nearest.
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                raise UnknownOption(function.__name__, name, names)
-        return function(*args, **kwargs)
+    more: options that it takes as keywords beside those of its signature
+    """
 
-    return checked
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default,
+                annotation=each.type,
+            )
+            for each in more
+        ]  # fmt: skip
+        names = [each.name for each in (*own, *added)]
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in names:
+                    raise UnknownOption(function.__name__, name, names)
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *added]
+        )
+        return checked
+
+    return decorate

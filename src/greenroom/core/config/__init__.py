@@ -1,0 +1,1 @@
+"""What tunes the core: `SchedulerConfig`, shared by runs, the simulator and the planner."""

@@ -1,0 +1,88 @@
+"""`SchedulerConfig`: all that tunes the core, alike in runs, in the simulator and in plans."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any, TypeVar
+
+from greenroom.core.config.shares import scope_of, split_of
+from greenroom.core.cost import Costs
+from greenroom.core.options.cocompute import CoComputeConfig
+from greenroom.core.options.precision import PrecisionConfig
+from greenroom.core.pieces import Pieces
+from greenroom.core.plan import Approximation, Option, OptionConfig
+from greenroom.errors import UsageError
+from greenroom.option import CACHE, check_options, option
+
+Config = TypeVar("Config", bound="SchedulerConfig")
+
+
+# The bases are the table of options, in the order in which they change a plan.
+@dataclass(frozen=True)
+class SchedulerConfig(
+    PrecisionConfig,
+    CoComputeConfig,
+):
+    """Fields of every command that has a scheduler, with real bytes or in simulated time."""
+
+    scope: str = option(
+        "shared", "one cache for all layers, one a layer of equal size, or sizes as the numbers"
+        " (one a layer) or the file of `greenroom trace budgets` say",
+        "shared|per-layer|N,N,...|FILE", group=CACHE, check=lambda value, name: scope_of(value),
+    )  # fmt: skip
+    split: str = option(
+        "off", "of packed experts keep a top part and fetch the rest when it is needed: a share of"
+        " the expert as 0.5, or those of each layer as numbers or the file of `greenroom trace"
+        " budgets` say; auto sets budgets and shares by what earlier runs recorded (MoEpic's"
+        " Algorithm 1)", "off|auto|SHARE|N,N,...|FILE",
+        group=CACHE, check=lambda value, name: split_of(value),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for kind in OPTIONS:
+            kind.check(self)
+        at = self.approximation()
+        if at is not None and at.precision != "off" and self.split != "off":
+            raise UsageError("--miss-precision and --split exclude each other: give one of them")
+
+    def approximation(self) -> Approximation | None:
+        found = (kind.approximation(self) for kind in OPTIONS)
+        return next((each for each in found if each is not None), None)
+
+    def uses_host(self) -> bool:
+        return any(kind.uses_host(self) for kind in OPTIONS)
+
+    def options(
+        self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0
+    ) -> list[Option]:
+        """The options that are on; see `OptionConfig.build`."""
+        found = (kind.build(self, pieces, costs, expert_bytes) for kind in OPTIONS)
+        return [each for each in found if each is not None]
+
+    def exact(self: Config) -> Config:
+        """The same without the options that approximate."""
+        rows = [fields(kind) for kind in OPTIONS if kind.approximation(self) is not None]
+        changes: dict[str, Any] = {each.name: each.default for row in rows for each in row}
+        return replace(self, **changes)
+
+
+OPTIONS: tuple[type[OptionConfig], ...] = SchedulerConfig.__bases__
+NO_OPTIONS = SchedulerConfig()
+
+
+def option_fields() -> list[Field[Any]]:
+    """The fields of all options."""
+    return [each for kind in OPTIONS for each in fields(kind)]
+
+
+def option_names() -> list[str]:
+    return [each.name for each in option_fields()]
+
+
+def with_options(config: Config, **given: Any) -> Config:
+    """The config with these fields; UsageError for a field that no option here has."""
+    for name in given:
+        if name not in type(config).__dataclass_fields__:
+            raise UsageError(f"no option of the scheduler is called {name}")
+    return replace(config, **given)

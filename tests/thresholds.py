@@ -1,0 +1,19 @@
+"""Configs of a scheduler whose misses are served with less, by thresholds."""
+
+from __future__ import annotations
+
+from greenroom.core.config.scheduler import SchedulerConfig
+from greenroom.core.plan import Approximation
+
+
+def config_of(at: Approximation) -> SchedulerConfig:
+    """The options that ask for these thresholds, with copies in int4 unless they say otherwise."""
+    precision = "int4" if at.precision == "off" else at.precision
+    return SchedulerConfig(
+        miss_precision=precision if at.low else "off",
+        low_below=at.low or None,
+        low_share=f"{100 * at.share:g}%" if at.low else "12.5%",
+        low_follow=at.follow,
+        skip_below=at.skip,
+        substitute_below=at.substitute,
+    )
