@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo check ci check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
+.PHONY: help setup demo check ci without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
-	@echo "make ci      what takes longer than that: bench-smoke, fuzz"
+	@echo "make ci      what takes longer than that: bench-smoke, fuzz, without-options"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
+	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
 	@echo "make check-gpu  the tests that need a CUDA device (torch with CUDA in this environment)"
 	@echo "make gpu-report  tests and measurements on a GPU into a folder (OUT=DIR, PART=NAME)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -48,7 +49,7 @@ demo: $(READY)
 check: $(READY) lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: bench-smoke fuzz
+ci: bench-smoke fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -86,6 +87,13 @@ test: $(READY)
 bench-smoke: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	$(BIN)/python -m pytest -m bench_smoke --durations=10 -n 2 --dist worksteal tests/benchmarks
+
+# Each option of the scheduler can be deleted: the checks of copies without it. Tests of what knows
+# no options are left out.
+APART := tests/config tests/core tests/sim tests/plan tests/cli tests/hf/attach tests/hf/load \
+	tests/hf/measure tests/hf/memory tests/hf/test_defaults.py tests/runtime/driver tests/server/api
+without-options: $(READY)
+	TESTS="$(APART)" $(BIN)/python tests/without_options.py
 
 # Damaged files of every format that is read, for so many seconds; what is read wrongly is kept in
 # tests/data/corpus, which `make check` reads again.

@@ -11,9 +11,12 @@ import pytest
 from greenroom.cli import Parser, bench
 from greenroom.config import BUDGETS, LoadConfig
 from greenroom.errors import UsageError
+from greenroom.hf.measure import calibration
 from greenroom.hf.measure.entries import Entry
+from greenroom.plan.configurator import Latency
 from tests.cli.conftest import Run
 from tests.hf.memory.test_split import packed
+from tests.options import needs_option
 
 ALL = "adapmoe,static,fiddler,hobbit,moepic,llru,greenroom"
 SHORT = ("--rounds", 1, "--tokens", 16)
@@ -38,6 +41,7 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {"sizes": str(tmp_path / "b.json"), "hot": str(tmp_path / "h.json")}
 
 
+@needs_option("miss_precision")
 def test_parts_that_are_given_go_to_the_rows_that_have_them(files: dict[str, str]):
     sizes = ("--scope", files["sizes"], "--pin", files["hot"])
     less = ("--miss-precision", "int4", "--low-below", "0.3")
@@ -85,6 +89,7 @@ def test_a_predictor_goes_to_those_that_can_take_it():
     assert [e.config.predictor for e in found.values()] == ["p.safetensors"] * 2 + [None]
 
 
+@needs_option("miss_precision")
 def test_a_row_alone_has_all_that_is_given(files: dict[str, str]):
     load, found = settings("--system", "llru", "--pin", files["hot"], "--scope", "3,5")
     assert (load.pin, load.scope) == (files["hot"], "3,5")
@@ -93,6 +98,7 @@ def test_a_row_alone_has_all_that_is_given(files: dict[str, str]):
         settings("--system", "hobbit")
 
 
+@needs_option("miss_precision")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -109,6 +115,7 @@ def test_parts_of_none_of_the_rows(cli: Run, folder: Path, words: tuple[str, str
     assert said in ran.mistake
 
 
+@needs_option("miss_precision")
 def test_a_part_that_cannot_be_right_is_a_mistake_and_no_missing_row():
     with pytest.raises(UsageError, match="--split is a share of an expert, at most 1: 2"):
         settings("--system", "moepic,llru", "--split", "2")
@@ -116,6 +123,7 @@ def test_a_part_that_cannot_be_right_is_a_mistake_and_no_missing_row():
         settings("--system", "hobbit,llru", "--low-share", "5%")
 
 
+@needs_option("miss_precision")
 def test_all_in_one_table(cli: Run, folder: Path):
     ran = cli("bench", folder, "--cache", "50%", "--system", ALL, *SHORT, "--kernels", "eager")
     assert ran.code == 0, ran.err
@@ -134,6 +142,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
     assert sized == ["adapmoe"]
 
 
+@needs_option("co_compute")
 def test_rows_of_two_processors_are_there_where_these_are(cli: Run, folder: Path):
     both = ("--device", "fake", "--host-memory", "4GiB", "--system", "fiddler,hybrimoe,llru")
     ran = cli("bench", folder, "--cache", "50%", *both, *SHORT, "--kernels", "eager", "--json")
@@ -164,11 +173,15 @@ def test_no_row_is_left(cli: Run, folder: Path):
     assert alone.mistake.startswith("--split cuts experts that are packed in segments")
 
 
-def test_splits_are_those_of_algorithm_1(cli: Run):
+def test_splits_are_those_of_algorithm_1(cli: Run, monkeypatch: pytest.MonkeyPatch):
+    """Of a machine whose link takes two layers' time for an expert, whatever this one's takes."""
+    latency = Latency(attention=1e-3, moe=2e-4, head=0.0, load=2.4e-3)
+    monkeypatch.setattr(calibration, "latency_of", lambda driver, head: latency)
     ran = cli("bench", packed(), "--cache", "60%", "--system", "llru,moepic", *SHORT, "--json")
     assert ran.code == 0, ran.err
     llru, moepic = json.loads(ran.out)
     assert sum(map(float, moepic["scope"].split(","))) == pytest.approx(9, abs=1e-4)
     assert "budgets by Algorithm 1 over the warm-up" in moepic["notes"][-1]
+    assert "tops 0." in moepic["notes"][-1]
     assert moepic["same_tokens"]
     assert moepic["bytes_per_token"] != llru["bytes_per_token"]

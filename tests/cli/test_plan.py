@@ -25,6 +25,7 @@ from greenroom.plan.settings import DEFAULT, PLAIN, Setting
 from greenroom.runtime.measure.bandwidth import host
 from greenroom.trace import save
 from tests.cli.conftest import Run
+from tests.options import needs_option
 from tests.plan import models
 from tests.sim import small
 
@@ -304,6 +305,7 @@ def test_moepic_over_a_trace(cli: Run, home: Path):
     assert equal["without"][0] == "split experts, since --scope is given and no --split with it"
 
 
+@needs_option("co_compute")
 def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
     """An expert comes to the device in 40 ms, and the host computes it in 1."""
     nbytes = models.MIB

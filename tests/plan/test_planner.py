@@ -22,6 +22,7 @@ from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.timed import times
 from greenroom.trace import Trace, stream
+from tests.options import needs_option
 from tests.plan.models import COSTS, MIB, MODEL, trace
 
 
@@ -152,6 +153,7 @@ def test_what_has_no_room_for_its_bottoms_is_left_out():
     assert {e.setting.split for e in compare(packed, 2)} == {OFF, "0.75"}
 
 
+@needs_option("miss_precision")
 def test_low_precision_is_among_them_where_it_is_allowed():
     own = with_weights()
     model = replace(MODEL, low=0.25)
@@ -176,6 +178,7 @@ def with_weights() -> Trace:
     return replace(own, weights=rng.random(own.experts.shape).astype(np.float16))
 
 
+@needs_option("co_compute")
 def test_computing_on_the_host_is_among_them_where_it_was_asked_for():
     """An expert comes in 4 ms from host memory too, and the host computes it in 2."""
     costs = replace(COSTS, links=(Link(1e12), *COSTS.links), host=Work.constant(2e-3))

@@ -9,7 +9,6 @@ import pytest
 
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import HostTier
@@ -19,6 +18,8 @@ from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.trace import stream
 from tests.sim import small
 from tests.sim.small import simulate
+
+CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
 
 PIECES = Pieces.whole([0, 8], [1000])
 

@@ -10,7 +10,6 @@ import pytest
 from greenroom.core.config.scheduler import NO_OPTIONS
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.gates import tails
-from greenroom.core.options.precision import precision
 from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.policies import policy
@@ -21,6 +20,8 @@ from greenroom.trace import Trace, stream
 from tests.plan.models import trace
 from tests.sim.small import simulate
 from tests.thresholds import config_of
+
+precision = pytest.importorskip("greenroom.core.options.precision").precision
 
 COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
 BYTES = 4000

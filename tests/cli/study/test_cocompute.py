@@ -11,7 +11,10 @@ from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.trace import save
 from tests.cli.conftest import Run
+from tests.options import needs_option
 from tests.sim import small
+
+pytestmark = needs_option("co_compute")
 
 DISK, BUS = Route("disk", "host", Link(1e9)), Route("host", "device", Link(1e9))
 ROW = ("--capacity", 6, "--expert-bytes", "1MB", "--json")

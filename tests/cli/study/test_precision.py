@@ -14,7 +14,10 @@ from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.trace import load, stream
 from tests.cli.conftest import Run
 from tests.cli.study.test_split import ANSWER, COSTS, asked, prompts, source
+from tests.options import needs_option
 from tests.thresholds import config_of
+
+pytestmark = needs_option("miss_precision")
 
 __all__ = ["prompts", "source"]  # fixtures
 LOW = ("--miss-precision", "int4", "--low-below", 0.9)

@@ -25,7 +25,6 @@ from greenroom.core.events import (
     StartChunk,
 )
 from greenroom.core.options.cocompute import CoCompute
-from greenroom.core.options.precision import precision
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.plan import Approximation
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -111,6 +110,7 @@ def test_both_compute_at_the_same_time():
 
 def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
     """With tokens counted: what is skipped is no request of the cache, but of the step."""
+    precision = pytest.importorskip("greenroom.core.options.precision").precision
     every = pieces()
     tier = HostTier(every, 6, policy("lru"))
     s = Scheduler(

@@ -16,7 +16,6 @@ from greenroom.config import LoadConfig
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import HOST, Resized, Routed
-from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UnknownName
@@ -32,6 +31,8 @@ from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
 from tests.sim.small import simulate
+
+CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 BOTH = SchedulerConfig(co_compute="auto")

@@ -10,7 +10,6 @@ import torch
 import greenroom
 from greenroom.config import LoadConfig
 from greenroom.core.events import Compute, Routed
-from greenroom.core.options.precision import precision
 from greenroom.core.pieces import Copies
 from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
 from greenroom.errors import BudgetError, UsageError
@@ -30,6 +29,8 @@ from tests.hf.conftest import one_line
 from tests.hf.pack.rig import source
 from tests.sim.small import simulate
 from tests.thresholds import config_of
+
+precision = pytest.importorskip("greenroom.core.options.precision").precision
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 OPTIONS: dict[str, Any] = {

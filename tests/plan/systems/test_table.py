@@ -9,6 +9,7 @@ from greenroom.errors import UnknownName, UsageError
 from greenroom.plan.systems.table import SYSTEMS, options, system, systems
 from greenroom.policies import policy
 from greenroom.predictors import predictor
+from tests.options import needs_option
 
 KNOWN = {*LoadConfig.__dataclass_fields__}
 ASKED = (
@@ -56,6 +57,8 @@ def test_what_is_given_goes_before_the_row():
     assert sized["scope"] == "4,4"
 
 
+@needs_option("co_compute")
+@needs_option("miss_precision")
 def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
     every = {*KNOWN, "co_compute", "miss_precision", "pin", "split"}
     assert options(system("hybrimoe"), {}, every)["co_compute"] == "auto"

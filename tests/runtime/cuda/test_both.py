@@ -12,7 +12,6 @@ import torch
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import StartChunk
 from greenroom.core.layout import Copy, Extent
-from greenroom.core.options.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
@@ -27,6 +26,8 @@ from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, DiskStore, cut
 from tests.runtime.cuda.test_host import chunks_of
 from tests.runtime.rig import Rig, in_time
+
+CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
 
 LAYERS, EXPERTS = 3, 6
 

@@ -1,0 +1,78 @@
+"""Each option of the scheduler can be deleted: `make without-options`.
+
+Of each row of the table a copy of the project is made, without its file, its own tests and its
+lines in the table. Linting, types, import rules and the tests must pass there; tests that need the
+option skip themselves (tests/options.py). TESTS="tests/core tests/cli" runs only these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = Path("src/greenroom/core/options")
+TABLE = Path("src/greenroom/core/config/scheduler.py")
+
+
+def names() -> list[str]:
+    return sorted(each.stem for each in (ROOT / OPTIONS).glob("[!_]*.py"))
+
+
+def copy_without(name: str, folder: Path) -> None:
+    """The tracked and the new files of the project, but for one option."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for each in filter(None, files.split("\0")):
+        if (ROOT / each).is_file():
+            (folder / each).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / each, folder / each)
+    (folder / OPTIONS / f"{name}.py").unlink()
+    (folder / f"tests/core/options/test_{name}.py").unlink(missing_ok=True)
+    table = (folder / TABLE).read_text()
+    imported = re.search(rf"^from greenroom\.core\.options\.{name} import (\w+)\n", table, re.M)
+    assert imported is not None
+    table = table.replace(imported[0], "").replace(f"    {imported[1]},\n", "")
+    assert imported[1] not in table
+    (folder / TABLE).write_text(table)
+
+
+def check(folder: Path) -> int:
+    """The exit code of the first check that fails there; 0 where all pass."""
+    python = sys.executable
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    tests = os.environ.get("TESTS", "tests").split()
+    for command in (
+        [python, "-m", "ruff", "check", "."],
+        [python, "-m", "mypy"],
+        [str(Path(python).with_name("lint-imports"))],
+        [python, "-m", "pytest", "-q", "-n", "2", *tests],
+    ):
+        begin = time.monotonic()
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        print(f"  {Path(command[0]).name} {' '.join(command[1:4])}: exit {done.returncode},"
+              f" {time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
+        if done.returncode:
+            print((done.stdout + done.stderr)[-8000:])
+            return done.returncode
+    return 0
+
+
+def main() -> int:
+    for name in names():
+        print(f"without {name}:", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            copy_without(name, Path(folder))
+            if code := check(Path(folder)):
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
