@@ -24,7 +24,7 @@ from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.entries import scores
 from greenroom.runtime.kernels.codegen.formats import encoded
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
 from greenroom.runtime.kernels.dense import attention, stored
 from greenroom.runtime.kernels.dense.accelerate import linear_forward, norm_forward

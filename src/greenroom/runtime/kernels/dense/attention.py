@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import heads
-from greenroom.runtime.kernels.codegen.llvm.emit import LANES
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.dense.guard import Guard
 from greenroom.runtime.kernels.dense.stored import Record, coded, matrix_of, readable, room, scratch
 from greenroom.runtime.kernels.launch import sequence

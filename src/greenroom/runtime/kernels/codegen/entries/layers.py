@@ -15,7 +15,6 @@ from numba import njit
 
 from greenroom.runtime.kernels.codegen.entries.products import dots
 from greenroom.runtime.kernels.codegen.formats.encoded import L_CODES, L_ROW, expanded_rows, one_row
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     STACK,
     address_of,
@@ -32,6 +31,7 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     stack,
     word,
 )
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 
 UNIT = STACK  # weight rows claimed together
 FEW = 8  # weight rows that are expanded together
