@@ -120,9 +120,7 @@ from greenroom.runtime.kernels.codegen.entries import compiled
 from greenroom.runtime.kernels.codegen.entries import choice
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.entries import heads
-from greenroom.runtime.kernels.codegen.formats import integer
 from greenroom.runtime.kernels.codegen.entries import layers
-from greenroom.runtime.kernels.codegen.entries import scores
 from greenroom.runtime.kernels.codegen.formats.expand import NAMES
 from greenroom.runtime.kernels.codegen.jit import WITNESS
 from greenroom.sim.replay import _bound_loop
@@ -133,7 +131,7 @@ for name, policy in POLICIES.items():
         found[key] = FunctionDigest.of(function.py_func)
 kernels = [(compiled.wave, 0, 0), (compiled.combine,), (choice.select, 0), (choice.place,)]
 kernels += [(heads.attend, 0), (heads.project, 0), (layers.gemv, 0), (layers.join,)]
-kernels += [(scores.scores,), (encoded.product, 0, 0), (integer.product, 0)]
+kernels += [(encoded.product, 0, 0, True)]
 for kernel, *options in kernels:
     for dtype, witness in WITNESS.items():
         found[f"{kernel.__name__} {dtype}"] = FunctionDigest.of(kernel(witness, *options))

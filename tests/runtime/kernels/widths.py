@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import BLOCKS, SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.codegen.entries import scores
+from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats import encoded
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
 from greenroom.runtime.kernels.dense import attention, stored
 from greenroom.runtime.kernels.dense.accelerate import linear_forward, norm_forward
@@ -180,10 +180,11 @@ def of_linear(dtype: torch.dtype, width: int, outputs: int) -> Iterator[Case]:
         yield f"linear {name}", Outcome(forward(x), want, 2e-2)
         out = torch.from_numpy(walled(4 * count * outputs)).view(torch.float32)
         wide = moved(x.float())
-        words = array(
-            "q", (layer.weight.data_ptr(), outputs, width, wide.data_ptr(), out.data_ptr(), count)
-        )
-        body(scores.scores, dtype)(words.buffer_info()[0], False)
+        words = array("q", [0] * (layers.OUT_WIDE + 1))
+        words[layers.W], words[layers.W_ROWS] = layer.weight.data_ptr(), outputs
+        words[layers.W_COLUMNS], words[layers.X_ROWS] = width, count
+        words[layers.X_WIDE], words[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
+        body(layers.gemv, dtype, False)(words.buffer_info()[0], False)
         yield f"scores {name}", Outcome(out.view(count, outputs), want - layer.bias.double(), 1e-3)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from greenroom.core.layout import SlotLayout
 from greenroom.core.plan import LOW, SKIP
 from greenroom.runtime.kernels import base, eager
-from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.base import PooledKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
@@ -35,12 +35,8 @@ class ExpertsWithCopies(LayerExperts):
         self.low = LayerExperts(module, *low, self.recipe) if low is not None else None
 
 
-class ApproximateKernel(Kernel):
-    """Another kernel, over `ExpertsWithCopies`; slot s is number s // `pools` of its pool."""
-
-    def __init__(self, kernel: Kernel, pools: int = 1) -> None:
-        self.kernel, self._pools = kernel, pools
-        self.name = kernel.name
+class ApproximateKernel(PooledKernel):
+    """Another kernel, over `ExpertsWithCopies`."""
 
     def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> base.Step:
         """Start a step: x [T, H], weights [T, K]. A layer whose copies no compiled product reads is
@@ -52,7 +48,7 @@ class ApproximateKernel(Kernel):
 
     def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0) -> None:
         """Compute experts of the step from their slots, or from those of their copies, or not."""
-        numbers = [slot // self._pools for slot in slots]
+        numbers = self.numbers(slots)
         if part == SKIP:
             step.leave_out(experts)
         elif part == LOW:

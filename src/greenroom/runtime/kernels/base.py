@@ -96,3 +96,16 @@ class Kernel:
 
     def prepare(self, layer: LayerExperts) -> None:
         """A layer will be computed, wherever its experts are; when a model is attached."""
+
+
+class PooledKernel(Kernel):
+    """Another kernel, over experts in slots of several pools: slot s is number s // `pools` of its
+    pool."""
+
+    def __init__(self, kernel: Kernel, pools: int = 1) -> None:
+        self.kernel, self._pools = kernel, pools
+        self.name = kernel.name
+
+    def numbers(self, slots: Sequence[int]) -> list[int]:
+        """The slots' numbers in their pool."""
+        return [slot // self._pools for slot in slots]

@@ -17,7 +17,6 @@ other order can be.
 
 from __future__ import annotations
 
-import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -34,17 +33,13 @@ from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.codegen.entries import compiled, gating, layers, products
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import Body, body
+from greenroom.runtime.kernels.launch.sequence import bits
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.matrix import Matrix
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
 _SERIAL = 1 << 16  # elements below which the sum over experts is not worth a second thread
-
-
-def _bits(value: float) -> int:
-    """A float32's bits."""
-    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 class Plan:
@@ -81,7 +76,7 @@ class Plan:
             *(layer.slots.address(0), layer.slots.stride, layer.up.offset, layer.down.offset),
             *(layer.hidden, layer.inner, layer.width),
             *(int(layer.interleaved), 0 if self.up_bias is None else self.up_bias.data_ptr()),
-            *(self.activation.code, _bits(self.activation.limit), _bits(self.activation.alpha)),
+            *(self.activation.code, bits(self.activation.limit), bits(self.activation.alpha)),
             int(layer.recipe.compute is None),
             *([word for m in self.matrices for word in m.words] or [0] * 4),
         ]

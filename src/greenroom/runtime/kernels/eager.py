@@ -83,6 +83,36 @@ class Eager(Kernel):
         return Step(layer, x, routing, weights)
 
 
+class Outputs(Step):
+    """Each expert's outputs [n, H] by themselves, for a device's step that sums: before routing
+    weights and norm, by torch's own products."""
+
+    def part(
+        self,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        layer: LayerExperts,
+        carry: bool = False,
+    ) -> None:
+        for expert, slot in zip(experts, slots, strict=True):
+            tokens = torch.from_numpy(self.routing.tokens[self.routing.entries(expert)])
+            up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
+            self.outputs[expert] = tokens, unnormed(layer, expert, self.x[tokens], up, down)
+
+    def rows_of(self, expert: int) -> Tensor:
+        """An expert's outputs."""
+        return self.outputs[expert][1]
+
+
+class Plain(Kernel):
+    """For layers that no compiled kernel knows, beside a device that sums."""
+
+    name = "plain"
+
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+        return Outputs(layer, x, routing, weights)
+
+
 def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:
     """A matrix of the expert in a slot, as the module has it: expanded, and transposed by its flag.
 
@@ -103,9 +133,14 @@ def cast(layer: LayerExperts, tensor: Tensor) -> Tensor:
 
 def forward(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """One expert's output for its rows x [n, H], before the routing weights."""
-    h = cast(layer, layer.gate(project(layer, x, up, layer.up_bias, expert)))
-    h = project(layer, h, down, layer.down_bias, expert)
+    h = unnormed(layer, expert, x, up, down)
     return h if layer.norm is None else layer.norm(h)
+
+
+def unnormed(layer: LayerExperts, expert: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same before a norm that follows each expert."""
+    h = cast(layer, layer.gate(project(layer, x, up, layer.up_bias, expert)))
+    return project(layer, h, down, layer.down_bias, expert)
 
 
 def project(layer: LayerExperts, x: Tensor, w: Tensor, bias: Tensor | None, expert: int) -> Tensor:

@@ -1,7 +1,7 @@
 """How a compiled wave is told of an encoded matrix, and which matrices it can be told of.
 
 By default weights are what their format says, in float32: codes times scales. One token is
-multiplied by whole numbers where the processor has them (integer.py): then only inputs below a 64th
+multiplied by whole numbers where the processor has them (codes.py): then only inputs below a 64th
 of the largest of their 32 neighbours are rounded, to 2^-15 of that one, by less than a rounding of
 the sum to 16 bits, where grouped_mm rounds once more.
 
@@ -20,13 +20,8 @@ import torch
 
 from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
-from greenroom.runtime.kernels.codegen.formats import codes, encoded, integer, packing
-from greenroom.runtime.kernels.codegen.formats.expand import (
-    NAMES,
-)
-from greenroom.runtime.kernels.codegen.formats.row import (
-    GROUP,
-)
+from greenroom.runtime.kernels.codegen.formats import codes, encoded, packing
+from greenroom.runtime.kernels.codegen.formats.expand import GROUP, NAMES
 from greenroom.runtime.kernels.launch.openmp import Body, body
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
@@ -80,11 +75,11 @@ def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Bod
     number = NAMES.index(name)
     if name == PLAIN or (rounded and not exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
-        return body(encoded.product, dtype, number, mask), 0
+        return body(encoded.product, dtype, number, mask, False), 0
     if codes.INTEGERS and name in codes.WHOLE:
         room = packing.room(name, weight.shape[1])
-        return body(integer.product, torch.float32, number), room
-    return body(encoded.product, torch.float32, number, 0), 0
+        return body(encoded.product, torch.float32, number, 0, True), room
+    return body(encoded.product, torch.float32, number, 0, False), 0
 
 
 def _name(weight: WeightSpec) -> str:

@@ -35,7 +35,7 @@ def compile_all(dtype: str) -> None:
     for dense in (layers.gemv, heads.project, heads.attend):
         machine_code(dense, dtype, False)
     machine_code(choice.select, dtype, False)
-    for small in (compiled.combine, layers.rms_norm, layers.join):
+    for small in (compiled.combine, layers.join):
         machine_code(small, dtype)
     for any_type in (layers.in_turn, choice.place):
         machine_code(any_type, "float32")

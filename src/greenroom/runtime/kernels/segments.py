@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
-from greenroom.runtime.kernels.base import Kernel, Step
+from greenroom.runtime.kernels.base import PooledKernel, Step
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.cutting import Cutting
@@ -78,12 +78,8 @@ class SegmentedExperts(LayerExperts):
         return LayerExperts(module, placed, slots, self.recipe, first)
 
 
-class SegmentedKernel(Kernel):
-    """Another kernel, over `SegmentedExperts`; slot s is number s // `pools` of its pool."""
-
-    def __init__(self, kernel: Kernel, pools: int = 1) -> None:
-        self.kernel, self._pools = kernel, pools
-        self.name = kernel.name
+class SegmentedKernel(PooledKernel):
+    """Another kernel, over `SegmentedExperts`."""
 
     def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
         layer.joined.where.clear()  # type: ignore[attr-defined]
@@ -95,7 +91,7 @@ class SegmentedKernel(Kernel):
         """Compute a part of these experts from its slots; all parts, from slots of the same
         numbers, where none is named."""
         layer: SegmentedExperts = step.layer
-        numbers = [slot // self._pools for slot in slots]
+        numbers = self.numbers(slots)
         for number in range(len(layer.parts)) if part is None else (part,):
             if step.by_pieces:
                 for i, segment in enumerate(layer.parts[number]):

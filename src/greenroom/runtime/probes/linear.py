@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from greenroom.core.predictor import Inputs
-from greenroom.runtime.kernels.codegen.entries import scores as kernel
+from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.launch.openmp import body
 from greenroom.runtime.probes.routers import Router
 
@@ -83,9 +83,11 @@ class Linear:
             result: Floats = product.float().numpy()
             return result
         out = torch.empty((len(x), experts), dtype=torch.float32)
-        addresses = (weight.data_ptr(), experts, hidden, _address(x), out.data_ptr())
-        words = array("q", (*addresses, len(x)))
-        body(kernel.scores, weight.dtype)(words.buffer_info()[0], False)
+        words = array("q", [0] * (layers.OUT_WIDE + 1))
+        words[layers.W : layers.W_COLUMNS + 1] = array("q", (weight.data_ptr(), experts, hidden))
+        words[layers.X_ROWS] = len(x)
+        words[layers.X_WIDE], words[layers.OUT_WIDE] = _address(x), out.data_ptr()
+        body(layers.gemv, weight.dtype, False)(words.buffer_info()[0], False)
         scored: Floats = out.numpy()
         return scored
 

@@ -14,7 +14,6 @@ float32 modules stay torch's: another order of summation would be the whole dist
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +45,7 @@ from greenroom.runtime.kernels.dense.stored import (
     stored_of,
 )
 from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.sequence import bits
 
 FEW = 16  # tokens
 _SERIAL = 1 << 17  # weights below which a second thread is not worth its start
@@ -302,8 +302,8 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
-    enter, limit = body(layers.rms_norm, dtype), 1 << 14
-    epsilon = struct.unpack("<i", struct.pack("<f", eps))[0]
+    enter, limit = body(layers.join, dtype), 1 << 14
+    epsilon = bits(eps)
     empty_like, grad = torch.empty_like, torch.is_grad_enabled
 
     @outside_graphs
@@ -322,8 +322,8 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
         words = array(
             "q",
             (
-                *(0, x.data_ptr(), out.data_ptr(), weight.data_ptr()),
-                *(size // n, n, epsilon, style),
+                *(0, x.data_ptr(), 0, 0, out.data_ptr(), weight.data_ptr()),
+                *(n, epsilon, style, size // n - 1),
             ),
         )
         enter(words.buffer_info()[0], False)

@@ -10,7 +10,6 @@ it has no room. Whether a class is of that kind is found by trying: its own forw
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import heads
-from greenroom.runtime.kernels.codegen.llvm.emit import LANES
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
 from greenroom.runtime.kernels.dense.guard import Guard
 from greenroom.runtime.kernels.dense.stored import Record, coded, matrix_of, readable, room, scratch
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.sequence import bits
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -49,11 +49,6 @@ class Room(NamedTuple):
 
 # (cache, layer) -> room for one more token, or None: the cache must be updated.
 Reserve = Callable[[Any, int], "Room | None"]
-
-
-def bits(value: float) -> int:
-    """A float32's bits."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def _address(tensor: Tensor | None) -> int:

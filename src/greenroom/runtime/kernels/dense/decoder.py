@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import heads, layers
-from greenroom.runtime.kernels.dense.attention import OneToken, Positions, Room, Style, bits
+from greenroom.runtime.kernels.dense.attention import OneToken, Positions, Room, Style
 from greenroom.runtime.kernels.dense.guard import Guard
 from greenroom.runtime.kernels.dense.patterns import routed
 from greenroom.runtime.kernels.dense.router import Asked, Router
 from greenroom.runtime.kernels.launch import sequence
 from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.sequence import bits
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
 Onto = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -70,7 +71,7 @@ class FusedDecoderLayer:
         onto: Onto | None,
     ) -> None:
         """`names` are those of the norms and of the block that follows the second."""
-        self._layer, self._one = layer, one
+        self._layer, self.one = layer, one
         parts: dict[str, Any] = dict(layer._modules)
         first, second, self._name = names
         self._block: nn.Module = parts[self._name]
@@ -97,11 +98,11 @@ class FusedDecoderLayer:
         self.forward = layer_forward(self, layer)
 
     def _attention(self) -> str:
-        return next(n for n, part in self._layer._modules.items() if part is self._one.module)
+        return next(n for n, part in self._layer._modules.items() if part is self.one.module)
 
     def _words(self, weight: Tensor, style: Style) -> array[int]:
         words = array("q", [0] * layers.JOIN_WORDS)
-        words[layers.J_WEIGHT], words[layers.J_COLUMNS] = weight.data_ptr(), self._one.hidden
+        words[layers.J_WEIGHT], words[layers.J_COLUMNS] = weight.data_ptr(), self.one.hidden
         words[layers.J_STYLE], words[layers.J_EPS] = style[0], bits(style[1])
         return words
 
@@ -109,7 +110,7 @@ class FusedDecoderLayer:
         """(router, experts, shape of the router's input) of a block that has nothing else."""
         for name, part in self._block._modules.items():
             if hasattr(part, "num_experts") and hasattr(part, "_apply_gate"):
-                found = routed(self._block, name, self._one.hidden, self._one.dtype)
+                found = routed(self._block, name, self.one.hidden, self.one.dtype)
                 if found is not None:
                     return found[0], part, found[1]
         return "", None, ()
@@ -118,7 +119,7 @@ class FusedDecoderLayer:
         """The router, where its choice can be compiled."""
         if self._experts is None:
             return None
-        return Router.of(self._block._modules[self._router], self._shape, self._one.dtype)  # type: ignore[arg-type]
+        return Router.of(self._block._modules[self._router], self._shape, self.one.dtype)  # type: ignore[arg-type]
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids of the experts that x [T, hidden] goes to, their weights), [T, K] each."""
@@ -130,7 +131,7 @@ class FusedDecoderLayer:
 
     def takes(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
         """Is this call one that the compiled bodies know, of the parts that they know?"""
-        return self._parts.holds() and self._one.takes(
+        return self._parts.holds() and self.one.takes(
             x,
             kwargs.get("position_embeddings"),
             kwargs.get("attention_mask"),
@@ -140,11 +141,11 @@ class FusedDecoderLayer:
     def __call__(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output for x [1, 1, hidden]; None, and nothing done, where the cache has no
         room for one more token."""
-        room = self._one.room(kwargs["past_key_values"])
+        room = self.one.room(kwargs["past_key_values"])
         if room is None:
             return None
         # Few of torch's operations: on cold caches an empty tensor or a view takes 10 microseconds.
-        residual, state = (torch.empty(1, self._one.hidden, dtype=x.dtype) for _ in range(2))
+        residual, state = (torch.empty(1, self.one.hidden, dtype=x.dtype) for _ in range(2))
         work = self.work(room.tokens)
         stages = self._stages(x, kwargs["position_embeddings"], room, residual, state, work)
         if self._experts is None or self._onto is None or not self._plain.holds():
@@ -168,13 +169,9 @@ class FusedDecoderLayer:
         assert self.choice is not None
         guard = Guard()
         guard.same(vars(self._layer), "forward", self.forward)
-        for each in (self.choice.guard, self._plain, self._parts, self._one.guard):
+        for each in (self.choice.guard, self._plain, self._parts, self.one.guard):
             guard.include(each)
         return guard
-
-    def room(self, cache: Any) -> Room | None:
-        """Room for one more token in a cache, or None."""
-        return self._one.room(cache)
 
     def takes_part(self) -> Key | None:
         """(experts module, how many are chosen, type of weights) where one region can do it all."""
@@ -185,24 +182,14 @@ class FusedDecoderLayer:
     @property
     def kind(self) -> tuple[Any, ...] | None:
         """Layers of one kind take the same calls; None of those that one region cannot do."""
-        one = self._one
+        one = self.one
         kind = type(one.module), one.hidden, one.width, one.dtype
         return None if self.takes_part() is None else kind
-
-    @property
-    def index(self) -> int:
-        """The layer's number in a cache."""
-        return int(self._one.module.layer_idx)
-
-    @property
-    def stride(self) -> int:
-        """Bytes of `stored.scratch` that a thread needs."""
-        return self._one.stride
 
     def work(self, tokens: int) -> Tensor:
         """Memory for the stages up to the choice with a context of so many tokens."""
         # Beside the attention's: two rows of the model's type.
-        return self._one.work(tokens, beside=self._one.hidden)
+        return self.one.work(tokens, beside=self.one.hidden)
 
     def up_to_choice(
         self,
@@ -241,7 +228,7 @@ class FusedDecoderLayer:
         first = {"position_embeddings": positions[0], "past_key_values": together.caches[0]}
         if not self.takes(tokens[0], {**kwargs, **first}):  # and so are the others
             return None
-        rooms = [room for cache in together.caches if (room := self._one.room(cache)) is not None]
+        rooms = [room for cache in together.caches if (room := self.one.room(cache)) is not None]
         if len(rooms) < len(tokens):
             if rooms:
                 raise AssertionError("caches of one batch are of one kind")
@@ -257,7 +244,7 @@ class FusedDecoderLayer:
     def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """The stages of several tokens, side by side."""
         begin, project, attend, middle = zip(*rows, strict=True)
-        join, one = body(layers.join_rows, self._one.dtype), self._one
+        join, one = body(layers.join_rows, self.one.dtype), self.one
         work = torch.empty(4, len(rows), one.widest)
         sequence.run(
             (
@@ -287,7 +274,7 @@ class FusedDecoderLayer:
         work: Tensor,
     ) -> tuple[sequence.Stage, ...]:
         """total = x + attention(norm(x)), out = its norm, by way of `work`."""
-        one = self._one
+        one = self.one
         normed = work.data_ptr() + 4 * (work.numel() - one.hidden)
         attended = normed + one.hidden * x.itemsize
         begin, middle = array("q", self._begin), array("q", self._middle)

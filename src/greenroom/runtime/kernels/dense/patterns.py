@@ -7,13 +7,14 @@ So a decoder layer of the common kind is known by its bits, whatever it and its 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 _SCALES = (1.0, 1e4)  # of all tensors: a clamp would show
+Found = TypeVar("Found")
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # a part's name, and what it was called with
@@ -68,6 +69,12 @@ class _Draw:
         return (x * self._scale).to(self._dtype)
 
 
+def _agreed(find: Callable[[_Draw], Found], hidden: int, dtype: torch.dtype) -> Found | None:
+    """What is found with tensors of every size, where it is the same."""
+    found = {find(_Draw(hidden, dtype, scale)) for scale in _SCALES}
+    return found.pop() if len(found) == 1 else None
+
+
 def sublayers(
     layer: nn.Module, attention: str, norms: Collection[str], hidden: int, dtype: torch.dtype
 ) -> tuple[str, str, str] | None:
@@ -77,9 +84,7 @@ def sublayers(
 
     in its type, from parts among which the attention and those that are norms are known.
     """
-    draws = [_Draw(hidden, dtype, scale) for scale in _SCALES]
-    found = {_sublayers(layer, attention, norms, draw) for draw in draws}
-    return found.pop() if len(found) == 1 else None
+    return _agreed(lambda draw: _sublayers(layer, attention, norms, draw), hidden, dtype)
 
 
 def _sublayers(
@@ -128,9 +133,7 @@ def routed(
 
     and nothing besides.
     """
-    draws = [_Draw(hidden, dtype, scale) for scale in _SCALES]
-    found = {_routed(block, experts, draw) for draw in draws}
-    return found.pop() if len(found) == 1 else None
+    return _agreed(lambda draw: _routed(block, experts, draw), hidden, dtype)
 
 
 def _routed(block: nn.Module, experts: str, draw: _Draw) -> tuple[str, tuple[int, ...]] | None:

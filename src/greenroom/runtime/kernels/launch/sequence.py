@@ -6,6 +6,7 @@ one body writes the next one may read, since all are told beforehand where it li
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -15,6 +16,11 @@ from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.launch.openmp import BARRIER, Body, body
 
 Stage = tuple[Body, "array[int]"]  # a body, and the words that it is entered with
+
+
+def bits(value: float) -> int:
+    """A float32's bits, as a word holds them."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def of_rows(body_of_rows: Body, each: Sequence[array[int]], wide: int = 0, out: int = 0) -> Stage:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +23,18 @@ from greenroom.runtime.kernels.dense.attention import Positions, Room
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Key
 from greenroom.runtime.kernels.dense.guard import Guard
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
-from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
+
+if TYPE_CHECKING:
+    from greenroom.runtime.forward import FusedExperts
 
 Forward = Callable[..., Any]
 TakeBack = Callable[[Any, int], None]
 
 
-class Experts(Protocol):
-    """The experts of layers that follow one another."""
-
-    @property
-    def ready(self) -> bool:
-        """Has every expert a slot?"""
-
-    @property
-    def each(self) -> Sequence[OneTokenExperts] | None:
-        """Those of each layer; None where one of them is no matter of one region."""
-
-    @property
-    def firsts(self) -> Sequence[int]:
-        """The layers' first pieces."""
-
-    def several(self, first: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
-        """`Driver.several` for the layers from number `first` on."""
-
-
 def fuse_layers(
     model: nn.Module,
     layers: Mapping[nn.Module, FusedDecoderLayer],
-    make_experts: Callable[[Sequence[Key]], Experts | None],
+    make_experts: Callable[[Sequence[Key]], FusedExperts | None],
     take_back: TakeBack,
 ) -> None:
     """Fuse the layers of a kind that stand side by side in a list of a model's.
@@ -84,7 +67,7 @@ class FusedLayers:
     """Layers of one kind that may follow one another in a model: their forwards."""
 
     def __init__(
-        self, links: Sequence[FusedDecoderLayer], experts: Experts, take_back: TakeBack
+        self, links: Sequence[FusedDecoderLayer], experts: FusedExperts, take_back: TakeBack
     ) -> None:
         self._links, self._experts, self._take_back = tuple(links), experts, take_back
         self._in_order: bool | None = None  # not known yet
@@ -177,7 +160,7 @@ class FusedLayers:
     def _forget(self, kwargs: dict[str, Any], first: int, end: int) -> None:
         """The layers from number `first` on have not seen this token."""
         for link in self._links[first:end]:
-            self._take_back(kwargs["past_key_values"], link.index)
+            self._take_back(kwargs["past_key_values"], link.one.module.layer_idx)
 
 
 def _same(kwargs: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -193,7 +176,7 @@ class _Token:
     def __init__(
         self,
         links: Sequence[FusedDecoderLayer],
-        experts: Experts,
+        experts: FusedExperts,
         state: _Pass,
         x: Tensor,
         kwargs: dict[str, Any],
@@ -252,7 +235,7 @@ class _Token:
         """Room for the token in every layer's cache; False where one has none."""
         cache = self._kwargs["past_key_values"]
         for link in self._links:
-            room = link.room(cache)
+            room = link.one.room(cache)
             if room is None:
                 return False
             self.rooms.append(room)

@@ -70,7 +70,7 @@ class LaunchPlan:
         self._work = max((link.work(self._most) for link in links), key=Tensor.numel)
         self._memory = max((each.room() for each in experts), key=Tensor.numel)
         self._strides = (
-            max(link.stride for link in links),
+            max(link.one.stride for link in links),
             max(each.stride for each in experts),
         )
         self._kernel = experts[0]

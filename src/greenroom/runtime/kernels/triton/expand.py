@@ -11,23 +11,7 @@ import triton
 import triton.language as tl
 
 # What a kernel is compiled for. Those that are missing here are left to the eager kernel.
-CODES = {
-    "plain": 0,
-    "int8": 1,
-    "int4": 2,
-    "mxfp4": 3,
-    "q8_0": 4,
-    "q4_0": 5,
-    "gguf_mxfp4": 6,
-    "fp8": 7,
-}
-_PLAIN = tl.constexpr(0)
-_INT8 = tl.constexpr(1)
-_INT4 = tl.constexpr(2)
-_MXFP4 = tl.constexpr(3)
-_Q8_0 = tl.constexpr(4)
-_Q4_0 = tl.constexpr(5)
-_GGUF_MXFP4 = tl.constexpr(6)
+ENCODINGS = {"plain", "int8", "int4", "mxfp4", "q8_0", "q4_0", "gguf_mxfp4", "fp8"}
 
 
 @triton.jit
@@ -76,29 +60,29 @@ def expand(
                    bytes of a row
     scale_n:       scales of a row; span_n, span_k: outputs and inputs that share one (fp8)
     """
-    if ENCODING == _PLAIN:
+    if ENCODING == "plain":
         w = tl.load(codes + n * row_n + k * row_k, mask=mask, other=0.0)
     else:
-        if ENCODING == _INT8:
+        if ENCODING == "int8":
             c = tl.load(codes + n * row_n + k, mask=mask, other=0).to(tl.float32)
             s = tl.load(scales + n * scale_n + k // 64, mask=mask, other=0.0).to(tl.float32)
-        elif ENCODING == _INT4:
+        elif ENCODING == "int4":
             c = (_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask) - 8).to(tl.float32)
             s = tl.load(scales + n * scale_n + k // 32, mask=mask, other=0.0).to(tl.float32)
-        elif ENCODING == _MXFP4:
+        elif ENCODING == "mxfp4":
             c = _e2m1(_nibble(codes, n * row_n + k // 2, (k % 2) * 4, mask))
             s = _e8m0(tl.load(scales + n * scale_n + k // 32, mask=mask, other=0).to(tl.int32))
-        elif ENCODING == _Q8_0:
+        elif ENCODING == "q8_0":
             block = n * row_n + (k // 32) * 34
             c = tl.load(codes + block + 2 + k % 32, mask=mask, other=0)
             c = c.to(tl.int8, bitcast=True).to(tl.float32)
             s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
-        elif ENCODING == _Q4_0:
+        elif ENCODING == "q4_0":
             block = n * row_n + (k // 32) * 18
             c = _nibble(codes, block + 2 + k % 16, (k % 32 // 16) * 4, mask) - 8
             c = c.to(tl.float32)
             s = tl.load(scales + block // 2, mask=mask, other=0.0).to(tl.float32)
-        elif ENCODING == _GGUF_MXFP4:
+        elif ENCODING == "gguf_mxfp4":
             block = n * row_n + (k // 32) * 17
             c = _e2m1(_nibble(codes, block + 1 + k % 16, (k % 32 // 16) * 4, mask))
             s = _e8m0(tl.load(codes + block, mask=mask, other=0).to(tl.int32))

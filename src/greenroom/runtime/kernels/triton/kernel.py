@@ -26,10 +26,9 @@ from greenroom.runtime.kernels.activation import RAW, Activation, find_activatio
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.layer import LayerExperts
-from greenroom.runtime.kernels.plain import Plain
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.triton import programs
-from greenroom.runtime.kernels.triton.expand import CODES
+from greenroom.runtime.kernels.triton.expand import ENCODINGS
 
 Words = NDArray[np.int64]
 
@@ -46,7 +45,7 @@ def unread(layer: LayerExperts) -> str | None:
         return "float32 experts, for which eager is the nearest to transformers"
     if layer.recipe.compute is not None:
         return f"experts that compute in {str(layer.recipe.compute)[6:]}"
-    encodings = {w.encoding for w in (layer.up_weight, layer.down_weight)} - CODES.keys()
+    encodings = {w.encoding for w in (layer.up_weight, layer.down_weight)} - ENCODINGS
     return f"experts in {', '.join(sorted(encodings))}" if encodings else None
 
 
@@ -57,7 +56,7 @@ class Matrix:
     codes: Tensor
     scales: Tensor
     numbers: tuple[int, ...]  # code_at, scale_at, row_n, row_k, scale_n, span_n, span_k
-    encoding: int
+    encoding: str
     units: tuple[int, int]  # elements of codes, of scales, in a unit of a slot's offset
 
     @classmethod
@@ -79,7 +78,7 @@ class Matrix:
             _anchor(layer, code),
             _anchor(layer, scale),
             (codes.offset // sizes[0], scales.offset // sizes[1], row_n, row_k, scale_n, *span),
-            CODES[weight.encoding],
+            weight.encoding,
             (programs.UNIT // sizes[0], programs.UNIT // sizes[1]),
         )
 
@@ -113,7 +112,7 @@ class Step(base.Step):
     """A step under way: mid [S, 2I] where the activation is the module's, act [S, I] and out
     [S, H], all in the layer's type; S is the number of entries of the routing."""
 
-    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "raw", "sizes", "tokens")
+    __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "tokens")
 
     def __init__(
         self, layer: LayerExperts, plan: Plan, x: Tensor, routing: Routing, weights: Tensor
@@ -126,8 +125,7 @@ class Step(base.Step):
         def empty(columns: int) -> Tensor:
             return torch.empty(entries, columns, dtype=layer.dtype, device=plan.device)
 
-        self.raw = plan.activation.code == RAW
-        self.mid = empty(layer.width) if self.raw else None
+        self.mid = empty(layer.width) if plan.activation.code == RAW else None
         self.act, self.out = empty(layer.inner), empty(layer.hidden)
         self.tokens: Tensor | None = None  # [S], with the first wave's words
         self.order: Tensor | None = None  # [T, K, 2]
@@ -175,29 +173,42 @@ class Step(base.Step):
 
     def project(self, words: Tensor) -> None:
         """Launch both projections of the tiles that were sent to the device, and nothing else."""
-        tiles = len(words) // 4
-        layer, plan, (m, n, k) = self.layer, self.plan, self.sizes
-        shape = {"M": m, "N": n, "K": k, "WIDE": plan.wide, "num_stages": STAGES}
-        activation = plan.activation
-        biased = layer.up_bias is not None
-        programs.up[(triton.cdiv(layer.inner, n), tiles)](
-            *(self.x, words, self.tokens, plan.up.codes, plan.up.scales),
-            *(layer.up_bias if biased else plan.none, self.mid if self.raw else self.act),
-            *(layer.hidden, layer.inner, *plan.up.numbers),
-            *(float(activation.limit), float(activation.alpha)),
-            ENCODING=plan.up.encoding, GATED=layer.has_gate, INTERLEAVED=layer.interleaved,
-            ACTIVATION=activation.code, BIAS=biased,
-            CODE_UNITS=plan.up.units[0], SCALE_UNITS=plan.up.units[1], **shape,
-        )  # fmt: skip
-        if self.mid is not None:  # of all entries: others' rows are written again in their wave
-            self.act.copy_(layer.gate(self.mid))
-        biased = layer.down_bias is not None
-        programs.down[(triton.cdiv(layer.hidden, n), tiles)](
-            *(self.act, words, plan.down.codes, plan.down.scales),
-            *(layer.down_bias if biased else plan.none, self.out),
-            *(layer.inner, layer.hidden, *plan.down.numbers),
-            ENCODING=plan.down.encoding, BIAS=biased,
-            CODE_UNITS=plan.down.units[0], SCALE_UNITS=plan.down.units[1], **shape,
+        layer, plan, mid = self.layer, self.plan, self.mid
+        assert self.tokens is not None
+        self.launch(
+            *(words, plan.up, self.x, layer.up_bias, self.act if mid is None else mid),
+            *(layer.hidden, layer.inner, plan.activation, self.tokens),
+        )
+        if mid is not None:  # of all entries: others' rows are written again in their wave
+            self.act.copy_(layer.gate(mid))
+        self.launch(
+            *(words, plan.down, self.act, layer.down_bias, self.out, layer.inner, layer.hidden)
+        )
+
+    def launch(
+        self,
+        words: Tensor,
+        matrix: Matrix,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        inputs: int,
+        outputs: int,
+        activation: Activation | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """A projection of tiles: the up projection, with its activation and the tokens' places in
+        x, or the down projection."""
+        up, layer, (m, n, k) = activation is not None, self.layer, self.sizes
+        applied = activation or Activation()
+        programs.project[(triton.cdiv(outputs, n), len(words) // 4)](
+            *(x, words, words if tokens is None else tokens, matrix.codes, matrix.scales),
+            *(self.plan.none if bias is None else bias, out, inputs, outputs, *matrix.numbers),
+            *(float(applied.limit), float(applied.alpha)),
+            ENCODING=matrix.encoding, GATHERED=tokens is not None, GATED=up and layer.has_gate,
+            INTERLEAVED=up and layer.interleaved, ACTIVATION=applied.code, BIAS=bias is not None,
+            CODE_UNITS=matrix.units[0], SCALE_UNITS=matrix.units[1],
+            WIDE=self.plan.wide, M=m, N=n, K=k, num_stages=STAGES,
         )  # fmt: skip
 
     def total(self) -> Tensor:
@@ -229,7 +240,7 @@ class Step(base.Step):
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
         compiled = CpuKernel()
-        return compiled if compiled.fuses(layer) else Plain()
+        return compiled if compiled.fuses(layer) else eager.Plain()
 
 
 class Triton(Kernel):

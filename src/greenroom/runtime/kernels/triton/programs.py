@@ -1,4 +1,4 @@
-"""The three programs of a step: up projection with activation, down projection, sum over experts.
+"""The two programs of a step: a projection, perhaps with its activation, and the sum over experts.
 
 A tile is up to M entries (a token and one of its experts) of one expert; a program computes N
 outputs of a tile. Weights are read where they lie: `words` has for each tile where its slot begins
@@ -12,16 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from greenroom.runtime.kernels.codegen.entries import gating
 from greenroom.runtime.kernels.triton.expand import expand
 
 UNIT = 64  # bytes
 
-# As in kernels/compiled.py, which needs Numba.
-_RAW = tl.constexpr(0)
-_SILU = tl.constexpr(1)
-_SILU_FLOAT = tl.constexpr(2)
-_CLAMPED = tl.constexpr(3)
-_RELU2 = tl.constexpr(4)
+_RAW, _SILU = tl.constexpr(gating.RAW), tl.constexpr(gating.SILU)
+_SILU_FLOAT, _RELU2 = tl.constexpr(gating.SILU_FLOAT), tl.constexpr(gating.RELU2)
 
 
 @triton.jit
@@ -68,17 +65,18 @@ def _activate(g, u, limit, alpha, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def up(
+def project(
     x, words, tokens, codes, scales, bias, out,
-    hidden, inner, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
-    ENCODING: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    inputs, outputs, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k, limit, alpha,
+    ENCODING: tl.constexpr, GATHERED: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
     CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """out [entries, I] = activation of x [T, H] times a tile's expert's first matrix.
+    """out [entries, outputs] = activation of x times a matrix of a tile's expert.
 
-    With _RAW there is no activation: out is [entries, 2I or I], as the module lays it out.
+    x is [T, inputs], found by `tokens` where GATHERED, or else [entries, inputs]. With _RAW there
+    is no activation: where GATED, out is [entries, 2 outputs], as the module lays it out.
     """
     KIND: tl.constexpr = out.dtype.element_ty
     tile, block = tl.program_id(1), tl.program_id(0)
@@ -87,18 +85,17 @@ def up(
     codes += slot * CODE_UNITS + code_at
     scales += slot * SCALE_UNITS + scale_at
     m, n = tl.arange(0, M), block * N + tl.arange(0, N)
-    there = (m < count)[:, None]
-    token = tl.load(tokens + first + m, mask=m < count, other=0)
-    width = inner * 2 if GATED else inner
+    there, row = (m < count)[:, None], first + m
+    source = tl.load(tokens + row, mask=m < count, other=0) if GATHERED else row
+    width = outputs * 2 if GATED else outputs
     gate_n = n * 2 if INTERLEAVED else n
-    up_n = (n * 2 + 1 if INTERLEAVED else n + inner) if GATED else n
+    up_n = (n * 2 + 1 if INTERLEAVED else n + outputs) if GATED else n
     g, u = tl.zeros((M, N), tl.float32), tl.zeros((M, N), tl.float32)
-    for k0 in range(0, hidden, K):
+    for k0 in range(0, inputs, K):
         k = k0 + tl.arange(0, K)
-        inside = (k < hidden)[:, None] & (n < inner)[None, :]
-        a = tl.load(
-            x + token[:, None] * hidden + k[None, :], mask=there & (k < hidden)[None, :], other=0.0
-        )
+        inside = (k < inputs)[:, None] & (n < outputs)[None, :]
+        place = x + source[:, None] * inputs + k[None, :]
+        a = tl.load(place, mask=there & (k < inputs)[None, :], other=0.0)
         if GATED:
             w = expand(codes, scales, gate_n[None, :], k[:, None], inside, row_n, row_k, scale_n,
                        span_n, span_k, KIND, ENCODING)  # fmt: skip
@@ -107,49 +104,17 @@ def up(
                    span_n, span_k, KIND, ENCODING)  # fmt: skip
         u = _dot(a, w, u, WIDE)
     bias += expert * width
-    row, known = first + m, there & (n < inner)[None, :]
-    u = _sum(u, bias, up_n, n < inner, KIND, BIAS)
+    known = there & (n < outputs)[None, :]
+    u = _sum(u, bias, up_n, n < outputs, KIND, BIAS)
     if GATED:
-        g = _sum(g, bias, gate_n, n < inner, KIND, BIAS)
+        g = _sum(g, bias, gate_n, n < outputs, KIND, BIAS)
     if ACTIVATION == _RAW:
         if GATED:
             tl.store(out + row[:, None] * width + gate_n[None, :], g.to(KIND), mask=known)
         tl.store(out + row[:, None] * width + up_n[None, :], u.to(KIND), mask=known)
     else:
         h = _activate(g, u, limit, alpha, KIND, ACTIVATION)
-        tl.store(out + row[:, None] * inner + n[None, :], h.to(KIND), mask=known)
-
-
-@triton.jit
-def down(
-    act, words, codes, scales, bias, out,
-    inner, hidden, code_at, scale_at, row_n, row_k, scale_n, span_n, span_k,
-    ENCODING: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    CODE_UNITS: tl.constexpr, SCALE_UNITS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """out [entries, H] = act [entries, I] times a tile's expert's second matrix."""
-    KIND: tl.constexpr = out.dtype.element_ty
-    tile, block = tl.program_id(1), tl.program_id(0)
-    slot, expert = tl.load(words + 4 * tile), tl.load(words + 4 * tile + 1)
-    first, count = tl.load(words + 4 * tile + 2), tl.load(words + 4 * tile + 3)
-    codes += slot * CODE_UNITS + code_at
-    scales += slot * SCALE_UNITS + scale_at
-    m, n = tl.arange(0, M), block * N + tl.arange(0, N)
-    there, row = (m < count)[:, None], first + m
-    total = tl.zeros((M, N), tl.float32)
-    for k0 in range(0, inner, K):
-        k = k0 + tl.arange(0, K)
-        inside = (k < inner)[:, None] & (n < hidden)[None, :]
-        a = tl.load(
-            act + row[:, None] * inner + k[None, :], mask=there & (k < inner)[None, :], other=0.0
-        )
-        w = expand(codes, scales, n[None, :], k[:, None], inside, row_n, row_k, scale_n,
-                   span_n, span_k, KIND, ENCODING)  # fmt: skip
-        total = _dot(a, w, total, WIDE)
-    h = _sum(total, bias + expert * hidden, n, n < hidden, KIND, BIAS)
-    known = there & (n < hidden)[None, :]
-    tl.store(out + row[:, None] * hidden + n[None, :], h.to(KIND), mask=known)
+        tl.store(out + row[:, None] * outputs + n[None, :], h.to(KIND), mask=known)
 
 
 @triton.jit

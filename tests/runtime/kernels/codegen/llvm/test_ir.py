@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 from greenroom.runtime.kernels.codegen.llvm import ir
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS, LANES
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, LANES
 
 BF16, F32 = np.uint16(0), np.float32(0)
 

@@ -16,8 +16,9 @@ from greenroom.runtime.kernels.codegen.entries.gating import (
     activate,
     finish,
 )
-from greenroom.runtime.kernels.codegen.llvm.emit import LANES
-from greenroom.runtime.kernels.codegen.llvm.lanes import Lanes, exponentials, over_rows
+from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.values import Value
 
 F, BF16 = np.float32(0), np.uint16(0)
 LENGTHS = [1, LANES - 1, LANES, 2 * LANES + 3]
@@ -25,7 +26,7 @@ BESIDE = np.float32(-77)
 
 
 @over_rows("fk2", "fk", scalars=1)
-def _mixed(kind, x, y, every_second, factor: Lanes):
+def _mixed(kind, x, y, every_second, factor: Value):
     return (x + y * factor, every_second - x)
 
 

@@ -12,7 +12,8 @@ from numba import njit
 
 from greenroom.runtime.kernels.codegen.entries.ties import ordered
 from greenroom.runtime.kernels.codegen.llvm.ir import address_of, claim, get, put, put_word, word
-from greenroom.runtime.kernels.codegen.llvm.lanes import Lanes, exponentials, over_rows
+from greenroom.runtime.kernels.codegen.llvm.lanes import exponentials, over_rows
+from greenroom.runtime.kernels.codegen.llvm.values import Value
 
 F, ONE = np.float32(0), np.float32(1)
 
@@ -36,7 +37,7 @@ PLACE_WORDS = 14
 
 
 @over_rows("f", "f", scalars=1)
-def shares(kind: Any, x: Lanes, total: Lanes) -> Lanes:
+def shares(kind: Any, x: Value, total: Value) -> Value:
     return x / total
 
 

@@ -20,10 +20,10 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     float_of,
     get,
     put,
-    rounded,
     size_of,
     word,
 )
+from greenroom.runtime.kernels.codegen.llvm.lanes import over_rows
 
 # The words of `wave`. APART: rows of an expert up to which encoded weights are multiplied with one
 # at a time. Slots, experts and finished units (one each per expert) follow them.
@@ -183,6 +183,21 @@ def wave(kind, by_columns, by_code):
     return enter
 
 
+@over_rows("ff", "f", scalars=1)
+def add(kind, total, y, weight):
+    return total + y * weight
+
+
+@over_rows("ff", "f", scalars=1)
+def add_rounded(kind, total, y, weight):
+    return total + (y * weight).rounded(kind)
+
+
+@over_rows("ff", "f", scalars=1)
+def add_all_rounded(kind, total, y, weight):
+    return (total + (y * weight).rounded(kind)).rounded(kind)
+
+
 def combine(kind):
     """Round the experts' sums, add their biases, weight them and add them up, by ascending id."""
 
@@ -216,23 +231,15 @@ def combine(kind):
                     b = bias + size * (expert * hidden + c0) if bias != 0 else 0
                     finish(kind, y, b, n, rounds)
                     total = sums + 4 * (word(token_of, j) * hidden + c0)
-                    weight = (
-                        get(kind, weights, word(row_of, j))
-                        if narrow
-                        else get(F, weights, word(row_of, j))
-                    )
+                    at = word(row_of, j)
+                    weight = get(kind, weights, at) if narrow else get(F, weights, at)
+                    places = total, y, total
                     if round_product and round_sum:
-                        for c in range(n):
-                            v = rounded(kind, get(F, y, c) * weight)
-                            put(F, total, c, rounded(kind, get(F, total, c) + v))
+                        add_all_rounded(kind, n, places, (weight,))
                     elif round_product:
-                        for c in range(n):
-                            v = rounded(kind, get(F, y, c) * weight)
-                            put(F, total, c, get(F, total, c) + v)
+                        add_rounded(kind, n, places, (weight,))
                     else:
-                        for c in range(n):
-                            v = get(F, y, c) * weight
-                            put(F, total, c, get(F, total, c) + v)
+                        add(kind, n, places, (weight,))
             for t in range(tokens):
                 for c in range(n):
                     v = get(F, sums + 4 * (t * hidden + c0), c)

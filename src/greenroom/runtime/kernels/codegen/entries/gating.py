@@ -9,24 +9,25 @@ from typing import Any
 
 from numba import njit
 
-from greenroom.runtime.kernels.codegen.llvm.lanes import Lanes, over_rows
+from greenroom.runtime.kernels.codegen.llvm.lanes import over_rows
+from greenroom.runtime.kernels.codegen.llvm.values import Value
 
 # Activations that are computed here; the others are called on the module.
 RAW, SILU, SILU_FLOAT, CLAMPED, RELU2 = range(5)
 
 
 @over_rows("f", "f")
-def round_row(kind: Any, x: Lanes) -> Lanes:
+def round_row(kind: Any, x: Value) -> Value:
     return x.rounded(kind)
 
 
 @over_rows("fk", "f")
-def add_bias(kind: Any, x: Lanes, bias: Lanes) -> Lanes:
+def add_bias(kind: Any, x: Value, bias: Value) -> Value:
     return x + bias
 
 
 @over_rows("fk", "f")
-def add_bias_rounded(kind: Any, x: Lanes, bias: Lanes) -> Lanes:
+def add_bias_rounded(kind: Any, x: Value, bias: Value) -> Value:
     return (x.rounded(kind) + bias).rounded(kind)
 
 
@@ -41,23 +42,23 @@ def finish(kind, gu, bias, n, rounds):
         round_row(kind, n, (gu, gu))
 
 
-def _silu(kind: Any, gate: Lanes, up: Lanes, limit: Lanes) -> Lanes:
+def _silu(kind: Any, gate: Value, up: Value, limit: Value) -> Value:
     gate, up = gate.at_most(limit), up.at_most(limit).at_least(-limit)
     return ((gate / ((-gate).exp() + 1)).rounded(kind) * up).rounded(kind)
 
 
-def _silu_float(kind: Any, gate: Lanes, up: Lanes) -> Lanes:
+def _silu_float(kind: Any, gate: Value, up: Value) -> Value:
     return (gate / ((-gate).exp() + 1) * up).rounded(kind)
 
 
-def _clamped(kind: Any, gate: Lanes, up: Lanes, limit: Lanes, alpha: Lanes) -> Lanes:
+def _clamped(kind: Any, gate: Value, up: Value, limit: Value, alpha: Value) -> Value:
     gate, up = gate.at_most(limit), up.at_most(limit).at_least(-limit)
-    sigmoid = ((-(gate * alpha).rounded(kind)).exp() + 1).under(1).rounded(kind)
+    sigmoid = (1 / ((-(gate * alpha).rounded(kind)).exp() + 1)).rounded(kind)
     return ((up + 1).rounded(kind) * (gate * sigmoid).rounded(kind)).rounded(kind)
 
 
 @over_rows("f", "f")
-def relu2(kind: Any, x: Lanes) -> Lanes:
+def relu2(kind: Any, x: Value) -> Value:
     positive = x.at_least(0)
     return (positive * positive).rounded(kind)
 

@@ -1,8 +1,8 @@
-"""Compiled dense layers for a few tokens: `gemv` for nn.Linear, `rms_norm` for RMSNorm.
+"""Compiled dense layers for a few tokens: `gemv` for nn.Linear, `join` for RMSNorm.
 
 Bodies of a parallel region as in compiled.py, made of the same products. `in_turn` is a body made
-of others, `renew` sets their words; `join` is what lies between the halves of a decoder layer,
-`unfold` expands a stored matrix.
+of others, `renew` sets their words; `join` is also what lies between the halves of a decoder
+layer, `unfold` expands a stored matrix.
 
 A matrix is the address of its plain weights, or, where a body is compiled `by_code`, of a record:
 matrices are then read as they are stored (encoded.py), and have the bits of expanded ones.
@@ -15,7 +15,6 @@ from numba import njit
 
 from greenroom.runtime.kernels.codegen.entries.products import dots
 from greenroom.runtime.kernels.codegen.formats.encoded import L_CODES, L_ROW, expanded_rows, one_row
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     STACK,
     address_of,
@@ -32,6 +31,7 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     stack,
     word,
 )
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
 
 UNIT = STACK  # weight rows claimed together
 FEW = 8  # weight rows that are expanded together
@@ -41,16 +41,15 @@ F = np.float32(0)
 RECORD_WORDS = 3
 M_PRODUCT, M_LAYOUT, M_BASE = range(RECORD_WORDS)
 
-# The words of `gemv`, of `rms_norm`; the first of both is the cursor. Where matrices are encoded
-# each thread takes a ticket for `STRIDE` bytes at SCRATCH; X_WIDE and OUT_WIDE are of plain ones.
+# The words of `gemv`; the first is the cursor. Where matrices are encoded each thread takes a
+# ticket for `STRIDE` bytes at SCRATCH; X_WIDE and OUT_WIDE are of plain ones. OUT may be 0 then.
 (
     W, W_ROWS, W_COLUMNS, X, OUT, BIAS, X_ROWS, TICKET, SCRATCH, STRIDE, X_WIDE, OUT_WIDE,
 ) = range(1, 13)  # fmt: skip
-N_X, N_OUT, N_WEIGHT, N_ROWS, N_COLUMNS, N_EPS, N_STYLE = range(1, 8)
 
-# The words of `join`.
-J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE = range(1, 9)
-JOIN_WORDS = 9
+# The words of `join`. J_MORE: rows after the first.
+J_X, J_Y, J_SUM, J_OUT, J_WEIGHT, J_COLUMNS, J_EPS, J_STYLE, J_MORE = range(1, 10)
+JOIN_WORDS = 10
 
 # The words of `unfold`; U_INDEX: int64 numbers of rows, or 0: the rows from U_FIRST on.
 U_MATRIX, U_ROWS, U_COLUMNS, U_FIRST, U_INDEX, U_OUT, U_TICKET, U_SCRATCH, U_STRIDE = range(1, 10)
@@ -163,7 +162,7 @@ def gemv(kind, by_code):
                 dots(
                     kind, w, K * size, K, n, K, 0, word(p, X_WIDE), K, 0, of, N, 0, n0, 0, rows
                 )  # fmt: skip
-                for m in range(rows):
+                for m in range(rows if word(p, OUT) != 0 else 0):
                     out = word(p, OUT) + (m * N + n0) * size
                     store(kind, of + 4 * (m * N + n0), bias, out, n)
                 continue
@@ -201,37 +200,29 @@ def unfold(kind):
     return enter
 
 
-def rms_norm(kind):
-    """x [M, N] over the root of its mean square, times a weight [N]; float32 inside."""
-
-    def enter(pointer):
-        p = address_of(pointer)
-        size, n, style = size_of(kind), word(p, N_COLUMNS), word(p, N_STYLE)
-        weight, eps = word(p, N_WEIGHT), get(F, p + 8 * N_EPS, 0)
-        for m in range(word(p, N_ROWS)):
-            x, out = word(p, N_X) + m * n * size, word(p, N_OUT) + m * n * size
-            normalise(kind, kind, x, n, weight, eps, style, kind, out)
-
-    return enter
-
-
 @njit(inline="always")
 def join_row(kind, p):
     """What `join` does, with the words at p."""
-    n, x, y, out = word(p, J_COLUMNS), word(p, J_X), word(p, J_Y), word(p, J_OUT)
-    if y != 0:
-        for i in range(n):
-            put(kind, word(p, J_SUM), i, get(kind, x, i) + get(kind, y, i))
-        x = word(p, J_SUM)
-    if out != 0:
-        eps = float_of(np.int32(word(p, J_EPS)))
-        normalise(kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out)
+    n, y, out, total = word(p, J_COLUMNS), word(p, J_Y), word(p, J_OUT), word(p, J_SUM)
+    for m in range(word(p, J_MORE) + 1):
+        offset = m * n * size_of(kind)
+        x = word(p, J_X) + offset
+        if y != 0:
+            for i in range(n):
+                put(kind, total + offset, i, get(kind, x, i) + get(kind, y + offset, i))
+            x = total + offset
+        if out != 0:
+            eps = float_of(np.int32(word(p, J_EPS)))
+            normalise(
+                kind, kind, x, n, word(p, J_WEIGHT), eps, word(p, J_STYLE), kind, out + offset
+            )
 
 
 def join(kind):
     """sum = x + y (y 0: x as it is), out = its RMSNorm (out 0: not wanted); rows of `kind` [N].
 
-    One thread does it. `sum` may be 0 where y is.
+    One thread does it. `sum` may be 0 where y is. The norm: a row over the root of its mean square,
+    times a weight [N]; float32 inside.
     """
 
     def enter(pointer):

@@ -6,7 +6,6 @@ import numpy as np
 from numba import njit
 
 from greenroom.runtime.kernels.codegen.formats.encoded import expanded_rows, one_row
-from greenroom.runtime.kernels.codegen.llvm.emit import COLUMNS, LANES, ROWS, STRIP
 from greenroom.runtime.kernels.codegen.llvm.ir import (
     axpy_1x1,
     axpy_many,
@@ -18,8 +17,10 @@ from greenroom.runtime.kernels.codegen.llvm.ir import (
     panel_8,
     put,
     row,
+    rows,
     size_of,
 )
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, LANES, ROWS, STRIP
 
 BLOCK = 64  # elements of the intermediate dimension that are summed on their own
 FEW = 4  # rows up to which one by one is faster than widening encoded weights for all
@@ -36,18 +37,10 @@ def dots(kind, w, ld, K, N, block, carry, x, xs, xi, out, outs, oi, column, j0, 
         many = j1 - j >= ROWS
         whole = N - N % COLUMNS
         if many:
-            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
-            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
-            if ROWS == 4:
-                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
-                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
-                for n in range(0, whole, COLUMNS):
-                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
-                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1, x2, x3), ends)
-            else:
-                for n in range(0, whole, COLUMNS):
-                    ends = (o0 + 4 * n, o1 + 4 * n)
-                    dot_many(kind, F, w + n * ld, ld, K, block, carry, (x0, x1), ends)
+            many_x = rows(x, xi, j, xs)
+            for n in range(0, whole, COLUMNS):
+                ends = rows(out + 4 * n, oi, j, outs)
+                dot_many(kind, F, w + n * ld, ld, K, block, carry, many_x, ends)
         for i in range(j, min(j + ROWS, j1)):
             xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
             if not many:
@@ -91,18 +84,10 @@ def axpys(
         step = STRIP * LANES if many else LANES
         whole = N - N % step
         if many:
-            x0, x1 = row(x, xi, j, xs), row(x, xi, j + 1, xs)
-            o0, o1 = row(out, oi, j, outs), row(out, oi, j + 1, outs)
-            if ROWS == 4:
-                x2, x3 = row(x, xi, j + 2, xs), row(x, xi, j + 3, xs)
-                o2, o3 = row(out, oi, j + 2, outs), row(out, oi, j + 3, outs)
-                for n in range(0, whole, step):
-                    ends = (o0 + 4 * n, o1 + 4 * n, o2 + 4 * n, o3 + 4 * n)
-                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1, x2, x3), ends)
-            else:
-                for n in range(0, whole, step):
-                    ends = (o0 + 4 * n, o1 + 4 * n)
-                    axpy_many(kind, w + n * size, ld, K, block, carry, 0, (x0, x1), ends)
+            many_x = rows(x, xi, j, xs)
+            for n in range(0, whole, step):
+                ends = rows(out + 4 * n, oi, j, outs)
+                axpy_many(kind, w + n * size, ld, K, block, carry, 0, many_x, ends)
         for i in range(j, min(j + ROWS, j1)):
             xa, oa = row(x, xi, i, xs), row(out, oi, i, outs)
             if not many:

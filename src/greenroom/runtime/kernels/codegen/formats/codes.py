@@ -15,34 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
-from greenroom.runtime.kernels.codegen.formats.expand import (
-    E2M1,
-    NAMES,
-)
-from greenroom.runtime.kernels.codegen.formats.row import (
-    Builder,
-    Row,
-    Value,
-    at_byte,
-    constant,
-    float_at,
-)
-from greenroom.runtime.kernels.codegen.llvm.emit import (
-    F32,
-    FEATURES,
-    I8,
-    I16,
-    I32,
-    I64,
-    WIDE,
-    broadcast,
-    lanes_below,
-    llvm_call,
-    splat,
-    vector_of,
-)
+from greenroom.runtime.kernels.codegen.formats.expand import E2M1, NAMES
+from greenroom.runtime.kernels.codegen.formats.scales import Row
+from greenroom.runtime.kernels.codegen.llvm.target import FEATURES, WIDE
+from greenroom.runtime.kernels.codegen.llvm.values import F32, I8, I16, I32, Value
 
 INTEGERS = WIDE and {f"avx512{name}" for name in ("bw", "dq", "vl", "vnni")} <= FEATURES
 BLOCK = 64  # inputs that are summed on their own where the sums of blocks are asked for
@@ -56,7 +32,7 @@ Term = tuple[int, Value, Value]  # a block of the turn, a vector, and what it is
 class Whole:
     """How codes of an encoding are multiplied as integers, `unit` inputs at a turn.
 
-    terms:  (b, row, at, x, left) -> what the sums grow by; x are the vectors of `pack`
+    terms:  (row, at, x, left) -> what the sums grow by; x are the vectors of `pack`
     shift:  one prepared scale for 2^shift inputs
     order:  inputs of a turn as the codes' bytes lie, for x as two bytes; (): x as 16 bits
     offset: what a code is larger by than the weight
@@ -67,7 +43,7 @@ class Whole:
     alone:  so little to compute that rows are read one after the other where IN_TURN says so?
     """
 
-    terms: Callable[[Builder, Row, Value, list[Value], Left], list[Term]]
+    terms: Callable[[Row, Value, list[Value], Left], list[Term]]
     shift: int = 5
     order: tuple[int, ...] = ()
     offset: int = 0
@@ -97,85 +73,56 @@ class Whole:
 # Instructions.
 
 
-def _dot(name: str, b: Builder, total: Value, codes: Value, x: Value) -> Value:
+def _dot(name: str, total: Value, codes: Value, x: Value) -> Value:
     """Products of small integers, added up in lanes of 32 bits."""
-    args = [b.bitcast(v, vector_of(I32)) for v in (total, codes, x)]
-    return llvm_call(b, f"llvm.x86.avx512.{name}.512", vector_of(I32), args)
+    full, kind = f"llvm.x86.avx512.{name}.512", total.ir.type
+    return total.call(full, kind, codes.bits(I32), x.bits(I32))
 
 
 dot_bytes = partial(_dot, "vpdpbusd")  # codes without, x with a sign
 dot_words = partial(_dot, "vpdpwssd")
 
 
-def zero() -> Value:
-    return ir.Constant(vector_of(I32), None)
+def zero(beside: Value) -> Value:
+    return beside.constant([0] * 16, I32)
 
 
-def _floats(b: Builder, value: Value) -> Value:
-    return b.sitofp(value, vector_of(F32))
+def _floats(value: Value) -> Value:
+    return value.to(F32, signed=True)
 
 
-def masked(b: Builder, address: Value, words: int, mask: Value) -> Value:
-    """`words` words of 32 bits, those beyond the mask 0 and not touched."""
-    kind = vector_of(I32, words)
-    args = [b.inttoptr(address, kind.as_pointer()), I32(1), mask, ir.Constant(kind, None)]
-    return llvm_call(b, f"llvm.masked.load.v{words}i32.p0", kind, args)
-
-
-def words_from(b: Builder, address: Value, words: int) -> Value:
-    return b.load(b.inttoptr(address, vector_of(I32, words).as_pointer()), align=1)
-
-
-def _block(b: Builder, address: Value, words: int, number: int, left: Left) -> Value:
+def _block(address: Value, words: int, number: int, left: Left) -> Value:
     """Codes of block `number` of the 32 inputs of a turn, 0 where it does not exist."""
-    if left is None or number == 0:
-        return words_from(b, address, words)
-    there = b.icmp_signed(">", left, I64(32 * number))
-    return masked(b, address, words, broadcast(b, there, words))
+    there = None if left is None or number == 0 else (left > 32 * number).wide(words)
+    return address.load(I32, words, there)
 
 
-def joined(b: Builder, parts: Sequence[Value]) -> Value:
+def joined(parts: Sequence[Value]) -> Value:
     """Equal vectors, one after another."""
     while len(parts) > 1:
-        n = parts[0].type.count
-        picks = constant(list(range(2 * n)), I32)
-        parts = [
-            b.shuffle_vector(u, v, picks) for u, v in zip(parts[::2], parts[1::2], strict=True)
-        ]
+        picks = range(2 * parts[0].lanes)
+        parts = [u.pick(picks, v) for u, v in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
-def _halves(b: Builder, raw: Value) -> tuple[Value, Value]:
+def _halves(raw: Value) -> tuple[Value, Value]:
     """The lower and the upper four bits of bytes."""
-    kind = vector_of(I8, LINE)
-    words = vector_of(I16, LINE // 2)
-    upper = b.lshr(b.bitcast(raw, words), splat(4, words))
-    return tuple(b.and_(b.bitcast(v, kind), splat(15, kind)) for v in (raw, upper))
+    return raw.bits(I8) & 15, (raw.bits(I16) >> 4).bits(I8) & 15
 
 
 def _scales(
-    b: Builder,
-    base: Value,
-    at: Value,
-    left: Left,
-    lanes: Sequence[int],
-    shift: int = 5,
-    first: int = 0,
+    base: Value, at: Value, left: Left, lanes: Sequence[int], shift: int = 5, first: int = 0
 ) -> Value:
     """Lane i takes the prepared scale, or minimum, of group first + lanes[i] of a turn.
 
     lanes[i] is less than 4. The scale is 0 where the row has no such group: codes and x are 0 there
     too, but memory that nobody wrote may hold NaN, and 0 times NaN is NaN.
     """
-    place = at_byte(b, base, b.shl(b.lshr(at, I64(shift)), I64(2)), 4 * first)
+    place = base + ((at >> shift) << 2) + 4 * first
     if left is None and len(set(lanes)) == 1:
-        return float_at(b, at_byte(b, place, 4 * lanes[0]))
-    if left is None:
-        four = b.load(b.inttoptr(place, vector_of(F32, 4).as_pointer()), align=4)
-    else:
-        there = lanes_below(b, b.sub(b.lshr(left, I64(shift)), I64(first)), 4)
-        four = b.bitcast(masked(b, place, 4, there), vector_of(F32, 4))
-    return b.shuffle_vector(four, four, constant(list(lanes), I32))
+        return (place + 4 * lanes[0]).load(F32).wide()
+    there = None if left is None else ((left >> shift) - first).below(4)
+    return place.load(I32, 4, there).bits(F32).pick(lanes)
 
 
 ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
@@ -184,140 +131,114 @@ ALL, FOURS = (0,) * 16, tuple(i // 4 for i in range(16))
 # Turns.
 
 
-def times(b: Builder, codes: Value, x: list[Value], side: int, start: Value) -> Value:
+def times(codes: Value, x: list[Value], side: int, start: Value) -> Value:
     """Codes times one half of a turn's x."""
-    upper = dot_bytes(b, zero(), codes, x[side])
-    return b.add(b.shl(upper, splat(7, upper.type)), dot_bytes(b, start, codes, x[2 + side]))
+    return (dot_bytes(zero(codes), codes, x[side]) << 7) + dot_bytes(start, codes, x[2 + side])
 
 
 def _together(
-    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value], left: Left
+    read: Any, table: Sequence[int], row: Row, at: Value, x: list[Value], left: Left
 ) -> list[Term]:
-    """Both halves of a turn lie in one vector of sums, four lanes to a group."""
-    low, high = codes
-    upper = dot_bytes(b, dot_bytes(b, zero(), low, x[0]), high, x[1])
-    lower = dot_bytes(b, dot_bytes(b, x[4], low, x[2]), high, x[3])
-    total = b.add(b.shl(upper, splat(7, upper.type)), lower)
-    return [(0, _floats(b, total), _scales(b, row.ready, at, left, FOURS))]
+    """Both halves of a turn lie in one vector of sums, four lanes to a group. Codes are what `read`
+    gives, or what a table has for them."""
+    low, high = read(row, at, left)
+    if table:
+        name, values = "llvm.x86.avx512.pshuf.b.512", low.constant([*table] * 4)
+        low, high = (values.call(name, values.ir.type, code) for code in (low, high))
+    upper = dot_bytes(dot_bytes(zero(at), low, x[0]), high, x[1])
+    lower = dot_bytes(dot_bytes(x[4], low, x[2]), high, x[3])
+    return [(0, _floats((upper << 7) + lower), _scales(row.ready, at, left, FOURS))]
 
 
-def _neighbours(b: Builder, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+def _neighbours(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
     """Two codes a byte that are neighbours: 64 bytes."""
-    address = at_byte(b, row.codes, b.lshr(at, I64(1)))
-    if left is None:
-        return _halves(b, words_from(b, address, 16))
-    return _halves(b, masked(b, address, 16, lanes_below(b, b.lshr(left, I64(3)))))
+    mask = None if left is None else (left >> 3).below(16)
+    return _halves((row.codes + (at >> 1)).load(I32, 16, mask))
 
 
-def _blocks(width: int, b: Builder, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+def _blocks(width: int, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
     """The 16 bytes that end each of four blocks of `width` bytes."""
-    first = at_byte(b, row.codes, b.mul(b.lshr(at, I64(5)), I64(width)), width - 16)
-    return _halves(
-        b, joined(b, [_block(b, at_byte(b, first, width * i), 4, i, left) for i in range(4)])
-    )
+    first = row.codes + (at >> 5) * width + (width - 16)
+    return _halves(joined([_block(first + width * i, 4, i, left) for i in range(4)]))
 
 
-def _linear(read: Any, b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    return _together(b, row, at, read(b, row, at, left), x, left)
-
-
-def _table(read: Any, b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    """e2m1 codes: twice their values plus 12."""
-    values = [int(2 * v) for v in E2M1]
-    table = constant([12 + v for v in values] * 1 + [12 - v for v in values], I8)
-    table = joined(b, [table] * 4)
-    codes = read(b, row, at, left)
-    kind = table.type
-    codes = [llvm_call(b, "llvm.x86.avx512.pshuf.b.512", kind, [table, code]) for code in codes]
-    return _together(b, row, at, codes, x, left)
-
-
-def _int8(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    first, total = at_byte(b, row.codes, at), zero()
+def _int8(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    first, total = row.codes + at, zero(at)
     for i in range(2):
-        total = dot_words(b, total, _signed(b, words_from(b, at_byte(b, first, 32 * i), 8)), x[i])
-    return [(0, _floats(b, total), _scales(b, row.ready, at, left, ALL, 6))]
+        total = dot_words(total, _signed((first + 32 * i).load(I32, 8)), x[i])
+    return [(0, _floats(total), _scales(row.ready, at, left, ALL, 6))]
 
 
-def _q8_0(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    first, terms = at_byte(b, row.codes, at, b.lshr(at, I64(4)), 2), []
+def _q8_0(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    first, terms = row.codes + at + (at >> 4) + 2, []
     for i in range(2):
-        codes = _signed(b, _block(b, at_byte(b, first, 34 * i), 8, i, left))
-        scale = _scales(b, row.ready, at, left, [i] * 16)
-        terms.append((0, _floats(b, dot_words(b, zero(), codes, x[i])), scale))
+        codes = _signed(_block(first + 34 * i, 8, i, left))
+        scale = _scales(row.ready, at, left, [i] * 16)
+        terms.append((0, _floats(dot_words(zero(at), codes, x[i])), scale))
     return terms
 
 
-def _signed(b: Builder, raw: Value) -> Value:
-    return b.sext(b.bitcast(raw, vector_of(I8, 32)), vector_of(I16, 32))
+def _signed(raw: Value) -> Value:
+    return raw.bits(I8).to(I16, signed=True)
 
 
-def _super_block(b: Builder, row: Row, at: Value, width: int) -> tuple[Value, Value]:
+def _super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
     """(the block of 256 inputs, which half of it)."""
-    start = at_byte(b, row.codes, b.mul(b.lshr(at, I64(8)), I64(width)))
-    return start, b.and_(b.lshr(at, I64(7)), I64(1))
+    return row.codes + (at >> 8) * width, (at >> 7) & 1
 
 
-def _q4_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    start, side = _super_block(b, row, at, 144)
-    raw = words_from(b, at_byte(b, start, 16, b.shl(side, I64(6))), 16)
-    return _with_minima(b, row, at, _halves(b, raw), x, left)
+def _twice(half: Value) -> Value:
+    """Eight words as two halves of a vector, in words of 16 bits."""
+    return half.pick([*range(8)] * 2).bits(I16)
 
 
-def _q5_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    start, side = _super_block(b, row, at, 176)
-    four = _halves(b, words_from(b, at_byte(b, start, 48, b.shl(side, I64(6))), 16))
-    fifth = b.bitcast(_twice(b, words_from(b, at_byte(b, start, 16), 8)), vector_of(I16, 32))
+def _q4_k(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    start, side = _super_block(row, at, 144)
+    return _with_minima(row, at, _halves((start + 16 + (side << 6)).load(I32, 16)), x, left)
+
+
+def _q5_k(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    start, side = _super_block(row, at, 176)
+    four = _halves((start + 48 + (side << 6)).load(I32, 16))
     # Bit 4 side + 2 (upper half of the vector) + which half of the codes goes to bit 4.
-    fifth = b.lshr(fifth, broadcast(b, b.trunc(b.shl(side, I64(2)), I16), 32))
-    codes = []
-    for i, low in enumerate(four):
-        moved = b.shl(fifth, constant([4 - i] * 16 + [2 - i] * 16, I16))
-        bit = b.and_(b.bitcast(moved, low.type), splat(16, low.type))
-        codes.append(b.or_(low, bit))
-    return _with_minima(b, row, at, codes, x, left)
-
-
-def _twice(b: Builder, half: Value) -> Value:
-    return b.shuffle_vector(half, half, constant([*range(8)] * 2, I32))
+    fifth = _twice((start + 16).load(I32, 8)) >> (side << 2).to(I16)
+    codes = [
+        low | ((fifth << ([4 - i] * 16 + [2 - i] * 16)).bits(I8) & 16) for i, low in enumerate(four)
+    ]
+    return _with_minima(row, at, codes, x, left)
 
 
 def _with_minima(
-    b: Builder, row: Row, at: Value, codes: Sequence[Value], x: list[Value], left: Left
+    row: Row, at: Value, codes: Sequence[Value], x: list[Value], left: Left
 ) -> list[Term]:
     """q4_k and q5_k: groups 0 and 2 in one half of a turn, 1 and 3 in the other."""
     terms = []
     for i, code in enumerate(codes):
-        scale = _scales(b, row.ready, at, left, [i] * 8 + [2 + i] * 8)
-        terms.append((0, _floats(b, times(b, code, x, i, zero())), scale))
-    sums = b.bitcast(x[4], vector_of(F32))
-    return [*terms, (0, sums, _scales(b, row.minima, at, left, [0, 1, 2, 3] * 4))]
+        scale = _scales(row.ready, at, left, [i] * 8 + [2 + i] * 8)
+        terms.append((0, _floats(times(code, x, i, zero(at))), scale))
+    return [*terms, (0, x[4].bits(F32), _scales(row.minima, at, left, [0, 1, 2, 3] * 4))]
 
 
 MINIMA = (0, 1, 10, 11)  # lanes in which packed x has the sums of four groups
 
 
-def _q6_k(b: Builder, row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
-    start, side = _super_block(b, row, at, 210)
-    four = _halves(b, words_from(b, at_byte(b, start, b.shl(side, I64(6))), 16))
-    two = b.bitcast(
-        _twice(b, words_from(b, at_byte(b, start, 128, b.shl(side, I64(5))), 8)), I16X32
-    )
-    moved = (
-        b.shl(two, constant([4] * 16 + [2] * 16, I16)),
-        b.lshr(two, constant([0] * 16 + [2] * 16, I16)),
-    )
+def _q6_k(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
+    start, side = _super_block(row, at, 210)
+    four = _halves((start + (side << 6)).load(I32, 16))
+    two = _twice((start + 128 + (side << 5)).load(I32, 8))
+    moved = two << ([4] * 16 + [2] * 16), two >> ([0] * 16 + [2] * 16)
     terms = []
     for i, (low, high) in enumerate(zip(four, moved, strict=True)):
-        code = b.or_(low, b.and_(b.bitcast(high, low.type), splat(48, low.type)))
-        scale = _scales(b, row.ready, at, left, FOURS, 4, 4 * i)
-        terms.append((i, _floats(b, times(b, code, x, i, x[4 + i])), scale))
+        code = low | (high.bits(I8) & 48)
+        scale = _scales(row.ready, at, left, FOURS, 4, 4 * i)
+        terms.append((i, _floats(times(code, x, i, x[4 + i])), scale))
     return terms
 
 
-I16X32 = vector_of(I16, 32)
 _RUN = range(128)
 NEIGHBOURS = (*_RUN[::2], *_RUN[1::2])
+# e2m1 codes as twice their values plus 12.
+_E2M1 = tuple(12 + sign * int(2 * value) for sign in (1, -1) for value in E2M1)
 
 
 def _runs(length: int) -> tuple[int, ...]:
@@ -325,13 +246,17 @@ def _runs(length: int) -> tuple[int, ...]:
     return tuple(sorted(_RUN, key=lambda i: (i // length % 2, i)))
 
 
+def _four_bits(read: Any, table: Sequence[int] = ()) -> Any:
+    return partial(_together, read, table)
+
+
 WHOLE: dict[str, Whole] = {
     "int8": Whole(_int8, shift=6, paired=False, alone=True),
     "q8_0": Whole(_q8_0, paired=False),
-    "int4": Whole(partial(_linear, _neighbours), order=NEIGHBOURS, offset=8),
-    "mxfp4": Whole(partial(_table, _neighbours), order=NEIGHBOURS, offset=12, factor=0.5),
-    "q4_0": Whole(partial(_linear, partial(_blocks, 18)), order=_runs(16), offset=8),
-    "gguf_mxfp4": Whole(partial(_table, partial(_blocks, 17)), order=_runs(16), offset=12),
+    "int4": Whole(_four_bits(_neighbours), order=NEIGHBOURS, offset=8),
+    "mxfp4": Whole(_four_bits(_neighbours, _E2M1), order=NEIGHBOURS, offset=12, factor=0.5),
+    "q4_0": Whole(_four_bits(partial(_blocks, 18)), order=_runs(16), offset=8),
+    "gguf_mxfp4": Whole(_four_bits(partial(_blocks, 17), _E2M1), order=_runs(16), offset=12),
     "q4_k": Whole(_q4_k, order=_runs(32), apart=True, minima=True),
     "q5_k": Whole(_q5_k, order=_runs(32), apart=True, minima=True),
     "q6_k": Whole(_q6_k, shift=4, order=_runs(64), offset=32, apart=True, paired=False),

@@ -18,27 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from greenroom.runtime.kernels.codegen.formats.row import (
-    BF16_KIND,
-    F16_KIND,
-    F32_KIND,
-    GROUP,
-    NATURAL,
-    VECTORS,
-    Builder,
-    Row,
-    Value,
-    at_byte,
-    bytes_at,
-    constant,
-    float_at,
-    ready_at,
-)
 from greenroom.runtime.kernels.codegen.formats.scales import (
+    Row,
     contiguous,
     half_floats,
-    half_power,
-    halves,
+    half_powers,
     inside,
     nothing,
     powers,
@@ -46,293 +30,236 @@ from greenroom.runtime.kernels.codegen.formats.scales import (
     scales_and_minima,
     shared,
 )
-from greenroom.runtime.kernels.codegen.llvm.emit import (
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.values import (
+    BF16_KIND,
     F16,
+    F16_KIND,
     F32,
+    F32_KIND,
     I8,
     I16,
     I32,
     I64,
-    LANES,
+    NATURAL,
     SIZE,
-    broadcast,
-    fma,
-    llvm_call,
-    load,
-    splat,
-    vector_of,
+    Value,
 )
 
+GROUP = 32  # inputs expanded together
+STARTS = range(0, GROUP, LANES)  # of its vectors
 # Two words of eight 4-bit codes each take turns in the lanes.
 PAIRED = tuple(i // 2 + 8 * (i % 2) for i in range(16)) if LANES == 16 else NATURAL
 TABLE = LANES == 16  # is there a look-up of 16 values?
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+Group = Callable[[Any, Row, Value, int], list[Value]]
+
 
 @dataclass(frozen=True, slots=True)
 class Expander:
-    """prepare: (b, row): write the row's scales
-    group:   (b, kind, row, at, half) -> weights at + 32 half .. + 32, `VECTORS` vectors of float32;
+    """prepare: (row): write the row's scales
+    group:   (kind, row, at, half) -> weights at + 32 half .. + 32, as vectors of LANES float32;
              `at` (int64) is a multiple of 64, half 0 or 1
     order:   which of LANES weights stands in each lane
     """
 
-    prepare: Callable[[Builder, Row], None]
-    group: Callable[[Builder, Any, Row, Value, int], list[Value]]
+    prepare: Callable[[Row], None]
+    group: Group
     order: tuple[int, ...] = NATURAL
 
 
-def to_model(b: Builder, kind: Any, value: Value) -> Value:
+def to_model(kind: Any, value: Value) -> Value:
     """float32 lanes rounded to the model's type, as float32."""
     if kind == F32_KIND:
         return value
     if kind == F16_KIND:
-        return b.fpext(b.fptrunc(value, vector_of(F16, value.type.count)), value.type)
-    bits = b.bitcast(value, vector_of(I32))
-    power = b.bitcast(b.and_(bits, splat(-(1 << 23), bits.type)), value.type)
-    large = splat(98304.0, value.type)  # 1.5 * 2^16
-    return fma(b, power, splat(-98304.0, value.type), fma(b, power, large, value))
+        return value.to(F16).to(F32)
+    power = (value.bits(I32) & -(1 << 23)).bits(F32)
+    large = power.constant(98304.0)  # 1.5 * 2^16
+    return power.fma(power.constant(-98304.0), power.fma(large, value))
 
 
-def look_up(b: Builder, table: Value, index: Value) -> Value:
-    """table[index & 15] lane by lane; where TABLE is set."""
-    return llvm_call(b, "llvm.x86.avx512.permvar.sf.512", table.type, [table, index])
+def all_to_model(kind: Any, values: list[Value]) -> list[Value]:
+    return [to_model(kind, value) for value in values]
 
 
-def plain(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+def looked_up(kind: Any, table: Value, codes: list[Value]) -> list[Value]:
+    """table[code & 15], rounded, lane by lane; where TABLE is set."""
+    table = to_model(kind, table)
+    name = "llvm.x86.avx512.permvar.sf.512"
+    return [table.call(name, table.ir.type, code) for code in codes]
+
+
+def plain(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     size = SIZE[kind]
-    codes = at_byte(b, row.codes, b.mul(at, I64(size)), 32 * size * half)
-    return [load(b, kind, at_byte(b, codes, size * LANES * i)) for i in range(VECTORS)]
+    codes = row.codes + at * size + 32 * size * half
+    return [(codes + size * start).weights(kind) for start in STARTS]
 
 
-def int8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    scale = ready_at(b, row, at, 6, half)
-    codes = at_byte(b, row.codes, at, 32 * half)
-    return scaled_bytes(b, kind, codes, scale)
+def int8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    return scaled_bytes(kind, row.codes + at + 32 * half, row.scale_at(at, 6, half))
 
 
-def q8_0(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    codes = at_byte(b, row.codes, at, b.lshr(at, I64(4)), 34 * half + 2)
-    return scaled_bytes(b, kind, codes, ready_at(b, row, at, 5, half))
+def q8_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    codes = row.codes + at + (at >> 4) + (34 * half + 2)
+    return scaled_bytes(kind, codes, row.scale_at(at, 5, half))
 
 
-def scaled_bytes(b: Builder, kind: Any, codes: Value, scale: Value) -> list[Value]:
+def scaled_bytes(kind: Any, codes: Value, scale: Value) -> list[Value]:
     """32 signed bytes times a scale."""
-    read = (bytes_at(b, at_byte(b, codes, LANES * i), True) for i in range(VECTORS))
-    return [to_model(b, kind, b.fmul(b.sitofp(code, scale.type), scale)) for code in read]
+    read = ((codes + start).load(I8, LANES).to(I32, signed=True) for start in STARTS)
+    return all_to_model(kind, [code.to(F32, signed=True) * scale for code in read])
 
 
-def interleaved(b: Builder, row: Row, at: Value, half: int) -> list[Value]:
+def interleaved(row: Row, at: Value, half: int) -> list[Value]:
     """4-bit codes, two neighbours a byte -> int32 whose low four bits are the codes, `PAIRED`."""
-    word, count = (I64, 8) if LANES == 16 else (I32, 8)
-    shifts = [4 * (i // 2 if LANES == 16 else i) for i in range(LANES)]
-    found = []
-    for i in range(VECTORS):
-        address = at_byte(b, row.codes, b.lshr(at, I64(1)), 16 * half + LANES // 2 * i)
-        raw = b.load(b.inttoptr(address, word.as_pointer()), align=1)
-        wide = b.bitcast(broadcast(b, raw, count), vector_of(I32))
-        found.append(b.lshr(wide, constant(shifts, I32)))
-    return found
+    pairs = LANES == 16
+    word, shifts = I64 if pairs else I32, [4 * (i // 2 if pairs else i) for i in NATURAL]
+    places = (row.codes + (at >> 1) + (16 * half + start // 2) for start in STARTS)
+    return [place.load(word).wide(8).bits(I32) >> shifts for place in places]
 
 
-def halved(b: Builder, base: Value, half: int) -> list[Value]:
-    """16 bytes that hold codes i and i + 16 -> int32 whose low four bits are the codes."""
-    del half
-    read = [bytes_at(b, at_byte(b, base, LANES * i)) for i in range(16 // LANES)]
-    return read + [b.lshr(code, splat(4, code.type)) for code in read]
+def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
+    """The 16 bytes that end a block of 32 inputs and `width` bytes and hold codes i and i + 16 ->
+    int32 whose low four bits are the codes."""
+    base = row.codes + (at >> 5) * width + (width * (half + 1) - 16)
+    read = [(base + start).load(I8, LANES).to(I32) for start in range(0, 16, LANES)]
+    return read + [code >> 4 for code in read]
 
 
-def affine(b: Builder, kind: Any, codes: list[Value], scale: Value, offset: Value) -> list[Value]:
-    """Rounded scale * (code & 15) + offset, with one rounding to float32 before."""
+def affine(
+    kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
+) -> list[Value]:
+    """scale * (code & 15) + offset, rounded to the type `first` and then to the model's."""
     if TABLE:
-        steps = constant([float(i) for i in range(16)])
-        table = to_model(b, kind, fma(b, scale, steps, offset))
-        return [look_up(b, table, code) for code in codes]
-    masked = [b.and_(code, splat(15, code.type)) for code in codes]
-    floats = [b.uitofp(code, scale.type) for code in masked]
-    return [to_model(b, kind, fma(b, scale, code, offset)) for code in floats]
+        table = scale.fma(scale.constant([float(i) for i in range(16)]), offset)
+        return looked_up(kind, to_model(first, table), codes)
+    values = [scale.fma((code & 15).to(F32), offset) for code in codes]
+    return all_to_model(kind, all_to_model(first, values))
 
 
-def symmetric(b: Builder, kind: Any, codes: list[Value], scale: Value) -> list[Value]:
+def symmetric(codes_at: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """Rounded scale * (code - 8)."""
+    codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     if TABLE:
-        table = b.fmul(scale, constant([float(i - 8) for i in range(16)]))
-        return [look_up(b, to_model(b, kind, table), code) for code in codes]
-    return affine(b, kind, codes, scale, b.fmul(scale, splat(-8.0, scale.type)))
+        return looked_up(kind, scale * [float(i - 8) for i in range(16)], codes)
+    return affine(kind, codes, scale, scale * -8.0)
 
 
 def microscaled(
-    b: Builder, kind: Any, codes: list[Value], scale: Value, factor: float
+    codes_at: Any, factor: float, kind: Any, row: Row, at: Value, half: int
 ) -> list[Value]:
     """e2m1 codes times factor * scale, a power of two: exact in bfloat16."""
+    codes, scale = codes_at(row, at, half), row.scale_at(at, 5, half)
     kind = F32_KIND if kind == BF16_KIND else kind
     if TABLE:
         values = [factor * v for v in E2M1]
-        table = b.fmul(scale, constant([*values, *(-v for v in values)]))
-        table = to_model(b, kind, table)
-        return [look_up(b, table, code) for code in codes]
-    return [
-        to_model(b, kind, b.fmul(scale, b.fmul(e2m1(b, code), splat(factor, scale.type))))
-        for code in codes
-    ]
+        return looked_up(kind, scale * [*values, *(-v for v in values)], codes)
+    return all_to_model(kind, [scale * (e2m1(code) * factor) for code in codes])
 
 
-def e2m1(b: Builder, code: Value) -> Value:
+def e2m1(code: Value) -> Value:
     """The low four bits as a float: in halves, m for exponent 0, (2 + m) 2^(e - 1) above."""
-    one = splat(1, code.type)
-    e, m = b.and_(b.lshr(code, one), splat(3, code.type)), b.and_(code, one)
-    low = b.icmp_unsigned("==", e, splat(0, e.type))
-    shift = b.select(low, splat(0, e.type), b.sub(e, one))
-    whole = b.shl(b.select(low, m, b.or_(m, splat(2, m.type))), shift)
-    value = b.fmul(b.uitofp(whole, vector_of(F32)), splat(0.5, vector_of(F32)))
-    sign = b.shl(b.and_(code, splat(8, code.type)), splat(28, code.type))
-    return b.bitcast(b.or_(b.bitcast(value, sign.type), sign), value.type)
+    e, m = (code >> 1) & 3, code & 1
+    low = e.equals(0)
+    whole = m.where(low, m | 2) << e.constant(0).where(low, e - 1)
+    sign = (code & 8) << 28
+    return ((whole.to(F32) * 0.5).bits(I32) | sign).bits(F32)
 
 
-def int4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    return symmetric(b, kind, interleaved(b, row, at, half), ready_at(b, row, at, 5, half))
-
-
-def mxfp4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    scale = ready_at(b, row, at, 5, half)
-    return microscaled(b, kind, interleaved(b, row, at, half), scale, 1.0)
-
-
-def block_codes(b: Builder, row: Row, at: Value, half: int, width: int) -> list[Value]:
-    """The codes that end a block of 32 inputs and `width` bytes."""
-    number = b.lshr(at, I64(5))
-    return halved(
-        b, at_byte(b, row.codes, b.mul(number, I64(width)), width * (half + 1) - 16), half
-    )
-
-
-def q4_0(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    scale = ready_at(b, row, at, 5, half)
-    return symmetric(b, kind, block_codes(b, row, at, half, 18), scale)
-
-
-def gguf_mxfp4(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    scale = ready_at(b, row, at, 5, half)
-    return microscaled(b, kind, block_codes(b, row, at, half, 17), scale, 2.0)
-
-
-def nibbles_of(b: Builder, base: Value, half: int) -> list[Value]:
-    """32 bytes whose low halves are 32 codes, and high halves the next 32; higher bits remain."""
-    read = [bytes_at(b, at_byte(b, base, LANES * i)) for i in range(VECTORS)]
-    return [b.lshr(code, splat(4, code.type)) for code in read] if half else read
-
-
-def in_super_block(b: Builder, row: Row, at: Value, width: int) -> tuple[Value, Value]:
+def in_super_block(row: Row, at: Value, width: int) -> tuple[Value, Value]:
     """(address of the block of 256 inputs, which 64 of them begin at `at`)."""
-    number = b.lshr(at, I64(8))
-    part = b.and_(b.lshr(at, I64(6)), I64(3))
-    return at_byte(b, row.codes, b.mul(number, I64(width))), part
+    return row.codes + (at >> 8) * width, (at >> 6) & 3
 
 
-def q4_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    block, part = in_super_block(b, row, at, 144)
-    codes = nibbles_of(b, at_byte(b, block, 16, b.shl(part, I64(5))), half)
-    scale, low = ready_at(b, row, at, 5, half), ready_at(b, row, at, 5, half, True)
-    return affine(b, kind, codes, scale, low)
+def q4_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """32 bytes have 32 codes in their low halves, and the next 32 in their high halves."""
+    block, part = in_super_block(row, at, 144)
+    base = block + 16 + (part << 5)
+    codes = [(base + start).load(I8, LANES).to(I32) for start in STARTS]
+    codes = [code >> 4 for code in codes] if half else codes
+    return affine(kind, codes, row.scale_at(at, 5, half), row.scale_at(at, 5, half, True))
 
 
-def q5_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    block, part = in_super_block(b, row, at, 176)
-    four = bits_at(b, at_byte(b, block, 48, b.shl(part, I64(5))), I64(4 * half), 15)
-    fifth = bits_at(b, at_byte(b, block, 16), b.add(b.shl(part, I64(1)), I64(half)), 1)
-    codes = sliced(b, b.or_(four, shifted(b, fifth, 4)))
-    scale, low = ready_at(b, row, at, 5, half), ready_at(b, row, at, 5, half, True)
-    wide = (b.uitofp(b.zext(code, vector_of(I32)), scale.type) for code in codes)
-    return [to_model(b, kind, fma(b, scale, code, low)) for code in wide]
+def q5_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    block, part = in_super_block(row, at, 176)
+    four = bits_at(block + 48 + (part << 5), part.constant(4 * half), 15)
+    fifth = bits_at(block + 16, (part << 1) + half, 1)
+    scale, low = row.scale_at(at, 5, half), row.scale_at(at, 5, half, True)
+    codes = sliced(four | shifted(fifth))
+    return all_to_model(kind, [scale.fma(code.to(I32).to(F32), low) for code in codes])
 
 
-def q6_k(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
-    block, part = in_super_block(b, row, at, 210)
-    side, turn = b.lshr(part, I64(1)), b.shl(b.and_(part, I64(1)), I64(2))
-    four = bits_at(b, at_byte(b, block, b.shl(side, I64(6)), 32 * half), turn, 15)
-    two = at_byte(b, block, 128, b.shl(side, I64(5)))
-    two = bits_at(b, two, b.add(turn, I64(2 * half)), 3)
-    whole = b.or_(four, shifted(b, two, 4))
-    codes = sliced(b, b.sub(whole, splat(32, whole.type)))
-    first = at_byte(b, row.ready, b.shl(b.lshr(at, I64(4)), I64(2)), 8 * half)
-    values = []
-    for i, code in enumerate(codes):
-        scale = float_at(b, at_byte(b, first, 4 * (LANES * i // 16)))
-        value = b.fmul(b.sitofp(b.sext(code, vector_of(I32)), scale.type), scale)
-        values.append(to_model(b, kind, value))
-    return values
+def q6_k(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    block, part = in_super_block(row, at, 210)
+    side, turn = part >> 1, (part & 1) << 2
+    four = bits_at(block + (side << 6) + 32 * half, turn, 15)
+    two = bits_at(block + 128 + (side << 5), turn + 2 * half, 3)
+    first, values = row.ready + ((at >> 4) << 2) + 8 * half, []
+    for start, code in zip(STARTS, sliced((four | shifted(two)) - 32), strict=True):
+        scale = (first + 4 * (start // 16)).load(F32).wide()
+        values.append(code.to(I32, signed=True).to(F32, signed=True) * scale)
+    return all_to_model(kind, values)
 
 
-def bits_at(b: Builder, address: Value, shift: Value, mask: int) -> Value:
+def bits_at(address: Value, shift: Value, mask: int) -> Value:
     """(byte >> shift) & mask of 32 bytes; vectors shift words of 16 bits, so bits come across."""
-    kind = vector_of(I16, GROUP // 2)
-    words = b.load(b.inttoptr(address, kind.as_pointer()), align=1)
-    words = b.lshr(words, broadcast(b, b.trunc(shift, I16), GROUP // 2))
-    return b.and_(b.bitcast(words, vector_of(I8, GROUP)), splat(mask, vector_of(I8, GROUP)))
+    words = address.load(I16, GROUP // 2) >> shift.to(I16)
+    return words.bits(I8) & mask
 
 
-def shifted(b: Builder, small: Value, left: int) -> Value:
-    """Bytes shifted to the left, that are small enough to stay bytes."""
-    words = b.bitcast(small, vector_of(I16, GROUP // 2))
-    return b.bitcast(b.shl(words, splat(left, words.type)), small.type)
+def shifted(small: Value) -> Value:
+    """Bytes shifted to the left by 4, that are small enough to stay bytes."""
+    return (small.bits(I16) << 4).bits(I8)
 
 
-def sliced(b: Builder, codes: Value) -> list[Value]:
-    """32 elements -> `VECTORS` vectors of LANES."""
-    picks = (range(LANES * i, LANES * (i + 1)) for i in range(VECTORS))
-    return [b.shuffle_vector(codes, codes, constant(list(pick), I32)) for pick in picks]
+def sliced(codes: Value) -> list[Value]:
+    """32 elements -> vectors of LANES."""
+    return [codes.pick(range(start, start + LANES)) for start in STARTS]
 
 
-def fp8(b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+def fp8(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """e4m3: moved to where float16 has exponent and fraction it is the value over 2^8.
 
     One more in the place of the last bit carries into the exponent's highest bit for the code that
     is no number, and only for that: set there, that bit makes it float16's NaN.
     """
-    scale = ready_at(b, row, at, 5, half)
-    address = at_byte(b, row.codes, at, 32 * half)
-    raw = b.load(b.inttoptr(address, vector_of(I8, GROUP).as_pointer()), align=1)
-    wide = b.sext(raw, vector_of(I16, GROUP))
-    moved = b.and_(b.shl(wide, splat(7, wide.type)), splat(-0x4001, wide.type))
-    carried = b.and_(b.add(moved, splat(0x80, wide.type)), splat(0x4000, wide.type))
-    values = []
-    for number in sliced(b, b.or_(moved, carried)):
-        value = b.fpext(b.bitcast(number, vector_of(F16)), vector_of(F32))
-        values.append(to_model(b, kind, b.fmul(value, scale)))
-    return values
+    scale = row.scale_at(at, 5, half)
+    moved = ((row.codes + at + 32 * half).load(I8, GROUP).to(I16, signed=True) << 7) & -0x4001
+    carried = (moved + 0x80) & 0x4000
+    values = [number.bits(F16).to(F32) * scale for number in sliced(moved | carried)]
+    return all_to_model(kind, values)
 
 
-def ct_int4(rounding: Any, b: Builder, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+def ct_int4(first: Any, kind: Any, row: Row, at: Value, half: int) -> list[Value]:
     """As int4, but rounded to the scale's type first."""
-    scale = ready_at(b, row, at, 5, half)
-    offset = b.fmul(scale, splat(-8.0, scale.type))
-    codes = interleaved(b, row, at, half)
-    if TABLE:
-        steps = constant([float(i) for i in range(16)])
-        table = to_model(b, rounding, fma(b, scale, steps, offset))
-        return [look_up(b, to_model(b, kind, table), code) for code in codes]
-    return [to_model(b, kind, v) for v in affine(b, rounding, codes, scale, offset)]
+    scale = row.scale_at(at, 5, half)
+    return affine(kind, interleaved(row, at, half), scale, scale * -8.0, first)
 
 
 def _of_scales(kind: Any) -> Expander:
     return Expander(shared(kind), partial(ct_int4, kind), PAIRED)
 
 
+_INT4, _Q4_0 = (partial(symmetric, codes) for codes in (interleaved, partial(block_codes, 18)))
 EXPANDERS: dict[str, Expander] = {
     "plain": Expander(nothing, plain),
-    "int8": Expander(contiguous(6, halves), int8),
-    "int4": Expander(contiguous(5, halves), int4, PAIRED),
-    "mxfp4": Expander(contiguous(5, powers), mxfp4, PAIRED),
+    "int8": Expander(contiguous(6, I16, half_floats), int8),
+    "int4": Expander(contiguous(5, I16, half_floats), _INT4, PAIRED),
+    "mxfp4": Expander(contiguous(5, I8, powers), partial(microscaled, interleaved, 1.0), PAIRED),
     "fp8": Expander(shared(F32_KIND, 256.0), fp8),
     "q8_0": Expander(inside(34, I16, half_floats), q8_0),
-    "q4_0": Expander(inside(18, I16, half_floats), q4_0),
-    "gguf_mxfp4": Expander(inside(17, I8, half_power), gguf_mxfp4),
+    "q4_0": Expander(inside(18, I16, half_floats), _Q4_0),
+    "gguf_mxfp4": Expander(
+        inside(17, I8, half_powers), partial(microscaled, partial(block_codes, 17), 2.0)
+    ),
     "q4_k": Expander(scales_and_minima(144), q4_k),
     "q5_k": Expander(scales_and_minima(176), q5_k),
     "q6_k": Expander(q6_scales, q6_k),
     "ct_int4.float32": _of_scales(F32_KIND),
     "ct_int4.bfloat16": _of_scales(BF16_KIND),
     "ct_int4.float16": _of_scales(F16_KIND),
-    "int4.wide": Expander(shared(F16_KIND), int4, PAIRED),  # groups of more than 32
+    "int4.wide": Expander(shared(F16_KIND), _INT4, PAIRED),  # groups of more than 32
 }
 NAMES = tuple(EXPANDERS)  # kernels know an expander by its number here

@@ -1,4 +1,4 @@
-"""A row of x as integers, as the products of integer.py take it.
+"""A row of x as integers, as the products of codes.py take it.
 
 32 neighbours (64 where they share a scale) share a power of two, such that the largest has 15 bits
 beside its sign and goes into two bytes, of seven bits and of eight with the sign; or 16 bits, in a
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from greenroom.runtime.kernels.codegen.formats.codes import (
@@ -20,31 +18,20 @@ from greenroom.runtime.kernels.codegen.formats.codes import (
     WHOLE,
     Whole,
     joined,
-    masked,
     times,
     whole_of,
     zero,
 )
-from greenroom.runtime.kernels.codegen.formats.row import (
-    Builder,
-    Value,
-    at_byte,
-    constant,
-)
-from greenroom.runtime.kernels.codegen.llvm.emit import (
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.values import (
     F32,
     I8,
     I16,
     I32,
-    I64,
-    LANES,
-    broadcast,
-    fma,
-    llvm_call,
+    Value,
+    counted,
+    inline,
     outlined,
-    splat,
-    store,
-    vector_of,
 )
 
 
@@ -55,62 +42,46 @@ def room(encoding: str, inputs: int) -> int:
     return LINE * (units * whole.vectors + 1) + 4 * units * (whole.unit >> whole.shift)
 
 
-def _reduced(b: Builder, name: str, value: Value) -> Value:
-    return llvm_call(b, f"llvm.vector.reduce.{name}.v{LANES}i32", I32, [value])
+def _reduced(name: str, value: Value) -> Value:
+    return value.call(f"llvm.vector.reduce.{name}.v{LANES}i32", I32)
 
 
-def _least(b: Builder, value: Value, other: int) -> Value:
-    most = splat(other, value.type)
-    return b.select(b.icmp_signed("<", value, most), value, most)
-
-
-def _group(b: Builder, whole: Whole, vectors: Sequence[Value]) -> tuple[Value, list[Value]]:
+def _group(whole: Whole, vectors: Sequence[Value]) -> tuple[Value, list[Value]]:
     """Neighbours as integers times a power of two, which is NaN where one of them is no number."""
     top = 13 if whole.order else 14
-    largest = ir.Constant(vector_of(I32), None)
+    largest = zero(vectors[0])
     for v in vectors:
-        bits = b.and_(b.bitcast(v, vector_of(I32)), splat(0x7FFFFFFF, vector_of(I32)))
-        largest = b.select(b.icmp_signed(">", bits, largest), bits, largest)
-    exponent = b.lshr(_reduced(b, "umax", largest), I32(23))
-    bounded = b.select(b.icmp_signed("<", exponent, I32(40)), I32(40), exponent)
-    power = b.shl(b.sub(bounded, I32(top)), I32(23))
-    power = b.select(b.icmp_signed("==", exponent, I32(255)), I32(0x7FC00000), power)
-    inverse = b.bitcast(b.shl(b.sub(I32(254 + top), bounded), I32(23)), F32)
-    wide = broadcast(b, inverse)
-    integers = []
-    for v in vectors:  # rounded to the nearest by adding 1.5 * 2^23
-        moved = fma(b, v, wide, splat(12582912.0, v.type))
-        value = b.sub(b.bitcast(moved, vector_of(I32)), splat(0x4B400000, vector_of(I32)))
-        integers.append(_least(b, value, (2 << top) - 1))
-    return b.bitcast(power, F32), integers
+        largest = largest.at_least(v.bits(I32) & 0x7FFFFFFF)
+    exponent = _reduced("umax", largest) >> 23
+    bounded = exponent.at_least(40)
+    power = exponent.constant(0x7FC00000).where(exponent.equals(255), (bounded - top) << 23)
+    inverse = ((254 + top - bounded) << 23).bits(F32).wide()
+    # Rounded to the nearest by adding 1.5 * 2^23.
+    moved = (v.fma(inverse, v.constant(12582912.0)).bits(I32) for v in vectors)
+    return power.bits(F32), [(m - 0x4B400000).at_most((2 << top) - 1) for m in moved]
 
 
-def planes_of(b: Builder, whole: Whole, integers: Sequence[Value]) -> list[Value]:
+def planes_of(whole: Whole, integers: Sequence[Value]) -> list[Value]:
     """A turn's integers as vectors of 64 bytes."""
     if not whole.order:
-        words = [b.trunc(v, vector_of(I16)) for v in integers]
-        return [joined(b, words[:2]), joined(b, words[2:])]
-    seven = splat(7, vector_of(I32))
-    upper = [b.trunc(b.ashr(v, seven), vector_of(I8)) for v in integers]
-    lower = [b.trunc(b.and_(v, splat(127, v.type)), vector_of(I8)) for v in integers]
-    planes = []
-    for plane in (joined(b, upper), joined(b, lower)):
-        for half in (whole.order[:LINE], whole.order[LINE:]):
-            planes.append(b.shuffle_vector(plane, plane, constant(list(half), I32)))
-    return planes
+        words = [v.to(I16) for v in integers]
+        return [joined(words[:2]), joined(words[2:])]
+    upper = joined([v.shifted_signed(7).to(I8) for v in integers])
+    lower = joined([(v & 127).to(I8) for v in integers])
+    halves = whole.order[:LINE], whole.order[LINE:]
+    return [plane.pick(half) for plane in (upper, lower) for half in halves]
 
 
-def _offsets(b: Builder, whole: Whole, planes: list[Value]) -> list[Value]:
+def _offsets(whole: Whole, planes: list[Value]) -> list[Value]:
     """What sums of codes begin with: -offset times the sum of a lane's x."""
-    ones = splat(1, vector_of(I8, LINE))
-    sides = [times(b, ones, planes, side, zero()) for side in range(2)]
-    sums = sides if whole.apart else [b.add(*sides)]
-    return [b.mul(v, splat(-whole.offset, v.type)) for v in sums]
+    ones = planes[0].constant(1)
+    sides = [times(ones, planes, side, zero(ones)) for side in range(2)]
+    sums = sides if whole.apart else [sides[0] + sides[1]]
+    return [v * -whole.offset for v in sums]
 
 
-def powers_of(b: Builder, whole: Whole, x: Value, K: Value) -> Value:
-    units = b.udiv(b.add(K, I64(whole.unit - 1)), I64(whole.unit))
-    return b.add(x, b.mul(units, I64(LINE * whole.vectors)))
+def powers_of(whole: Whole, x: Value, K: Value) -> Value:
+    return x + (K + (whole.unit - 1)) / whole.unit * (LINE * whole.vectors)
 
 
 @intrinsic(prefer_literal=True)
@@ -119,58 +90,39 @@ def pack(typingctx, encoding, x, K, out):
     name, whole = whole_of(encoding)
     unit, group = whole.unit, whole.group
 
-    def emit(b, sig, args):
-        x, K, out = args
-        units = b.udiv(b.add(K, I64(unit - 1)), I64(unit))
-        powers = powers_of(b, whole, out, K)
-
-        def turn(number):
-            at = b.mul(number, I64(unit))
+    def emit(x, K, out):
+        powers = powers_of(whole, out, K)
+        with counted(0, (K + (unit - 1)) / unit) as number:
             integers, sums = [], []
             for start in range(0, unit, group):
-                here = b.add(at, I64(start))
-                there = b.icmp_signed("<", here, K)
-                mask = broadcast(b, there, LANES)
-                vectors = [
-                    b.bitcast(
-                        masked(b, at_byte(b, x, b.shl(here, I64(2)), 4 * i), 16, mask),
-                        vector_of(F32),
-                    )
-                    for i in range(0, group, LANES)
-                ]
-                power, found = _group(b, whole, vectors)
+                here = number * unit + start
+                mask = (here < K).wide()
+                place = x + (here << 2)
+                vectors = [(place + 4 * i).load(F32, LANES, mask) for i in range(0, group, LANES)]
+                power, found = _group(whole, vectors)
                 integers += found
-                place = b.add(powers, b.shl(b.lshr(here, I64(whole.shift)), I64(2)))
-                kept = b.fmul(power, F32(whole.factor))
+                place = powers + ((here >> whole.shift) << 2)
                 for i in range(group >> whole.shift):
-                    b.store(kept, b.inttoptr(at_byte(b, place, 4 * i), F32.as_pointer()), align=4)
+                    (place + 4 * i).store(power * whole.factor)
                 if whole.minima:
-                    total = _reduced(b, "add", b.add(*found))
-                    sums.append(b.fmul(b.sitofp(total, F32), power))
-            planes = planes_of(b, whole, integers)
+                    sums.append(_reduced("add", found[0] + found[1]).to(F32, signed=True) * power)
+            planes = planes_of(whole, integers)
             if whole.offset:
-                planes += _offsets(b, whole, planes)
+                planes += _offsets(whole, planes)
             if whole.minima:
-                vector = ir.Constant(vector_of(F32), None)
+                vector = x.constant([0.0] * LANES, F32)
                 for value, lane in zip(sums, MINIMA, strict=True):
-                    vector = b.insert_element(vector, value, I32(lane))
+                    vector = vector.with_lane(lane, value)
                 planes.append(vector)
-            target = b.add(out, b.mul(number, I64(LINE * whole.vectors)))
             for i, plane in enumerate(planes):
-                store(b, plane, at_byte(b, target, LINE * i))
+                (out + number * (LINE * whole.vectors) + LINE * i).store(plane)
 
-        with cgutils.for_range_slice(b, I64(0), units, I64(1), I64) as (number, _):
-            turn(number)
-
-    return types.void(encoding, *[types.int64] * 3), outlined(f"pack.{name}", emit)
+    return outlined(types.void(encoding, *[types.int64] * 3), f"pack.{name}", emit)
 
 
 @intrinsic(prefer_literal=True)
 def powers_at(typingctx, encoding, x, K):
     """Address of the powers of two in packed x."""
     _, whole = whole_of(encoding)
-
-    def emit(context, b, sig, args):
-        return powers_of(b, whole, *args[1:])
-
-    return types.int64(encoding, types.int64, types.int64), emit
+    signature = types.int64(encoding, types.int64, types.int64)
+    return inline(signature, lambda _, x, K: powers_of(whole, x, K))

@@ -1,64 +1,78 @@
-"""The scales of a row of each encoding: LLVM code that writes them as float32, side by side.
+"""A row of stored weights, and the code that writes its scales as float32, side by side.
 
-A `prepare(b, row)` writes scales to `row.ready` and minima to `row.minima`. It costs little there
-and much beside the weights.
+A `prepare(row)` writes scales to `row.ready` and minima to `row.minima`. It costs little there and
+much beside the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
-from greenroom.runtime.kernels.codegen.formats.row import (
-    BF16_KIND,
-    F16_KIND,
-    F32_KIND,
-    NATURAL,
-    Builder,
-    Row,
-    Value,
-    at_byte,
-    bytes_at,
-    constant,
-    half_at,
-    put_scalar,
-    scalar,
-)
-from greenroom.runtime.kernels.codegen.llvm.emit import (
+from greenroom.runtime.kernels.codegen.llvm.target import LANES
+from greenroom.runtime.kernels.codegen.llvm.values import (
+    ELEMENT,
     F16,
+    F16_KIND,
     F32,
     I8,
     I16,
     I32,
-    I64,
-    LANES,
+    NATURAL,
     SIZE,
-    broadcast,
-    lanes_below,
-    llvm_call,
-    load,
-    splat,
-    store,
-    vector_of,
-    widen,
+    Value,
+    Variable,
+    below_or_all,
+    counted,
 )
 
 
-def nothing(b: Builder, row: Row) -> None:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Addresses that an expander finds a row's weights by.
+
+    codes:  the row's codes
+    ready:  float32 scales, as `prepare` has written them; where there are minima, they follow, one
+            for each scale, behind room for one scale for 8 inputs
+    inputs: elements of the row
+    scale:  its first scale, where scales are a tensor of their own
+    share:  groups of 32 inputs that have one scale, where that differs between models
+    powers: float32 numbers that the prepared scales are multiplied with, or None
+    """
+
+    codes: Value
+    ready: Value
+    inputs: Value
+    scale: Value | None = None
+    share: Value | None = None
+    powers: Value | None = None
+
+    @property
+    def minima(self) -> Value:
+        return self.ready + (self.inputs >> 3)
+
+    def put(self, at: Value, scales: Value, left: Value | None = None) -> None:
+        """Prepare a vector of scales from number `at` on, times their powers; 0 beyond those that
+        are left."""
+        if self.powers is not None:
+            mask = below_or_all(left, scales.lanes)
+            scales *= (self.powers + (at << 2)).load(F32, scales.lanes, mask)
+        (self.ready + (at << 2)).store(scales)
+
+    def scale_at(self, at: Value, shift: int, half: int, minimum: bool = False) -> Value:
+        """The prepared scale (or minimum) of the group at + 32 half, one for 2^shift inputs."""
+        base = self.minima if minimum else self.ready
+        return (base + ((at >> shift) << 2) + 4 * (32 * half >> shift)).load(F32).wide()
+
+
+def nothing(row: Row) -> None:
     """There are no scales."""
 
 
-def each(b: Builder, count: Value, step: Value | int = 1) -> Any:
-    step = I64(step) if isinstance(step, int) else step
-    return cgutils.for_range_slice(b, I64(0), count, step, I64)
-
-
-def in_vectors(
-    b: Builder, row: Row, count: Value, value: Callable[[Value, Value | None], Value]
-) -> None:
+def in_vectors(row: Row, count: Value, value: Callable[[Value, Value | None], Value]) -> None:
     """Prepare scales value(at, left), at .. at + LANES of `count`, of which `left` exist or all.
 
     The last LANES overlap with those before; only where there are fewer do some not exist. Stores
@@ -66,51 +80,49 @@ def in_vectors(
     """
 
     def put(at: Value, left: Value | None) -> None:
-        scales = row.scaled(b, value(at, left), at, left)
-        store(b, scales, at_byte(b, row.ready, b.shl(at, I64(2))))
+        row.put(at, value(at, left), left)
 
-    left = b.and_(count, I64(LANES - 1))
-    with b.if_else(b.icmp_signed(">=", count, I64(LANES))) as (many, few):
+    left = count & (LANES - 1)
+    with count.b.if_else((count >= LANES).ir) as (many, few):
         with many:
-            with each(b, b.sub(count, left), LANES) as (at, _):
+            with counted(0, count - left, LANES) as at:
                 put(at, None)
-            with b.if_then(b.icmp_signed(">", left, I64(0))):
-                put(b.sub(count, I64(LANES)), None)
+            with count.b.if_then((left > 0).ir):
+                put(count - LANES, None)
         with few:
-            put(I64(0), count)
+            put(count.constant(0), count)
 
 
-def contiguous(shift: int, widened: Callable[[Builder, Value, Value, Value | None], Value]) -> Any:
-    """Scales that lie side by side, one for 2^shift inputs."""
+def contiguous(shift: int, element: Any, read: Callable[[Value], Value]) -> Any:
+    """Scales that lie side by side, one for 2^shift inputs: LANES elements -> float32."""
 
-    def prepare(b: Builder, row: Row) -> None:
-        count = b.lshr(b.add(row.inputs, I64((1 << shift) - 1)), I64(shift))
-
+    def prepare(row: Row) -> None:
         def value(at: Value, left: Value | None) -> Value:
-            return widened(b, row.scale, at, None if left is None else lanes_below(b, left))
+            place = row.scale + at * (element.width // 8)
+            return read(place.load(element, LANES, below_or_all(left)))
 
-        in_vectors(b, row, count, value)
+        in_vectors(row, (row.inputs + ((1 << shift) - 1)) >> shift, value)
 
     return prepare
 
 
-def halves(b: Builder, base: Value, at: Value, mask: Value | None) -> Value:
-    return load(b, F16_KIND, at_byte(b, base, b.shl(at, I64(1))), mask)
+def half_floats(raw: Value) -> Value:
+    """float16 numbers."""
+    return raw.widened(F16_KIND)
 
 
-def powers(b: Builder, base: Value, at: Value, mask: Value | None) -> Value:
+def powers(raw: Value) -> Value:
     """e8m0: 2^(e - 127), and 255 for NaN."""
-    source, name = vector_of(I8), f"llvm.masked.load.v{LANES}i8.p0"
-    pointer = b.inttoptr(b.add(base, at), source.as_pointer())
-    if mask is None:
-        raw = b.load(pointer, align=1)
-    else:
-        raw = llvm_call(b, name, source, [pointer, I32(1), mask, ir.Constant(source, None)])
-    e = b.zext(raw, vector_of(I32))
-    bits = b.shl(e, splat(23, e.type))
-    bits = b.select(b.icmp_unsigned("==", e, splat(0, e.type)), splat(1 << 22, e.type), bits)
-    bits = b.select(b.icmp_unsigned("==", e, splat(255, e.type)), splat(0x7FC00000, e.type), bits)
-    return b.bitcast(bits, vector_of(F32))
+    e = raw.to(I32)
+    bits = e.constant(1 << 22).where(e.equals(0), e << 23)
+    return e.constant(0x7FC00000).where(e.equals(255), bits).bits(F32)
+
+
+def half_powers(raw: Value) -> Value:
+    """e8m0 numbers of GGUF: 2^(e - 128)."""
+    e = raw.to(I32)
+    small = e.constant(0x200000) << (e & 1)
+    return small.where(e < 2, (e - 1) << 23).bits(F32)
 
 
 def shared(kind: Any, factor: float = 1.0) -> Any:
@@ -119,134 +131,82 @@ def shared(kind: Any, factor: float = 1.0) -> Any:
     They are multiplied by `factor`, a power of two.
     """
 
-    def prepare(b: Builder, row: Row) -> None:
-        groups = b.lshr(row.inputs, I64(5))
-        column = cgutils.alloca_once_value(b, row.scale)
-        element = {F16_KIND: I16, BF16_KIND: I16, F32_KIND: F32}[kind]
-        with each(b, groups, row.share) as (start, _):
-            address = b.load(column)
-            b.store(b.add(address, I64(SIZE[kind])), column)
-            raw = b.load(b.inttoptr(address, element.as_pointer()), align=SIZE[kind])
-            value = b.fmul(widen(b, kind, raw), ir.Constant(F32, factor))
-            stop = b.add(start, row.share)
-            stop = b.select(b.icmp_signed("<", stop, groups), stop, groups)
-            with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (at, _):
-                put_scalar(b, value, at_byte(b, row.ready, b.shl(at, I64(2))))
+    def prepare(row: Row) -> None:
+        groups, column = row.inputs >> 5, Variable(row.scale)
+        with counted(0, groups, row.share) as start:
+            address = column.now
+            column.now = address + SIZE[kind]
+            value = address.load(ELEMENT[kind]).widened(kind) * factor
+            with counted(start, (start + row.share).at_most(groups)) as at:
+                (row.ready + (at << 2)).store(value)
 
     return prepare
 
 
-def inside(width: int, element: Any, read: Callable[[Builder, Value], Value]) -> Any:
+def inside(width: int, element: Any, read: Callable[[Value], Value]) -> Any:
     """Scales that begin blocks of 32 inputs and `width` bytes: LANES elements -> float32."""
-    picked = _picked if LANES == 16 and element == I16 else apart
+    picked = _picked if LANES == 16 and element == I16 else _apart
 
-    def prepare(b: Builder, row: Row) -> None:
+    def prepare(row: Row) -> None:
         def value(at: Value, left: Value | None) -> Value:
-            first = at_byte(b, row.codes, b.mul(at, I64(width)))
-            if left is None:
-                return read(b, picked(b, first, width, element, None))
-            return read(b, apart(b, first, width, element, left))
+            fetch = picked if left is None else _apart
+            return read(fetch(row.codes + at * width, width, element, left))
 
-        in_vectors(b, row, b.lshr(row.inputs, I64(5)), value)
+        in_vectors(row, row.inputs >> 5, value)
 
     return prepare
 
 
-def _picked(b: Builder, address: Value, width: int, element: Any, left: None) -> Value:
-    """As `apart`, of words that all exist: picked out of pairs of whole vectors."""
-    words, kind = width // 2, vector_of(element, 32)
+def _picked(address: Value, width: int, element: Any, left: None) -> Value:
+    """As `_apart`, of words that all exist: picked out of pairs of whole vectors."""
+    words = width // 2
     count = 63 // words + 1  # of a pair of vectors
     count = 1 << (count.bit_length() - 1)
-    found = ir.Constant(kind, ir.Undefined)
+    found = None
     for start in range(0, LANES, count):
         mine = range(start, start + count)
-        first = at_byte(b, address, start * width)
-        pair = [
-            b.load(b.inttoptr(at_byte(b, first, 64 * i), kind.as_pointer()), align=1)
-            for i in range(2)
-        ]
-        picks = [words * (i - start) if i in mine else i for i in range(32)]
-        some = b.shuffle_vector(*pair, constant(picks, I32))
+        one, two = ((address + start * width + 64 * i).load(element, 32) for i in range(2))
+        some = one.pick([words * (i - start) if i in mine else i for i in range(32)], two)
         kept = [32 + i if i in mine else i for i in range(32)]
-        found = b.shuffle_vector(found, some, constant(kept, I32)) if start else some
-    return b.shuffle_vector(found, found, constant(NATURAL, I32))
+        found = some if found is None else found.pick(kept, some)
+    return found.pick(NATURAL)
 
 
-def apart(b: Builder, address: Value, width: int, element: Any, left: Value | None) -> Value:
+def _apart(address: Value, width: int, element: Any, left: Value | None) -> Value:
     """LANES elements that begin `width` bytes apart; the last that exists stands for those beyond.
 
     One by one: gathering them takes several times as long on processors that guard gathers.
     """
-    found = ir.Constant(vector_of(element), ir.Undefined)
-    last = None if left is None else b.sub(left, I64(1))
-    for i in range(LANES):
-        number = I64(i)
-        if last is not None:
-            number = b.select(b.icmp_signed("<", number, last), number, last)
-        one = scalar(b, b.add(address, b.mul(number, I64(width))), element)
-        found = b.insert_element(found, one, I32(i))
+    found = Value(address.b, ir.Constant(ir.VectorType(element, LANES), ir.Undefined))
+    for i in NATURAL:
+        number = address.constant(i)
+        if left is not None:
+            number = number.at_most(left - 1)
+        found = found.with_lane(i, (address + number * width).load(element))
     return found
-
-
-def half_floats(b: Builder, raw: Value) -> Value:
-    """float16 numbers."""
-    return widen(b, F16_KIND, raw)
-
-
-def half_power(b: Builder, raw: Value) -> Value:
-    """e8m0 numbers of GGUF: 2^(e - 128)."""
-    e = b.zext(raw, vector_of(I32))
-    small = b.shl(splat(0x200000, e.type), b.and_(e, splat(1, e.type)))
-    large = b.shl(b.sub(e, splat(1, e.type)), splat(23, e.type))
-    bits = b.select(b.icmp_unsigned("<", e, splat(2, e.type)), small, large)
-    return b.bitcast(bits, vector_of(F32))
-
-
-def super_blocks(b: Builder, row: Row, width: int, emit: Callable[[Value, Value], None]) -> None:
-    """emit(address of the block, int64 number of the block) for each 256 inputs."""
-    with each(b, b.lshr(row.inputs, I64(8))) as (at, _):
-        emit(at_byte(b, row.codes, b.mul(at, I64(width))), at)
 
 
 def scales_and_minima(width: int) -> Any:
     """q4_k and q5_k: d, dmin and eight scales and minima of six bits; the minima are negated."""
 
-    def prepare(b: Builder, row: Row) -> None:
-        def emit(block: Value, number: Value) -> None:
-            words = vector_of(I32, 4)
-            head = b.load(b.inttoptr(block, words.as_pointer()), align=1)
-            first, second = (
-                b.shuffle_vector(head, head, constant(picks, I32))
-                for picks in ((1, 3, 2, 3), (1, 1, 2, 2))
-            )
-            first = b.lshr(first, constant((0, 0, 0, 4), I32))
-            first = b.and_(first, constant((0x3F3F3F3F, 0x0F0F0F0F) * 2, I32))
-            second = b.lshr(second, splat(2, words))
-            second = b.and_(second, constant((0, 0x30303030) * 2, I32))
-            six = b.zext(b.bitcast(b.or_(first, second), vector_of(I8, 16)), vector_of(I32, 16))
-            pair = b.fpext(scalar(b, block, vector_of(F16, 2)), vector_of(F32, 2))
-            pair = b.fmul(pair, constant((1.0, -1.0)))
-            wide = b.shuffle_vector(pair, pair, constant([0] * 8 + [1] * 8, I32))
-            value = b.fmul(b.uitofp(six, vector_of(F32, 16)), wide)
-            for i, target in enumerate((row.ready, row.minima)):
-                half = constant(range(8 * i, 8 * i + 8), I32)
-                half = b.shuffle_vector(value, value, half)
-                if i == 0:
-                    half = row.scaled(b, half, b.shl(number, I64(3)))
-                store(b, half, at_byte(b, target, b.shl(number, I64(5))))
-
-        super_blocks(b, row, width, emit)
+    def prepare(row: Row) -> None:
+        with counted(0, row.inputs >> 8) as number:
+            block, at = row.codes + number * width, number << 3
+            head = block.load(I32, 4)
+            first = (head.pick((1, 3, 2, 3)) >> (0, 0, 0, 4)) & ((0x3F3F3F3F, 0x0F0F0F0F) * 2)
+            second = (head.pick((1, 1, 2, 2)) >> 2) & ((0, 0x30303030) * 2)
+            six = (first | second).bits(I8).to(I32)
+            pair = block.load(F16, 2).to(F32) * (1.0, -1.0)
+            value = six.to(F32) * pair.pick([0] * 8 + [1] * 8)
+            row.put(at, value.pick(range(8)))
+            (row.minima + (at << 2)).store(value.pick(range(8, 16)))
 
     return prepare
 
 
-def q6_scales(b: Builder, row: Row) -> None:
+def q6_scales(row: Row) -> None:
     """16 scales of eight bits times d."""
-
-    def emit(block: Value, number: Value) -> None:
-        scales = b.sitofp(bytes_at(b, at_byte(b, block, 192), True, 16), vector_of(F32, 16))
-        d = broadcast(b, half_at(b, at_byte(b, block, 208)), 16)
-        value = row.scaled(b, b.fmul(scales, d), b.shl(number, I64(4)))
-        store(b, value, at_byte(b, row.ready, b.shl(number, I64(6))))
-
-    super_blocks(b, row, 210, emit)
+    with counted(0, row.inputs >> 8) as number:
+        block = row.codes + number * 210
+        scales = (block + 192).load(I8, 16).to(I32, signed=True).to(F32, signed=True)
+        row.put(number << 4, scales * (block + 208).load(I16).widened(F16_KIND))

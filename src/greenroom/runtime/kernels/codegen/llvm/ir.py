@@ -16,33 +16,28 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from greenroom.runtime.kernels.codegen.llvm.emit import (
-    COLUMNS,
+from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS, IN_TURN, LANES, ROWS, STRIP
+from greenroom.runtime.kernels.codegen.llvm.values import (
     ELEMENT,
     F32,
+    F32_KIND,
+    I8,
     I32,
     I64,
-    IN_TURN,
-    LANES,
-    ROWS,
     SIZE,
-    STRIP,
-    broadcast,
-    fma,
+    Value,
+    Variable,
+    counted,
+    inline,
     lane_sums,
-    lanes_below,
-    load,
-    narrow,
     outlined,
-    prefetch,
-    store,
-    vector_of,
-    widen,
 )
+
+_INT, _FLOAT = types.int64, types.float32
 
 
 def _ends(rows):
-    return [types.UniTuple(types.int64, rows)] * 2
+    return [types.UniTuple(_INT, rows)] * 2
 
 
 def _dot(rows, columns):
@@ -58,11 +53,11 @@ def _dot(rows, columns):
 
     @intrinsic
     def dot(typingctx, kind, xkind, w, ld, K, block, carry, x, out):
-        def emit(b, sig, args):
-            _Dot(b, kind, xkind, rows, columns, args).emit()
+        def emit(*args):
+            _Dot(kind, xkind, rows, columns, args).emit()
 
-        signature = types.void(kind, xkind, *[types.int64] * 5, *_ends(rows))
-        return signature, outlined(f"dot{rows}x{columns}", emit)
+        signature = types.void(kind, xkind, *[_INT] * 5, *_ends(rows))
+        return outlined(signature, f"dot{rows}x{columns}", emit)
 
     return dot
 
@@ -70,45 +65,38 @@ def _dot(rows, columns):
 class _Dot:
     """The code of a `dot`."""
 
-    def __init__(self, b, kind, xkind, rows, columns, args):
-        self.b, self.kind, self.xkind, self.rows, self.columns = b, kind, xkind, rows, columns
+    def __init__(self, kind, xkind, rows, columns, args):
+        self.kind, self.xkind, self.rows, self.columns = kind, xkind, rows, columns
         self.w, self.ld, self.K, self.block, self.carry, *ends = args
         self.xs, self.outs = ends[:rows], ends[rows:]
         self.in_turn = IN_TURN and rows == 1 and columns > 1
-        self.sums = cgutils.alloca_once(b, vector_of(F32, rows * columns))
-        self.cells = [cgutils.alloca_once(b, vector_of(F32)) for _ in range(rows * columns)]
+        self.zero = self.w.constant([0.0] * LANES, F32)
+        self.sums = Variable(self.w.constant([0.0] * (rows * columns), F32))
+        self.cells = [Variable(self.zero) for _ in range(rows * columns)]
 
     def emit(self):
-        b, rows, columns = self.b, self.rows, self.columns
-        b.store(ir.Constant(vector_of(F32, rows * columns), [0.0] * (rows * columns)), self.sums)
-        with b.if_then(b.icmp_signed("!=", self.carry, self.carry.type(0))):
-            value = b.load(self.sums)
-            for m in range(rows):
+        columns, sums = self.columns, self.sums
+        with self.w.b.if_then((self.carry > 0).ir):
+            value = sums.now
+            for m, out in enumerate(self.outs):
                 for n in range(columns):
-                    place = b.add(self.outs[m], I64(4 * n))
-                    old = b.load(b.inttoptr(place, F32.as_pointer()), align=4)
-                    value = b.insert_element(value, old, I32(m * columns + n))
-            b.store(value, self.sums)
-        with cgutils.for_range_slice(b, I64(0), self.K, self.block, I64) as (start, _):
+                    value = value.with_lane(m * columns + n, (out + 4 * n).load(F32))
+            sums.now = value
+        with counted(0, self.K, self.block) as start:
             self.one_block(start)
-        final = b.load(self.sums)
-        for m in range(rows):
-            part = list(range(m * columns, (m + 1) * columns))
-            picks = ir.Constant(vector_of(I32, columns), part)
-            store(b, b.shuffle_vector(final, final, picks), self.outs[m])
+        for m, out in enumerate(self.outs):
+            out.store(sums.now.pick(range(m * columns, (m + 1) * columns)))
 
     def one_block(self, start):
         """Add the products of `block` elements from element `start` on to the sums."""
-        b, every = self.b, range(self.columns)
+        b, every = self.w.b, range(self.columns)
         for cell in self.cells:
-            b.store(ir.Constant(vector_of(F32), [0.0] * LANES), cell)
-        stop = b.add(start, self.block)
-        stop = b.select(b.icmp_signed("<", stop, self.K), stop, self.K)
-        left = b.and_(b.sub(stop, start), I64(LANES - 1))
-        end = b.sub(stop, left)
+            cell.now = self.zero
+        stop = (start + self.block).at_most(self.K)
+        left = (stop - start) & (LANES - 1)
+        end = stop - left
         if self.in_turn:
-            whole = b.icmp_signed(">=", self.block, self.K)
-            with b.if_else(whole) as (one_block, blocks):
+            with b.if_else((self.block >= self.K).ir) as (one_block, blocks):
                 with one_block:
                     for n in every:
                         self.steps(start, end, [n])
@@ -116,40 +104,36 @@ class _Dot:
                     self.steps(start, end, every)
         else:
             self.steps(start, end, every)
-        with b.if_then(b.icmp_signed(">", left, I64(0)), likely=False):
-            self.step(end, every, lanes_below(b, left))
-        total = lane_sums(b, [b.load(cell) for cell in self.cells])
-        b.store(b.fadd(b.load(self.sums), total), self.sums)
+        with b.if_then((left > 0).ir, likely=False):
+            self.step(end, every, left.below())
+        self.sums.now += lane_sums([cell.now for cell in self.cells])
 
     def steps(self, start, stop, of):
-        with cgutils.for_range_slice(self.b, start, stop, I64(LANES), I64) as (at, _):
+        with counted(start, stop, LANES) as at:
             self.step(at, of)
 
     def step(self, at, of, mask=None):
         """Multiply LANES elements from element `at` of some rows of weights."""
-        b = self.b
-        xat = b.mul(at, I64(SIZE[self.xkind]))
-        wat = b.add(self.w, b.mul(at, I64(SIZE[self.kind])))
-        xv = [load(b, self.xkind, b.add(x, xat), mask) for x in self.xs]
+        wat = self.w + at * SIZE[self.kind]
+        xs = [(x + at * SIZE[self.xkind]).weights(self.xkind, mask) for x in self.xs]
         if self.rows == 1 and len(of) > 1 and mask is None:
             self.ask(wat, at)
         for n in of:
-            wv = load(b, self.kind, b.add(wat, b.mul(self.ld, I64(n))), mask)
-            for m in range(self.rows):
+            weights = (wat + self.ld * n).weights(self.kind, mask)
+            for m, x in enumerate(xs):
                 cell = self.cells[m * self.columns + n]
-                b.store(fma(b, xv[m], wv, b.load(cell)), cell)
+                cell.now = x.fma(weights, cell.now)
 
     def ask(self, wat, at):
         """For what the next rows are multiplied with, while these are."""
-        b, columns = self.b, self.columns
         if not self.in_turn:
-            for n in range(columns):
-                prefetch(b, b.add(wat, b.mul(self.ld, I64(n + columns))))
+            for n in range(self.columns):
+                (wat + self.ld * (n + self.columns)).prefetch()
             return
-        turn = SIZE[self.kind] * columns
-        behind = b.add(b.add(self.w, b.mul(self.ld, I64(columns))), b.mul(at, I64(turn)))
+        turn = SIZE[self.kind] * self.columns
+        behind = self.w + self.ld * self.columns + at * turn
         for line in range(0, turn * LANES, 64):
-            prefetch(b, b.add(behind, I64(line)))
+            (behind + line).prefetch()
 
 
 def _axpy(rows, vectors):
@@ -161,37 +145,32 @@ def _axpy(rows, vectors):
 
     @intrinsic
     def axpy(typingctx, kind, w, ld, K, block, carry, count, x, out):
-        def emit(b, sig, args):
-            w, ld, K, block, carry, count, *ends = args
+        def emit(w, ld, K, block, carry, count, *ends):
             xs, outs = ends[:rows], ends[rows:]
-            mask = lanes_below(b, count) if vectors == 1 else None
-            zero = ir.Constant(vector_of(F32), [0.0] * LANES)
-            tile = [(m, n) for m in range(rows) for n in range(vectors)]
-            cells = [cgutils.alloca_once(b, vector_of(F32)) for _ in tile]
-            fresh = b.icmp_signed("==", carry, carry.type(0))
-            with cgutils.for_range_slice(b, I64(0), K, block, I64) as (start, _):
-                for cell in cells:
-                    b.store(zero, cell)
-                stop = b.add(start, block)
-                stop = b.select(b.icmp_signed("<", stop, K), stop, K)
-                with cgutils.for_range_slice(b, start, stop, I64(1), I64) as (at, _):
-                    wat = b.add(w, b.mul(at, ld))
-                    size = SIZE[kind] * LANES
-                    wv = [load(b, kind, b.add(wat, I64(size * n)), mask) for n in range(vectors)]
-                    for m in range(rows):
-                        place = b.add(xs[m], b.mul(at, I64(4)))
-                        xv = broadcast(b, b.load(b.inttoptr(place, F32.as_pointer()), align=4))
-                        for n in range(vectors):
-                            cell = cells[m * vectors + n]
-                            b.store(fma(b, xv, wv[n], b.load(cell)), cell)
-                first = b.and_(fresh, b.icmp_signed("==", start, I64(0)))
-                for (m, n), cell in zip(tile, cells, strict=True):
-                    place = b.add(outs[m], I64(4 * LANES * n))
-                    before = b.select(first, zero, load(b, types.float32, place, mask))
-                    store(b, b.fadd(before, b.load(cell)), place, mask)
+            mask = count.below() if vectors == 1 else None
+            zero, size = w.constant([0.0] * LANES, F32), SIZE[kind] * LANES
+            cells = [[Variable(zero) for _ in range(vectors)] for _ in range(rows)]
+            fresh = carry.equals(0)
+            with counted(0, K, block) as start:
+                for row in cells:
+                    for cell in row:
+                        cell.now = zero
+                with counted(start, (start + block).at_most(K)) as at:
+                    wat = w + at * ld
+                    weights = [(wat + size * n).weights(kind, mask) for n in range(vectors)]
+                    for x, row in zip(xs, cells, strict=True):
+                        wide = (x + at * 4).load(F32).wide()
+                        for cell, weight in zip(row, weights, strict=True):
+                            cell.now = wide.fma(weight, cell.now)
+                first = fresh & start.equals(0)
+                for out, row in zip(outs, cells, strict=True):
+                    for n, cell in enumerate(row):
+                        place = out + 4 * LANES * n
+                        before = zero.where(first, place.weights(F32_KIND, mask))
+                        place.store(before + cell.now, mask)
 
-        signature = types.void(kind, *[types.int64] * 6, *_ends(rows))
-        return signature, outlined(f"axpy{rows}x{vectors}", emit)
+        signature = types.void(kind, *[_INT] * 6, *_ends(rows))
+        return outlined(signature, f"axpy{rows}x{vectors}", emit)
 
     return axpy
 
@@ -204,24 +183,19 @@ def _panel(depth):
 
     @intrinsic
     def panel(typingctx, kind, w, ld, N, x, out):
-        def emit(b, sig, args):
-            w, ld, N, x, out = args
-            rows = [b.add(w, b.mul(ld, I64(k))) for k in range(depth)]
-            xs = []
-            for k in range(depth):
-                pointer = b.inttoptr(b.add(x, I64(4 * k)), F32.as_pointer())
-                xs.append(broadcast(b, b.load(pointer, align=4)))
-            with cgutils.for_range_slice(b, I64(0), N, I64(LANES), I64) as (at, _):
-                place = b.add(out, b.mul(at, I64(4)))
-                value, offset = load(b, types.float32, place), b.mul(at, I64(SIZE[kind]))
-                for k in range(depth):
-                    here = b.add(rows[k], offset)
-                    prefetch(b, b.add(here, b.mul(ld, I64(depth))))
-                    value = fma(b, xs[k], load(b, kind, here), value)
-                store(b, value, place)
+        def emit(w, ld, N, x, out):
+            rows = [w + ld * k for k in range(depth)]
+            xs = [(x + 4 * k).load(F32).wide() for k in range(depth)]
+            with counted(0, N, LANES) as at:
+                place, offset = out + at * 4, at * SIZE[kind]
+                value = place.load(F32, LANES)
+                for one, row in zip(xs, rows, strict=True):
+                    here = row + offset
+                    (here + ld * depth).prefetch()
+                    value = one.fma(here.weights(kind), value)
+                place.store(value)
 
-        signature = types.void(kind, *[types.int64] * 5)
-        return signature, outlined(f"panel{depth}", emit)
+        return outlined(types.void(kind, *[_INT] * 5), f"panel{depth}", emit)
 
     return panel
 
@@ -231,139 +205,142 @@ dot_1x1, dot_1x4, dot_many = _dot(1, 1), _dot(1, COLUMNS), _dot(ROWS, COLUMNS)
 axpy_1x1, axpy_many = _axpy(1, 1), _axpy(ROWS, STRIP)
 
 
+def _element(address, index, element):
+    """A pointer to an element of a row: by its index, so that loops over it become vectors."""
+    return address.b.gep(address.pointer(element), [index.ir])
+
+
 @intrinsic
 def get(typingctx, kind, address, index):
     """Element `index` of a row of `kind` at an address, widened to float32."""
 
-    def emit(context, b, sig, args):
-        _, address, index = args
-        pointer = b.inttoptr(address, ELEMENT[kind].as_pointer())
-        return widen(b, kind, b.load(b.gep(pointer, [index]), align=SIZE[kind]))
+    def emit(_, address, index):
+        place = _element(address, index, ELEMENT[kind])
+        return Value(address.b, address.b.load(place, align=SIZE[kind])).widened(kind)
 
-    return types.float32(kind, types.int64, types.int64), emit
+    return inline(_FLOAT(kind, _INT, _INT), emit)
 
 
 @intrinsic
 def put(typingctx, kind, address, index, value):
     """Round a float32 value to `kind` and store it as element `index` of a row at an address."""
 
-    def emit(context, b, sig, args):
-        _, address, index, value = args
-        pointer = b.inttoptr(address, ELEMENT[kind].as_pointer())
-        b.store(narrow(b, kind, value), b.gep(pointer, [index]), align=SIZE[kind])
-        return context.get_dummy_value()
+    def emit(_, address, index, value):
+        place = _element(address, index, ELEMENT[kind])
+        address.b.store(value.narrowed(kind).ir, place, align=SIZE[kind])
 
-    return types.void(kind, types.int64, types.int64, types.float32), emit
+    return inline(types.void(kind, _INT, _INT, _FLOAT), emit)
 
 
 @intrinsic
 def rounded(typingctx, kind, value):
     """A float32 value rounded to `kind`, as float32."""
-
-    def emit(context, b, sig, args):
-        return widen(b, kind, narrow(b, kind, args[1]))
-
-    return types.float32(kind, types.float32), emit
+    return inline(_FLOAT(kind, _FLOAT), lambda _, value: value.rounded(kind))
 
 
 @intrinsic
 def bits_of(typingctx, value):
-    return types.int32(types.float32), lambda context, b, sig, args: b.bitcast(args[0], I32)
+    return inline(types.int32(_FLOAT), lambda value: value.bits(I32))
 
 
 @intrinsic
 def float_of(typingctx, bits):
-    return types.float32(types.int32), lambda context, b, sig, args: b.bitcast(args[0], F32)
+    return inline(_FLOAT(types.int32), lambda bits: bits.bits(F32))
 
 
 @intrinsic
 def word(typingctx, address, index):
     """int64 number `index` at an address."""
 
-    def emit(context, b, sig, args):
-        pointer = b.inttoptr(args[0], I64.as_pointer())
-        return b.load(b.gep(pointer, [args[1]]), align=8)
+    def emit(address, index):
+        return Value(address.b, address.b.load(_element(address, index, I64), align=8))
 
-    return types.int64(types.int64, types.int64), emit
+    return inline(_INT(_INT, _INT), emit)
 
 
 @intrinsic
 def put_word(typingctx, address, index, value):
     """Store int64 number `index` at an address."""
 
-    def emit(context, b, sig, args):
-        pointer = b.inttoptr(args[0], I64.as_pointer())
-        b.store(args[2], b.gep(pointer, [args[1]]), align=8)
-        return context.get_dummy_value()
+    def emit(address, index, value):
+        address.b.store(value.ir, _element(address, index, I64), align=8)
 
-    return types.void(*[types.int64] * 3), emit
+    return inline(types.void(*[_INT] * 3), emit)
 
 
 @intrinsic
 def enter_at(typingctx, address, argument):
     """Call the compiled `void(void *)` at an address."""
 
-    def emit(context, b, sig, args):
-        byte = ir.IntType(8).as_pointer()
-        body = ir.FunctionType(ir.VoidType(), [byte]).as_pointer()
-        b.call(b.inttoptr(args[0], body), [b.inttoptr(args[1], byte)])
-        return context.get_dummy_value()
+    def emit(address, argument):
+        body = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
+        address.b.call(address.pointer(body), [argument.pointer(I8)])
 
-    return types.void(types.int64, types.int64), emit
+    return inline(types.void(_INT, _INT), emit)
+
+
+def _row(base, index, i, stride):
+    place = Variable(i)
+    with i.b.if_then((index > 0).ir):
+        place.now = Value(i.b, i.b.load(_element(index, i, I64), align=8))
+    return base + place.now * (stride * 4)
 
 
 @intrinsic
 def row(typingctx, base, index, i, stride):
     """Address of row `i` of a float32 matrix, or of row `index[i]` where there is an index."""
+    return inline(_INT(*[_INT] * 4), _row)
+
+
+@intrinsic
+def rows(typingctx, base, index, i, stride):
+    """Addresses of ROWS rows from row `i` on, as a tuple; see `row`."""
+    many = types.UniTuple(_INT, ROWS)
 
     def emit(context, b, sig, args):
-        base, index, i, stride = args
-        place = cgutils.alloca_once_value(b, i)
-        with b.if_then(b.icmp_signed("!=", index, I64(0))):
-            pointer = b.gep(b.inttoptr(index, I64.as_pointer()), [i])
-            b.store(b.load(pointer, align=8), place)
-        return b.add(base, b.mul(b.load(place), b.mul(stride, I64(4))))
+        base, index, i, stride = (Value(b, arg) for arg in args)
+        places = [_row(base, index, i + m, stride).ir for m in range(ROWS)]
+        return context.make_tuple(b, many, places)
 
-    return types.int64(*[types.int64] * 4), emit
+    return many(*[_INT] * 4), emit
 
 
 @intrinsic
 def claim(typingctx, address, index, amount):
     """Add to int64 number `index` at an address, atomically; returns what it was."""
 
-    def emit(context, b, sig, args):
-        pointer = b.gep(b.inttoptr(args[0], I64.as_pointer()), [args[1]])
-        return b.atomic_rmw("add", pointer, args[2], "seq_cst")
+    def emit(address, index, amount):
+        place = _element(address, index, I64)
+        return Value(address.b, address.b.atomic_rmw("add", place, amount.ir, "seq_cst"))
 
-    return types.int64(*[types.int64] * 3), emit
+    return inline(_INT(*[_INT] * 3), emit)
 
 
 @intrinsic
 def await_(typingctx, address, index, amount):
     """Spin until int64 number `index` at an address has reached an amount."""
 
-    def emit(context, b, sig, args):
-        pointer = b.gep(b.inttoptr(args[0], I64.as_pointer()), [args[1]])
+    def emit(address, index, amount):
+        b, place = address.b, _element(address, index, I64)
         loop, done = b.append_basic_block("wait"), b.append_basic_block("arrived")
         b.branch(loop)
         b.position_at_end(loop)
-        value = b.load_atomic(pointer, "acquire", 8)
-        b.cbranch(b.icmp_signed(">=", value, args[2]), done, loop)
+        value = Value(b, b.load_atomic(place, "acquire", 8))
+        b.cbranch((value >= amount).ir, done, loop)
         b.position_at_end(done)
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), emit
+    return inline(types.void(*[_INT] * 3), emit)
 
 
 @intrinsic
 def address_of(typingctx, pointer):
-    return types.int64(pointer), lambda context, b, sig, args: b.ptrtoint(args[0], I64)
+    return inline(_INT(pointer), lambda at: Value(at.b, at.b.ptrtoint(at.ir, I64)))
 
 
 @intrinsic
 def size_of(typingctx, kind):
     """Bytes of a weight of `kind`."""
-    return types.int64(kind), lambda context, b, sig, args: I64(SIZE[kind])
+    return inline(_INT(kind), lambda witness: witness.constant(SIZE[kind], I64))
 
 
 STACK = 64  # floats
@@ -378,4 +355,4 @@ def stack(typingctx):
         memory.align = 64
         return b.ptrtoint(memory, I64)
 
-    return types.int64(), emit
+    return _INT(), emit
