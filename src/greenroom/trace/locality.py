@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
 from greenroom.trace import kernels
-from greenroom.trace.metadata import named
+from greenroom.trace.tensors import named
 from greenroom.trace.trace import Trace
 
 Floats = NDArray[np.float64]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, parse, whole
-from greenroom.trace.metadata import checked_meta
+from greenroom.trace.tensors import checked_meta
 from greenroom.trace.trace import MOST_EXPERTS, Trace, smallest_ids
 
 NEEDED, OPTIONAL = ("experts", "offsets", "phase", "meta"), ("labels", "weights", "token_ids")
