@@ -26,7 +26,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
 from greenroom.policies import policy
 from greenroom.runtime.cuda.both import Step
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
@@ -103,7 +103,7 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("tests/gpu has the compiled ones")
-    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
     parts = {"fake": False, "cuda": True, "kernels": kernels}
     for name in ("qwen3_moe", "gpt_oss"):
         with torch.inference_mode():
