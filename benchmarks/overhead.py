@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from common import commit, machine, note, table
+from ram_store import RamStore
 from worker import Passes, fill
 
 import greenroom
@@ -33,7 +34,6 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.events import Predicted
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.policies import policy
-from greenroom.runtime.store.memory import RamStore
 
 PREDICTION, BOOKKEEPING = "prediction", "bookkeeping"
 SETTLE = 4  # tokens that are not counted

@@ -21,7 +21,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
 from greenroom.policies import choose
 from greenroom.runtime import forward
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.trace import Trace
 
 PROFILED, TOP = 5, 25  # tokens, and the operations that are named
@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, folder: Path, shape: Shape, device: torch.device, smoke: bool) -> None:
         self.folder, self.shape, self.device, self.smoke = folder, shape, device, smoke
         if smoke:
-            places.engine_for = lambda parts, number=0: Host()
+            places.engine_for = lambda parts, number=0: Engine()
         draft = Draft.of(folder)
         self.catalog = draft.catalog
         self.names: tuple[str, ...] = tuple(draft.catalog.layers)

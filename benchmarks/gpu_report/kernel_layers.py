@@ -11,7 +11,7 @@ from shapes import FP8_BLOCK, Shape
 from torch import Tensor, nn
 
 from greenroom.core.layout import PLAIN, SlotLayout
-from greenroom.runtime.cuda.engine import Cuda, Engine, Host
+from greenroom.runtime.cuda.engine import Cuda, Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
@@ -23,7 +23,7 @@ BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "gguf_mxfp4": 17}  # of 32 inputs, the sc
 
 def engine_of(device: torch.device) -> Engine:
     """What makes memory on the device."""
-    return Cuda(device.index or 0) if device.type == "cuda" else Host()
+    return Cuda(device.index or 0) if device.type == "cuda" else Engine()
 
 
 def module_of(shape: Shape) -> nn.Module:

@@ -1,6 +1,6 @@
 """LLRU paper, section 3: the lower bounds of Theorems 3.1 to 3.4 and the collectors of 3.5.
 
-Each instance is the one of its proof (`greenroom.trace.instances`). The figure has the ratio to OPT
+Each instance is the one of its proof (`instances.py`). The figure has the ratio to OPT
 beside the bound; the table what each theorem says at one size. Expected cover times are exact
 (lines) and drawn (dots).
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 
+import instances
 import numpy as np
 from common import COLOURS, figure, options, save, table
 
 from greenroom.policies import policy
 from greenroom.sim.curves import opt_curve
 from greenroom.sim.replay import replay
-from greenroom.trace import Trace, instances, stream
+from greenroom.trace import Trace, stream
 
 EXPERTS = 4
 LAYERS = (1, 2, 4, 8, 16)

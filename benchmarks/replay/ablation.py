@@ -31,13 +31,13 @@ from rig import Rig, arguments
 from speed import REACTIVE, Session, misses, ratio_of, run, sessions
 
 from common import commit, machine, note, show_ratio, table  # isort: skip
+from ram_store import RamStore  # isort: skip
 from greenroom.core.events import Action
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.scheduler.step import Step
 from greenroom.core.transfers.queue import Entry, Urgency
 from greenroom.hf.attach import attach
 from greenroom.runtime.store.disk import CHUNK_BYTES
-from greenroom.runtime.store.memory import RamStore
 
 WHOLE = 1 << 30  # bytes: no expert is cut
 

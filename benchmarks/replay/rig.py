@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from forced import Routing, batched, cut, forced, prepared
+from ram_store import RamStore
 
 import greenroom
 from greenroom.core.cache.cache import compile_for
@@ -33,7 +34,6 @@ from greenroom.policies import choose
 from greenroom.predictors import predictor as named_predictor
 from greenroom.runtime.measure.bandwidth import disk_bandwidth
 from greenroom.runtime.store.disk import CHUNK_BYTES
-from greenroom.runtime.store.memory import RamStore
 from greenroom.sim.event_driven import passes
 from greenroom.sim.foresight import foresight_of
 from greenroom.trace import Trace, load

@@ -11,7 +11,7 @@ import pytest
 from greenroom.core.machine import Machine
 from greenroom.hf.measure import dry_run
 from greenroom.hf.measure.harness import Measurement
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.measure import doctor
 from greenroom.runtime.measure import kernels as measure_kernels
 from greenroom.trace import save
@@ -32,7 +32,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(measure_kernels, "DENSE", ((64, 64),))
     monkeypatch.setattr(measure_kernels, "STREAMED", 1 << 16)
     monkeypatch.setattr(measure_kernels, "TOKENS", (1, 4))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub" / "deeper"))
+    monkeypatch.setattr(doctor.constants, "HF_HUB_CACHE", str(tmp_path / "hub" / "deeper"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
@@ -75,7 +75,7 @@ def test_plain_words_about_this_machine(cli: Run, fast: Path):
 
 
 def test_a_device_is_in_the_profile(cli: Run, fast: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "engines", lambda: [Host()])
+    monkeypatch.setattr(doctor, "engines", lambda: [Engine()])
     monkeypatch.setattr(dry_run, "DEVICES", {"host": "cpu", "device": "fake"})
     asked, measure = [], dry_run.measure
 

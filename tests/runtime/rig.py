@@ -20,7 +20,10 @@ from greenroom.core.predictor import Guess, PassBegins, Seen
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.store.disk import DiskStore
@@ -60,7 +63,8 @@ def in_time(*works: Callable[[], None]) -> None:
 
 
 class Rig:
-    """`predictor` prefetches into `ahead` slots; `faults` are FakeStore's."""
+    """`predictor` prefetches into `ahead` slots; with two links host memory lies between them, of
+    which a tier has `kept` slots; `faults` are FakeStore's."""
 
     def __init__(
         self,
@@ -74,19 +78,24 @@ class Rig:
         ahead: int = 0,
         predictor: Any = None,
         guard: bool = False,
+        kept: int = 0,
         **faults: Any,
     ) -> None:
         self.catalog = catalog
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=chunk_bytes), **faults)
-        chunks = [len(self.store.chunks(e)) for e in range(catalog.experts)]
+        chunks = [self.store.chunks(e) for e in range(catalog.experts)]
         self.pieces = Pieces.whole(
-            catalog.offsets, [layout.nbytes for layout in catalog.layouts], chunks
+            catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
         )
+        self.tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
         self.scheduler = Scheduler(
-            self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead
-        )
+            self.pieces, capacity, policy(named), lanes=lanes, scope=scope, ahead=ahead,
+            host=self.tier,
+        )  # fmt: skip
         self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
-        links = ("disk -> host", "host -> device")[: len(self.scheduler.transfers.queue.lanes)]
+        queue = self.scheduler.transfers.queue
+        links = ("disk -> host", "host -> device")[: len(queue.lanes)]
+        memory = HostMemory(Engine(), chunks, queue.seats, kept) if len(links) > 1 else None
         self.driver = Driver(
             self.scheduler,
             self.store,
@@ -94,6 +103,7 @@ class Rig:
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             guard=Guard() if guard else None,
             links=links,
+            between=memory,
         )
         self.layer, self.computed = 0, []
 

@@ -220,7 +220,7 @@ def test_a_disk_that_fills_up_costs_one_segment(tmp_path):
 
 
 def test_a_journal_of_another_version(tmp_path, monkeypatch):
-    monkeypatch.setattr("greenroom.trace.segments.VERSION", 2)
+    monkeypatch.setattr("greenroom.trace.journal.VERSION", 2)
     write(tmp_path / "j")
     monkeypatch.undo()
     with pytest.raises(TraceError, match="a journal of version 2; this Greenroom reads 1"):

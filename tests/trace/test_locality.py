@@ -72,20 +72,20 @@ def test_skew_of_a_hand_worked_trace():
 @SETTINGS
 @given(traces())
 def test_reuse_equals_the_reference(trace):
-    found = locality.reuse(trace)
+    uses, found = locality.reuse(trace)
     for layer in range(trace.layers):
         distances, gaps = reference.reuse(trace, layer)
-        counted = found.distances[layer]
+        counted = uses[layer]
         assert {d: n for d, n in enumerate(counted[:-1].tolist()) if n} == dict(distances)
         assert counted[-1] == len({expert for _, expert in reference.uses(trace, layer)})
-        assert {g: n for g, n in enumerate(found.gaps[layer].tolist()) if n} == dict(gaps)
+        assert {g: n for g, n in enumerate(found[layer].tolist()) if n} == dict(gaps)
 
 
 @SETTINGS
 @given(traces(even=True), st.integers(1, 7))
 def test_reuse_distances_say_what_lru_hits(trace, slots):
-    found = locality.reuse(trace)
-    hits = sum(int(counts[:-1][:slots].sum()) for counts in found.distances)
+    distances, _ = locality.reuse(trace)
+    hits = sum(int(counts[:-1][:slots].sum()) for counts in distances)
     capacity = min(slots * trace.layers, int(trace.offsets[-1]))
     requests = stream(trace, "natural")
     lru = replay(requests, trace.offsets, capacity, policy("lru"), scope="per-layer", pin="none")
@@ -94,11 +94,11 @@ def test_reuse_distances_say_what_lru_hits(trace, slots):
 
 def test_long_gaps_are_counted_together(monkeypatch):
     monkeypatch.setattr(locality, "LONGEST_GAP", 2)
-    found = locality.reuse(small())
-    assert found.gaps[0].tolist() == [0, 3, 3]  # 1 after 1, 1, 2; 0 after 3, 1; 3 after 2
-    assert found.median_gap()[0] == 1
-    once = locality.reuse(small().head(1))
-    assert np.isnan(once.median_distance()[0])
+    _, gaps = locality.reuse(small())
+    assert gaps[0].tolist() == [0, 3, 3]  # 1 after 1, 1, 2; 0 after 3, 1; 3 after 2
+    assert locality.median(gaps[0]) == 1
+    once, _ = locality.reuse(small().head(1))
+    assert np.isnan(locality.median(once[0][:-1]))
 
 
 @SETTINGS

@@ -25,6 +25,7 @@ class FakeSlots(HostSlots):
     """Host slots that hold NaN until the bytes of a piece have arrived."""
 
     def clear(self, slot: int) -> None:
+        super().clear(slot)
         self.bytes(slot)[:] = POISON
 
     def move(self, source: int, target: int) -> None:

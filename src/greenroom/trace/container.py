@@ -44,6 +44,16 @@ class Tensor:
     shape: tuple[int, ...]
     parts: Iterable[NDArray[Any]]
 
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Tensor:
+        """An array in memory."""
+        return cls(array.dtype, array.shape, [array])
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """All parts in memory."""
+        return np.concatenate([np.asarray(part, self.dtype) for part in self.parts])
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * int(np.dtype(self.dtype).itemsize)

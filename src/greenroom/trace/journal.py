@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,20 @@ from numpy.typing import NDArray
 from greenroom.errors import OutputError, TraceError
 from greenroom.trace import container
 from greenroom.trace.container import Tensor
-from greenroom.trace.metadata import metadata, named
 from greenroom.trace.segments import (
     MAGIC,
-    PREDICTED,
+    VERSION,
     Header,
     Segment,
-    as_json,
     packed,
     read_header,
     segments,
 )
-from greenroom.trace.trace import GateInputs, Prediction, Trace, starts_of
+from greenroom.trace.tensors import Contents, to_trace, with_metadata
+from greenroom.trace.trace import Trace, starts_of
+
+# The names of a segment's arrays in the trace file, where they are others.
+_TITLES = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
 
 
 def journal_of(path: Path) -> Path:
@@ -65,10 +67,10 @@ class Journal:
         except OSError as error:
             raise OutputError(f"{self.path}: another recording is writing to it") from error
         if not os.fstat(self._file.fileno()).st_size:
-            self._write(MAGIC + packed(as_json(self.header), b""))
+            self._write(MAGIC + packed({"version": VERSION, **asdict(self.header)}, b""))
             return
         found, end = read_header(self.path)
-        if as_json(found) != as_json(self.header):
+        if found != self.header:
             raise TraceError(
                 f"{self.path}: holds another recording; finish it with `greenroom trace import`,"
                 " or delete it"
@@ -119,99 +121,68 @@ class Journal:
 
 def convert(source: Path, path: Path) -> None:
     """Write the trace file of a journal. Memory is that of one segment."""
-    header, end = read_header(source)
-    whole = _whole(source, header, end)
-    names, labels = named(whole.labels)
-    tensors = {name: _once(array) for name, array in whole.small.items()}
-    tensors["request_labels"] = _once(labels)
-    for name, title in zip(header.fields(), _titles(header), strict=True):
-        if name != "sampled":
-            parts = _parts(source, header, end, name)
-            tensors[title] = Tensor(header.dtype(name), whole.shapes[name], parts)
-    container.write(path, tensors, metadata(names, whole.meta, header.predictions))
-
-
-def _parts(path: Path, header: Header, begin: int, name: str) -> Iterator[NDArray[Any]]:
-    for segment, _ in segments(path, header, begin):
-        yield segment.arrays[name]
-
-
-def _once(array: NDArray[Any]) -> Tensor:
-    return Tensor(array.dtype, array.shape, [array])
-
-
-def _titles(header: Header) -> list[str]:
-    """The names of a segment's arrays in the trace file."""
-    titles = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
-    return [titles.get(name, name) for name in header.fields()]
+    container.write(path, *_contents(source))
 
 
 def read(path: Path) -> Trace:
     """The trace of all whole segments; TraceError where there is none."""
-    header, end = read_header(path)
-    whole = _whole(path, header, end)
-    found = [segment.arrays for segment, _ in segments(path, header, end)]
-    arrays = {name: np.concatenate([part[name] for part in found]) for name in header.fields()}
-    sample = None
-    if "sampled" in arrays:
-        sample = GateInputs(whole.small["gate_inputs.tokens"], arrays["inputs"])
-    return Trace(
-        experts=arrays["experts"],
-        experts_per_layer=whole.small["experts_per_layer"],
-        request_starts=whole.small["request_starts"],
-        pass_starts=whole.small["pass_starts"],
-        pass_prefill=whole.small["pass_prefill"],
-        labels=tuple(whole.labels),
-        weights=arrays.get("weights"),
-        token_ids=arrays.get("token_ids"),
-        gate_inputs=sample,
-        predictions={
-            name: Prediction(arrays[PREDICTED + name], distance)
-            for name, distance in header.predictions.items()
-        },
-        meta=whole.meta,
-    )
+    return _in_memory(path, _contents(path))
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """What a trace needs beside the large arrays: the small ones, the large ones' shapes."""
-
-    small: dict[str, NDArray[Any]]
-    shapes: dict[str, tuple[int, ...]]
-    labels: list[str]
-    meta: dict[str, Any]
+def trace_of(header: Header, recorded: Iterable[Segment]) -> Trace:
+    """The trace of segments in memory."""
+    source = Path("recording")
+    return _in_memory(source, contents(source, header, lambda: recorded))
 
 
-def _whole(path: Path, header: Header, end: int) -> _Whole:
-    requests: dict[int, int] = {}
+def _in_memory(path: Path, found: Contents) -> Trace:
+    tensors, metadata = found
+    return to_trace(path, {name: tensor.array for name, tensor in tensors.items()}, metadata)
+
+
+def _contents(path: Path) -> Contents:
+    header, begin = read_header(path)
+    return contents(path, header, lambda: (each for each, _ in segments(path, header, begin)))
+
+
+def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) -> Contents:
+    """What the trace file of the segments that `read` gives holds.
+
+    A large tensor's parts are those of the segments, which are read again for each.
+    """
+    lengths: dict[int, int] = {}
     labels: dict[int, str] = {}
     passes: list[tuple[int, bool]] = []
     sampled: list[NDArray[np.int64]] = []
-    rows: dict[str, int] = dict.fromkeys(header.fields(), 0)
-    tails: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     tokens, complete = 0, True
-    for segment, _ in segments(path, header, end):
+    for segment in read():
         labels[segment.request] = segment.label
-        requests[segment.request] = requests.get(segment.request, 0) + segment.tokens
+        lengths[segment.request] = lengths.get(segment.request, 0) + segment.tokens
         passes += segment.passes
         for name, array in segment.arrays.items():
-            rows[name] += len(array)
-            if array.shape[1:] != tails.setdefault(name, array.shape[1:]):
+            rows, *width = shapes.get(name, (0, *array.shape[1:]))
+            if array.shape[1:] != tuple(width):
                 raise TraceError(f"{path}: damaged: {name} changes its shape on the way")
+            shapes[name] = rows + len(array), *width
         if "sampled" in segment.arrays:
             sampled.append(segment.arrays["sampled"] + tokens)
         tokens, complete = tokens + segment.tokens, segment.last
     if not tokens:
         raise TraceError(f"{path}: nothing was recorded before the recording ended")
-    small: dict[str, NDArray[Any]] = {
-        "experts_per_layer": np.array(header.experts_per_layer, np.int64),
-        "request_starts": starts_of(np.array(list(requests.values()))),
-        "pass_starts": starts_of(np.array([n for n, _ in passes])),
-        "pass_prefill": np.array([prefill for _, prefill in passes], np.bool_),
+    tensors = {
+        "experts_per_layer": Tensor.of(np.array(header.experts_per_layer, np.int64)),
+        "request_starts": Tensor.of(starts_of(np.array(list(lengths.values())))),
+        "pass_starts": Tensor.of(starts_of(np.array([n for n, _ in passes]))),
+        "pass_prefill": Tensor.of(np.array([prefill for _, prefill in passes], np.bool_)),
     }
-    if sampled:
-        small["gate_inputs.tokens"] = np.concatenate(sampled)
-    shapes = {name: (rows[name], *tails[name]) for name in rows}
+    for name, shape in shapes.items():
+        parts = sampled if name == "sampled" else _parts(read, name)
+        tensors[_TITLES.get(name, name)] = Tensor(header.dtype(name), shape, parts)
     meta = header.meta if complete else {**header.meta, "last_request": "cut short"}
-    return _Whole(small, shapes, list(labels.values()), meta)
+    return with_metadata(tensors, labels.values(), meta, header.predictions)
+
+
+def _parts(read: Callable[[], Iterable[Segment]], name: str) -> Iterator[NDArray[Any]]:
+    for segment in read():
+        yield segment.arrays[name]

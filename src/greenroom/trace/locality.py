@@ -5,8 +5,8 @@ All of it is about layers and tokens alone; passes play no part. Means over laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
 from greenroom.trace import kernels
-from greenroom.trace.metadata import named
+from greenroom.trace.tensors import named
 from greenroom.trace.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -28,38 +28,26 @@ def adjacent_overlap(trace: Trace) -> Floats:
     Over the tokens that have one before them in their request; 0 where there is none. Routing that
     is uniform and independent gives top_k / experts.
     """
-    shared, pairs = np.zeros(trace.layers, np.int64), 0
-    for tokens, same in _pairs(trace):
-        shared += same.sum(axis=0)
-        pairs += len(tokens)
-    return shared / max(pairs * trace.top_k, 1)
+    follows = np.ones(trace.tokens, np.bool_)
+    follows[trace.request_starts[:-1]] = False
+    shared = np.zeros(trace.layers, np.int64)
+    for start in range(0, trace.tokens, _BLOCK):
+        tokens = start + np.flatnonzero(follows[start : start + _BLOCK])
+        before, after = trace.experts[tokens - 1], trace.experts[tokens]
+        for rank in range(trace.top_k):
+            shared += (before[..., rank, None] == after).sum(axis=(0, 2))
+    share: Floats = shared / max(int(follows.sum()) * trace.top_k, 1)
+    return share
 
 
 def overlap_by_label(trace: Trace) -> dict[str, float]:
     """The mean over layers of `adjacent_overlap`, for the requests of each label."""
-    labels, of_request = named(trace.labels)
-    of_token = np.repeat(of_request, np.diff(trace.request_starts))
-    shared, pairs = np.zeros(len(labels)), np.zeros(len(labels))
-    for tokens, same in _pairs(trace):
-        found = of_token[tokens]
-        shared += np.bincount(found, same.sum(axis=1), len(labels))
-        pairs += np.bincount(found, minlength=len(labels))
-    shares = shared / np.maximum(pairs * trace.top_k * trace.layers, 1)
-    return dict(zip(labels, shares.tolist(), strict=True))
-
-
-def _pairs(trace: Trace) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(tokens [n] that have one before them in their request, how many experts [n, layers] of each
-    that one used too), a block at a time."""
-    follows = np.ones(trace.tokens, np.bool_)
-    follows[trace.request_starts[:-1]] = False
-    for start in range(0, trace.tokens, _BLOCK):
-        tokens = start + np.flatnonzero(follows[start : start + _BLOCK])
-        before, after = trace.experts[tokens - 1], trace.experts[tokens]
-        same = np.zeros(after.shape[:2], np.int64)
-        for rank in range(trace.top_k):
-            same += (before[..., rank, None] == after).sum(axis=2)
-        yield tokens, same
+    routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
+    labels, numbers = named(trace.labels)
+    return {
+        label: float(adjacent_overlap(routing.select(np.flatnonzero(numbers == n))).mean())
+        for n, label in enumerate(labels)
+    }
 
 
 def uniform_overlap(trace: Trace) -> float:
@@ -80,43 +68,29 @@ def skew(trace: Trace) -> list[Floats]:
     return [np.cumsum(np.sort(counts)[::-1]) / counts.sum() for counts in popularity(trace)]
 
 
-@dataclass(frozen=True, eq=False)
-class Reuse:
-    """Reuse within each layer; a token's experts count in the order stored.
-
-    `distances[layer]` [experts + 1]: uses by the number of distinct other experts of the layer
-    since the last use of the same one; the last entry counts first uses. An LRU cache of c slots a
-    layer hits those below c. `gaps[layer]` [LONGEST_GAP + 1]: by tokens since the last use.
-    """
-
-    distances: list[NDArray[np.int64]]
-    gaps: list[NDArray[np.int64]]
-
-    def median_distance(self) -> list[float]:
-        """For each layer, of the uses that are not first ones; nan where all are."""
-        return [_median(counts[:-1]) for counts in self.distances]
-
-    def median_gap(self) -> list[float]:
-        """For each layer, in tokens."""
-        return [_median(counts) for counts in self.gaps]
-
-
-def _median(counts: NDArray[np.int64]) -> float:
-    """The lower median of values 0, 1, ... that occur so often."""
-    total = counts.sum()
-    return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
+Reuse = tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]
 
 
 def reuse(trace: Trace) -> Reuse:
-    """Reuse distances and gaps of each layer, over the whole trace."""
-    found = Reuse([], [])
-    for layer, experts in enumerate(trace.experts_per_layer.tolist()):
-        distances = np.zeros(experts + 1, np.int64)
-        gaps = np.zeros(LONGEST_GAP + 1, np.int64)
-        kernels.reuse(np.ascontiguousarray(trace.experts[:, layer]), experts, distances, gaps)
-        found.distances.append(distances)
-        found.gaps.append(gaps)
-    return found
+    """(distances, gaps) of each layer, over the whole trace; experts of a token as stored.
+
+    distances [experts + 1]: uses by the number of distinct other experts of the layer since the
+    last use of the same one; the last entry counts first uses. An LRU cache of c slots a layer hits
+    those below c. gaps [LONGEST_GAP + 1]: by tokens since the last use.
+    """
+    sizes = trace.experts_per_layer.tolist()
+    distances = [np.zeros(experts + 1, np.int64) for experts in sizes]
+    gaps = [np.zeros(LONGEST_GAP + 1, np.int64) for _ in sizes]
+    for layer, experts in enumerate(sizes):
+        ids = np.ascontiguousarray(trace.experts[:, layer])
+        kernels.reuse(ids, experts, distances[layer], gaps[layer])
+    return distances, gaps
+
+
+def median(counts: NDArray[np.int64]) -> float:
+    """The lower median of values 0, 1, ... that occur so often; nan where none does."""
+    total = counts.sum()
+    return float(np.searchsorted(np.cumsum(counts), (total + 1) // 2)) if total else float("nan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,9 +155,8 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
 
     SCH is given for caches of `multiples` times top_k experts a layer.
     """
-    curves, found = skew(trace), reuse(trace)
-    first = sum(int(counts[-1]) for counts in found.distances)
-    distances = [counts[:-1] for counts in found.distances]
+    curves, (uses, gaps) = skew(trace), reuse(trace)
+    distances = [counts[:-1] for counts in uses]
     hits = [np.cumsum(counts) / trace.tokens / trace.top_k for counts in distances]
     sizes = [m * trace.top_k for m in multiples if m * trace.top_k <= trace.experts_per_layer.min()]
     overlap = adjacent_overlap(trace)
@@ -198,9 +171,9 @@ def summary(trace: Trace, lengths: Sequence[int], multiples: Sequence[int]) -> d
         },
         "popularity_cdf_by_layer": [_rounded(curve) for curve in curves],
         "unused_experts": sum(int((counts == 0).sum()) for counts in popularity(trace)),
-        "first_uses": first,
-        "reuse_distance_by_layer": [_number(x) for x in found.median_distance()],
-        "reuse_gap_by_layer": [_number(x) for x in found.median_gap()],
+        "first_uses": sum(int(counts[-1]) for counts in uses),
+        "reuse_distance_by_layer": [_number(median(counts)) for counts in distances],
+        "reuse_gap_by_layer": [_number(median(counts)) for counts in gaps],
         "lru_hits_per_layer": {
             str(c): float(np.mean([curve[c - 1] for curve in hits])) for c in sizes
         },

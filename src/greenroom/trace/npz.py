@@ -1,13 +1,11 @@
 """The npz of published recordings: NumPy arrays in a zip file, read without trusting its sizes.
 
-NumPy's own reader evaluates headers as Python and reserves what they ask for. Here a header has the
-one form that NumPy writes, and an array's bytes are read before its memory is asked for.
+NumPy's own reader reserves what a header asks for. Here an array's bytes are read first.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import zipfile
 from math import prod
@@ -15,22 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format
 from numpy.typing import NDArray
 
 from greenroom.errors import TraceError
 from greenroom.json_file import JsonObject, Malformed, parse, whole
-from greenroom.trace.metadata import checked_meta
+from greenroom.trace.tensors import checked_meta
 from greenroom.trace.trace import MOST_EXPERTS, Trace, smallest_ids
 
 NEEDED, OPTIONAL = ("experts", "offsets", "phase", "meta"), ("labels", "weights", "token_ids")
 ENCRYPTED = 1  # of a zip entry's flags
-MOST_AXES = 8
 DENSEST = 100  # bytes of arrays for a byte of the file, beyond the first ones
 FREE = 64 << 20  # bytes
-_HEADER = re.compile(
-    rb"\{'descr': '([<>=|]?[biufU]\d{1,7})', 'fortran_order': (True|False),"
-    rb" 'shape': \(((?:\d{1,18}(?:, ?|(?=\))))*)\),? ?\}\s*"
-)
+KINDS = "biufU"  # of the arrays' types
+_HEADERS = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
 
 
 def read(path: Path) -> Trace:
@@ -93,28 +89,15 @@ def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room: int) -> NDArr
     if room < 0:
         raise Malformed(f"{name} would take {entry.file_size} bytes, too many for this file")
     with archive.open(entry) as stream:
-        magic = stream.read(8)
-        width = 2 if magic[6:7] == b"\1" else 4
-        size = int.from_bytes(stream.read(width), "little")
-        if magic[:6] != b"\x93NUMPY" or size > 1 << 16:
-            raise Malformed(f"{name} is no array of NumPy's")
-        dtype, by_columns, shape = _header(name, stream.read(size))
+        if (version := format.read_magic(stream)) not in _HEADERS:
+            raise Malformed(f"{name} is of a later version of NumPy's format")
+        shape, by_columns, dtype = _HEADERS[version](stream)
         data = stream.read(entry.file_size)
+    if dtype.kind not in KINDS:
+        raise Malformed(f"{name} holds {dtype}, which is neither numbers nor text")
     if prod(shape) * dtype.itemsize != len(data):
         raise Malformed(f"{name} has {len(data)} bytes, but its header says another size")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if by_columns else "C")
-
-
-def _header(name: str, header: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    """(dtype, whether columns come first, shape)."""
-    match = _HEADER.fullmatch(header)
-    if match is None:
-        raise Malformed(f"{name} has a header that NumPy does not write")
-    shape = tuple(int(n) for n in match[3].replace(b",", b" ").split())
-    dtype = np.dtype(match[1].decode())  # TypeError where there is none of this size
-    if len(shape) > MOST_AXES or 0 in (*shape, dtype.itemsize):
-        raise Malformed(f"{name} is empty, or has more than {MOST_AXES} axes")
-    return dtype, match[2] == b"True", shape
 
 
 def _cast(arrays: dict[str, NDArray[Any]], name: str, kinds: str, dtype: Any) -> Any:

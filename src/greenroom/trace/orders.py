@@ -5,7 +5,6 @@ The orders are defined in docs/design.md; they differ in what a step is (see cor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,55 +31,37 @@ def stream(trace: Trace, order: str = "natural", limit: int | None = None) -> St
         raise UnknownName("order", order, ORDERS)
     if limit is not None:
         trace = trace.head(limit)
-    return {"natural": _natural, "rounds": _rounds, "runtime": _runtime}[order](trace)
+    return _runtime(trace) if order == "runtime" else _by_token(trace, order == "rounds")
 
 
-def _dense(trace: Trace) -> NDArray[np.int32]:
-    dense: NDArray[np.int32] = trace.experts + trace.offsets[:-1, None].astype(np.int32)
-    return dense
-
-
-def _by_token(trace: Trace, steps: int, layer: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
-    """What natural order and rounds share: `steps` a token, of these layers."""
-    tokens = trace.tokens
+def _by_token(trace: Trace, in_rounds: bool) -> Stream:
+    """A token's experts layer by layer, or in rounds: rank by rank, one a step."""
+    layer, size = np.arange(trace.layers, dtype=np.int32), trace.top_k
+    pieces = trace.experts + trace.offsets[:-1, None].astype(np.int32)
+    weights = np.empty((0, 0, 0)) if trace.weights is None else trace.weights
+    if in_rounds:
+        layer, size = np.tile(layer, size), 1
+        pieces, weights = pieces.transpose(0, 2, 1), weights.transpose(0, 2, 1)
+    tokens, steps = trace.tokens, layer.size
     request = np.repeat(np.arange(trace.requests, dtype=np.int32), np.diff(trace.request_starts))
     prefill = np.repeat(trace.pass_prefill, np.diff(trace.pass_starts))
-    return {
-        "now": np.arange(tokens * steps, dtype=np.int64),
-        "layer": np.tile(layer, tokens),
-        "token": np.repeat(np.arange(tokens, dtype=np.int64), steps),
-        "request": np.repeat(request, steps),
-        "prefill": np.repeat(prefill, steps),
-        "rows": np.empty(0, np.int32),
-    }
-
-
-def _natural(trace: Trace) -> Stream:
-    weights = np.empty(0) if trace.weights is None else trace.weights
     return Stream(
-        pieces=_dense(trace).ravel(),
-        starts=np.arange(0, trace.experts.size + 1, trace.top_k, dtype=np.int64),
+        pieces=pieces.ravel(),
+        starts=np.arange(0, pieces.size + 1, size, dtype=np.int64),
+        now=np.arange(tokens * steps, dtype=np.int64),
+        layer=np.tile(layer, tokens),
+        token=np.repeat(np.arange(tokens, dtype=np.int64), steps),
+        request=np.repeat(request, steps),
+        prefill=np.repeat(prefill, steps),
+        rows=np.empty(0, np.int32),
         weights=weights.astype(np.float32).ravel(),
-        **_by_token(trace, trace.layers, np.arange(trace.layers, dtype=np.int32)),
-    )
-
-
-def _rounds(trace: Trace) -> Stream:
-    weights = np.empty((0, 0, 0)) if trace.weights is None else trace.weights
-    layer = np.tile(np.arange(trace.layers, dtype=np.int32), trace.top_k)
-    return Stream(
-        pieces=_dense(trace).transpose(0, 2, 1).ravel(),
-        starts=np.arange(trace.experts.size + 1, dtype=np.int64),
-        weights=weights.transpose(0, 2, 1).astype(np.float32).ravel(),
-        **_by_token(trace, trace.layers * trace.top_k, layer),
     )
 
 
 def _runtime(trace: Trace) -> Stream:
     passes, layers = trace.passes, trace.layers
-    parts: list[Counted] = []
-    for first, last in _blocks(trace):
-        parts.append(_count(trace, first, last))
+    size = max(1, _BINS // int(trace.offsets[-1]))  # passes that are counted together
+    parts = [_count(trace, at, min(at + size, passes)) for at in range(0, passes, size)]
     pieces, counts, rows, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
     request = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
     return Stream(
@@ -94,13 +75,6 @@ def _runtime(trace: Trace) -> Stream:
         rows=rows,
         weights=weights,
     )
-
-
-def _blocks(trace: Trace) -> Iterator[tuple[int, int]]:
-    """Ranges of passes that are counted together."""
-    size = max(1, _BINS // int(trace.offsets[-1]))
-    for first in range(0, trace.passes, size):
-        yield first, min(first + size, trace.passes)
 
 
 def _count(trace: Trace, first: int, last: int) -> Counted:

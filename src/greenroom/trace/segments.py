@@ -32,15 +32,17 @@ from greenroom.json_file import (
     shown,
     whole,
 )
-from greenroom.trace.container import DTYPES
-from greenroom.trace.metadata import checked_meta
+from greenroom.trace.tensors import PREDICTED, checked_meta
 from greenroom.trace.trace import MOST_EXPERTS
 
 MAGIC = b"GRTJ"
 VERSION = 1
-_TYPES = {"experts": "U16", "weights": "F16", "token_ids": "I32", "sampled": "I64", "inputs": "F32"}
-
-PREDICTED = "predictions."  # before a predictor's name; -1 where it expected nothing
+_TYPES = {
+    "weights": np.float16,
+    "token_ids": np.int32,
+    "sampled": np.int64,
+    "inputs": np.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,13 @@ class Header:
         chosen = [name for name, wanted in optional.items() if wanted]
         return ["experts", *chosen, *(PREDICTED + name for name in self.predictions)]
 
-    def dtype(self, name: str) -> Any:
-        most = max(self.experts_per_layer)
-        if name.startswith(PREDICTED):  # the type's largest value says that nothing was expected
-            return np.dtype(np.uint8 if most < 1 << 8 else np.uint16)
-        narrow = name == "experts" and most <= 1 << 8
-        return np.dtype(np.uint8 if narrow else DTYPES[_TYPES[name]])
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The type of an array. A prediction's largest value says that nothing was expected; a
+        segment that is not written yet may have -1 there."""
+        if name in _TYPES:
+            return np.dtype(_TYPES[name])
+        most = max(self.experts_per_layer) + name.startswith(PREDICTED)
+        return np.dtype(np.uint8 if most <= 1 << 8 else np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +95,6 @@ def packed(info: dict[str, Any], data: bytes) -> bytes:
     return sizes + text + data + check.to_bytes(4, "little")
 
 
-def as_json(header: Header) -> dict[str, Any]:
-    """A header as its record has it."""
-    return {
-        "version": VERSION,
-        "experts_per_layer": list(header.experts_per_layer),
-        "weights": header.weights,
-        "token_ids": header.token_ids,
-        "gate_inputs": header.gate_inputs,
-        "predictions": header.predictions,
-        "meta": header.meta,
-    }
-
-
 def read_header(path: Path) -> tuple[Header, int]:
     """(header, where the first segment begins)."""
     try:
@@ -125,11 +115,9 @@ def _header(path: Path, info: JsonObject) -> Header:
     distances = info.object("predictions", {})
     header = Header(
         info.each("experts_per_layer", _experts),
-        info.flag("weights"),
-        info.flag("token_ids"),
-        info.number("gate_inputs"),
-        checked_meta(info.object("meta")),
-        {name: distances.whole(name) for name in distances},
+        **info.fields_of(Header),
+        meta=checked_meta(info.object("meta")),
+        predictions={name: distances.whole(name) for name in distances},
     )
     if not header.experts_per_layer:
         raise Malformed("it has no layers")
@@ -196,23 +184,13 @@ def _arrays(
 
 def _check_shapes(segment: Segment, layers: int) -> None:
     """Malformed where a segment's arrays are not of its tokens, or not of its layers."""
-    tokens, arrays = segment.tokens, segment.arrays
-    width = {name: array.shape[-1] if array.ndim else 0 for name, array in arrays.items()}
-    sampled = width.get("sampled", 0)
-    right = {
-        "weights": (tokens, layers, width["experts"]),
-        "token_ids": (tokens,),
-        "sampled": (sampled,),
-        "inputs": (sampled, layers, width.get("inputs", 0)),
-    }
-    for name, array in arrays.items():
-        wanted = right.get(name, (tokens, layers, width[name]))
-        if array.shape != wanted or (name not in ("sampled", "inputs") and not array.size):
+    sampled = segment.arrays.get("sampled", np.empty(0, np.int64))
+    for name, array in segment.arrays.items():
+        of_sample = name in ("sampled", "inputs")
+        rows = sampled.size if of_sample else segment.tokens
+        wanted = (rows,) if name in ("sampled", "token_ids") else (rows, layers, *array.shape[2:3])
+        if array.shape != wanted or not (of_sample or array.size):
             raise Malformed(f"{name} is {list(array.shape)}, but {list(wanted)} is right")
-    if sampled:
-        at = arrays["sampled"]
-        if at[0] < 0 or at[-1] >= tokens or np.any(np.diff(at) <= 0):
-            raise Malformed("the tokens of gate inputs must ascend and be those of the segment")
 
 
 class _Record(NamedTuple):

@@ -25,8 +25,9 @@ from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
 from greenroom.policies import policy
-from greenroom.runtime.cuda.both import Step
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.both import HostPart
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.eager import Step
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
@@ -106,7 +107,7 @@ def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch)
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("tests/gpu has the compiled ones")
-    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number=0: Engine())
     parts = {"fake": False, "cuda": True, "kernels": kernels}
     for name in ("qwen3_moe", "gpt_oss"):
         with torch.inference_mode():
@@ -160,14 +161,14 @@ def test_counts_are_those_of_the_simulator():
 def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
     with both("qwen3_moe", QUICK, kernels="eager") as model:
         wanted = model.generate(ids(1, 4), **OPTIONS)
-        compute, failures = Step._compute, [ValueError("no such instruction")]
+        compute, failures = HostPart.compute, [ValueError("no such instruction")]
 
         def failing(*args):
             if failures:
                 raise failures.pop()
             return compute(*args)
 
-        monkeypatch.setattr(Step, "_compute", failing)
+        monkeypatch.setattr(HostPart, "compute", failing)
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)

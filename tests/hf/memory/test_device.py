@@ -1,6 +1,6 @@
 """A model whose slots are on a device and whose experts are kept in host memory.
 
-The CPU stands in the GPU's place (`engine.Host`); everything else is what runs with one.
+The CPU stands in the GPU's place (`engine.Engine`); everything else is what runs with one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from greenroom.hf.memory.budget import DeviceBudget, Needs, capacity_for, host_s
 from greenroom.hf.memory.devices import kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.models import cached_tiny, reference
 
@@ -33,9 +33,9 @@ GIB = 1 << 30
 
 
 @contextmanager
-def placed(name: str, monkeypatch, engine: Host | None = None, **parts: Any) -> Iterator[Any]:
+def placed(name: str, monkeypatch, engine: Engine | None = None, **parts: Any) -> Iterator[Any]:
     """A tiny model in bfloat16 on the stand-in for a GPU."""
-    monkeypatch.setattr(places, "engine_for", lambda parts: engine or Host())
+    monkeypatch.setattr(places, "engine_for", lambda parts: engine or Engine())
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model = draft.load()
     parts = {"kernels": "eager", "capacity": 3, **parts}
@@ -86,7 +86,7 @@ def test_the_triton_kernel_computes_from_slots_in_segments(monkeypatch):
     assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
 
 
-class Broken(Host):
+class Broken(Engine):
     """A device that refuses the copies numbered in `bad`."""
 
     def __init__(self, *bad: int) -> None:

@@ -18,7 +18,7 @@ from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.budget import Needs, capacity_for
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from tests.hf.memory.test_device import Broken, ids
 from tests.models import cached_tiny, reference
 
@@ -27,10 +27,10 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 
 @contextmanager
 def spread(
-    name: str, monkeypatch, engines: tuple[Host, Host] | None = None, **parts: Any
+    name: str, monkeypatch, engines: tuple[Engine, Engine] | None = None, **parts: Any
 ) -> Iterator[Any]:
     """A tiny model in bfloat16 with its experts over two stand-ins for GPUs."""
-    both = engines or (Host(), Host())
+    both = engines or (Engine(), Engine())
     monkeypatch.setattr(places, "engine_for", lambda parts, number=0: both[number])
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model: Any = draft.load()
@@ -76,7 +76,7 @@ def test_the_triton_kernel_has_the_bits_of_one_device(monkeypatch):
 
 def test_one_device_that_fails_ends_that_answer_alone(monkeypatch):
     broken = Broken()
-    with spread("qwen3_moe", monkeypatch, (Host(), broken), host_capacity=4) as model:
+    with spread("qwen3_moe", monkeypatch, (Engine(), broken), host_capacity=4) as model:
         wanted = model.generate(ids(1, 4), **OPTIONS)
         broken.bad = (broken.copies + 3,)
         with pytest.raises(DeviceError, match="illegal memory access"):

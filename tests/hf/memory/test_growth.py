@@ -18,7 +18,7 @@ from greenroom.hf.memory.budget import SLACK, Needs, Workspace
 from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from tests.models import cached_tiny, reference
 
 CONTEXT, FEWEST = 600, 4
@@ -168,7 +168,7 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
     draft, released = Draft.of(folder), []
     slot = draft.catalog.slot_bytes
     monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 3 * slot)
-    monkeypatch.setattr("greenroom.hf.memory.devices.engine_for", lambda parts, number=0: Host())
+    monkeypatch.setattr("greenroom.hf.memory.devices.engine_for", lambda parts, number=0: Engine())
     monkeypatch.setattr(kv, "BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv.sizes.BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv.sizes.FREED", 0)

@@ -17,8 +17,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import StoreError
 from greenroom.policies import policy
-from greenroom.runtime.cuda.engine import Host
-from greenroom.runtime.cuda.slab import PlacedSlots, Slab, in_place
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host import HostMemory, in_place
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.host_worker import HostWorker
 from greenroom.runtime.fakes import FakeSlots, FakeStore
@@ -35,7 +35,7 @@ LAYERS, EXPERTS = 3, 6
 def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks, store = chunks_of(catalog), DiskStore(catalog, chunk_bytes=8192)
-    slab = Slab(Host(), chunks, seats=2, capacity=3, stride=catalog.slot_bytes)
+    slab = HostMemory(Engine(), chunks, seats=2, capacity=3, stride=catalog.slot_bytes)
     direct = HostSlots(1, catalog.slot_bytes)
     device = HostSlots(1, catalog.slot_bytes)
     for piece, slot in ((2, 0), (11, 2)):
@@ -70,7 +70,7 @@ def test_what_is_rearranged_is_rearranged_once():
     behind = Copy(48, 0, (1, 8), (8, 1), (8, 1), "uint8", "uint8")
     data = np.concatenate([source.numpy().view(np.uint8).ravel(), np.arange(8, dtype=np.uint8)])
     chunk = Chunk(Extent(0, 0, 56, (turned, behind)), 0, 56)
-    here, there = PlacedSlots(np.zeros(256, np.uint8), 128), HostSlots(1, 128)
+    here, there = HostSlots(2, 128, memory=np.zeros(256, np.uint8)), HostSlots(1, 128)
     here.write(1, chunk.extent.copies, data, 0)
     there.write(0, in_place(chunk), here.bytes(1), 0)
     assert np.array_equal(there.bytes(0), here.bytes(1))
@@ -128,7 +128,8 @@ class Backstage(Rig):
             options=[CoCompute(Rates(costs, nbytes))],
         )  # fmt: skip
         self.slots = FakeSlots(capacity, nbytes, reserve=catalog.experts)
-        self.slab = Slab(Host(), chunks, self.scheduler.transfers.queue.seats, kept, nbytes)
+        seats = self.scheduler.transfers.queue.seats
+        self.slab = HostMemory(Engine(), chunks, seats, kept, stride=nbytes)
         self.driver = Driver(
             self.scheduler, self.store, self.slots, links=("disk -> host", "host -> device"),
             between=self.slab,

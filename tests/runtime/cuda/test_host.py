@@ -10,24 +10,17 @@ import pytest
 import torch
 
 from greenroom.core.events import StartChunk
-from greenroom.core.pieces import Pieces
-from greenroom.core.prefetch.foresight import Foresight
-from greenroom.core.scheduler.scheduler import Scheduler
-from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import DeviceError, StoreError
-from greenroom.policies import policy
-from greenroom.runtime.cuda.engine import Host, device_errors, first_line
+from greenroom.runtime.cuda.engine import Engine, device_errors, first_line
 from greenroom.runtime.cuda.host import HostMemory, sizes
 from greenroom.runtime.cuda.ids import to_host
-from greenroom.runtime.driver.driver import Driver
-from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.store.disk import BLOCK, DiskStore, cut
 from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
 
 
-class Registered(Host):
+class Registered(Engine):
     """Counts registrations; refuses them where told to."""
 
     def __init__(self, refusal: str | None = None) -> None:
@@ -65,7 +58,7 @@ def test_seats_and_slots_are_one_reservation_registered_once(disk):
 def test_every_chunk_has_its_own_place(disk):
     catalog = disk(LAYERS, EXPERTS)
     chunks = chunks_of(catalog)
-    store, memory = DiskStore(catalog, chunk_bytes=8192), HostMemory(Host(), chunks, 4, 3)
+    store, memory = DiskStore(catalog, chunk_bytes=8192), HostMemory(Engine(), chunks, 4, 3)
     actions = [
         StartChunk(0, piece, 0, chunk, 0, -1, True, slot)
         for piece, slot in ((2, 0), (7, 1), (11, 2))
@@ -99,33 +92,7 @@ def test_memory_that_cannot_be_registered_is_said_and_used(disk, caplog):
 
 def test_an_impossible_reservation_is_one_clear_line(disk):
     with pytest.raises(DeviceError, match="no host memory for"):
-        HostMemory(Host(), chunks_of(disk()), 4, 1 << 50)
-
-
-class Tiers(Rig):
-    """The fake device behind a tier of `kept` slots in host memory."""
-
-    def __init__(self, catalog, capacity, kept, *, ahead=0, predictor=None, **faults) -> None:
-        self.catalog = catalog
-        self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
-        chunks = [self.store.chunks(e) for e in range(catalog.experts)]
-        self.pieces = Pieces.whole(
-            catalog.offsets, [x.nbytes for x in catalog.layouts], [len(each) for each in chunks]
-        )
-        self.tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
-        self.scheduler = Scheduler(
-            self.pieces, capacity, policy("lru"), lanes=(2, 2), ahead=ahead, host=self.tier
-        )
-        self.slots = FakeSlots(capacity, catalog.slot_bytes, reserve=catalog.experts)
-        self.driver = Driver(
-            self.scheduler,
-            self.store,
-            self.slots,
-            foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
-            links=("disk -> host", "host -> device"),
-            between=HostMemory(Host(), chunks, self.scheduler.transfers.queue.seats, kept),
-        )
-        self.layer, self.computed = 0, []
+        HostMemory(Engine(), chunks_of(disk()), 4, 1 << 50)
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
@@ -133,8 +100,8 @@ class Tiers(Rig):
 def test_every_expert_is_computed_from_its_own_bytes(disk, kept, failing):
     rng, chances = random.Random(kept), random.Random(7)
     predictor = Ahead(lambda layer: rng.sample(range(EXPERTS), 3))
-    rig = Tiers(
-        disk(LAYERS, EXPERTS), 7, kept, ahead=3, predictor=predictor, jitter=0.001,
+    rig = Rig(
+        disk(LAYERS, EXPERTS), 7, (2, 2), ahead=3, predictor=predictor, kept=kept, jitter=0.001,
         fails=lambda read: chances.random() < failing,
     )  # fmt: skip
     lost = 0

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from greenroom.core.layout import Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda import slots as module
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.slots.host import HostSlots
 
 
-class Noted(Host):
+class Noted(Engine):
     """Notes what is asked of it; marks are numbers; `room` bytes can be had."""
 
     def __init__(self, room: float = float("inf")) -> None:
@@ -117,7 +117,7 @@ def test_a_chunk_writes_its_part_of_each_tensor_and_nothing_else(start, length):
     data = np.arange(80, dtype=np.uint8)
     cells = ((1, 10), (40, 4), (40, 4), "float32", "float32")
     copies = (Copy(0, 64, *cells), Copy(40, 0, *cells))
-    ours, theirs = DeviceSlots(Host(), 1, 128, 1), HostSlots(1, 128)
+    ours, theirs = DeviceSlots(Engine(), 1, 128, 1), HostSlots(1, 128)
     ours.bytes(0).zero_()
     stop = min(start + length, 80)
     for slots in (ours, theirs):
@@ -141,7 +141,7 @@ def test_what_is_rearranged_on_the_device_is_what_the_host_would_have_made(
         offset, 64, (columns, rows), (width, columns * width), (rows * wide, wide),
         source_dtype, target_dtype,
     )  # fmt: skip
-    slots = DeviceSlots(Host(), 1, 512, 1)
+    slots = DeviceSlots(Engine(), 1, 512, 1)
     slots.write(0, (copy,), data, 0)
     got = slots.tensor(0, TensorSpec("x", (columns, rows), target_dtype, 64))
     assert torch.equal(got, source.T.to(got.dtype))

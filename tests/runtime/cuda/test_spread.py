@@ -13,7 +13,7 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import StoreError
 from greenroom.policies import policy
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.cuda.spread import SpreadKernel
 from greenroom.runtime.driver.driver import Driver
@@ -56,7 +56,7 @@ class Two(Rig):
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
-            between=HostMemory(Host(), chunks, self.scheduler.transfers.queue.seats, kept),
+            between=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
         )
         self.layer, self.computed = 0, []
 

@@ -8,6 +8,8 @@ import pytest
 
 from greenroom.core.events import StartChunk
 from greenroom.errors import StoreError
+from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.driver.copier import Copier
 from greenroom.runtime.fakes import FakeSlots
 from greenroom.runtime.store.disk import DiskStore
@@ -23,6 +25,12 @@ def rig(disk):
     store.close()
 
 
+def between(rig, seats: int) -> HostMemory:
+    store, _, catalog = rig
+    chunks = [store.chunks(expert) for expert in range(catalog.experts)]
+    return HostMemory(Engine(), chunks, seats, 0)
+
+
 def told() -> tuple[SimpleQueue, object]:
     arrived: SimpleQueue = SimpleQueue()
     return arrived, lambda *what: arrived.put(what)
@@ -35,7 +43,7 @@ def value(slots: FakeSlots, catalog, slot: int, name: str) -> np.ndarray:
 def test_a_lane_carries_chunks_in_order_and_says_how_many_bytes(rig):
     store, slots, catalog = rig
     arrived, deliver = told()
-    copier = Copier(store, slots, (1,), 0, deliver)
+    copier = Copier(store, slots, (1,), deliver)
     orders = [StartChunk(0, 3, 5, chunk) for chunk in range(2)]
     for order in orders:
         copier.start(order)
@@ -53,7 +61,7 @@ def test_two_links_pass_chunks_by_their_seats_in_any_order(rig):
     """Two pieces are staged before either goes on; the second goes on first."""
     store, slots, catalog = rig
     arrived, deliver = told()
-    copier = Copier(store, slots, (2, 1), 6, deliver)
+    copier = Copier(store, slots, (2, 1), deliver, between(rig, 6))
     staged = [(0, 1, 4, 0), (1, 2, 1, 0), (0, 1, 3, 1), (1, 2, 0, 1)]
     for lane, piece, seat, chunk in staged:
         copier.start(StartChunk(lane, piece, piece, chunk, link=0, seat=seat))
@@ -74,7 +82,7 @@ def test_two_links_pass_chunks_by_their_seats_in_any_order(rig):
 def test_whatever_a_store_raises_is_reported_and_the_lane_lives(rig, monkeypatch, error):
     store, slots, _ = rig
     arrived, deliver = told()
-    copier = Copier(store, slots, (1,), 0, deliver)
+    copier = Copier(store, slots, (1,), deliver)
 
     def breaks(*args):
         raise error
@@ -99,9 +107,8 @@ def test_memory_for_staging_that_cannot_be_had_shows_at_once(rig, monkeypatch):
 
     monkeypatch.setattr("greenroom.runtime.driver.copier.Staging", none)
     before = threads()
-    for lanes, seats in (((2,), 0), ((1, 1), 4)):
-        with pytest.raises(MemoryError):
-            Copier(*rig[:2], lanes, seats, lambda *what: None)
+    with pytest.raises(MemoryError):
+        Copier(*rig[:2], (2,), lambda *what: None)
     assert threads() == before
 
 
@@ -114,7 +121,7 @@ def test_closing_ends_every_lane_after_what_it_carries(rig):
         go.wait(20)
         arrived.append(what)
 
-    copier = Copier(store, slots, (2, 2), 8, deliver)
+    copier = Copier(store, slots, (2, 2), deliver, between(rig, 8))
     assert len(threads()) == len(before) + 4
     copier.start(StartChunk(0, 3, 5, 0, link=0, seat=0))
     assert entered.wait(10)

@@ -14,7 +14,7 @@ import pytest
 from greenroom.core.cost import CHUNK_BYTES, Link
 from greenroom.core.machine import Machine
 from greenroom.plan import words
-from greenroom.runtime.cuda.engine import Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.measure import gpu as measure
 from greenroom.runtime.measure import kernels as measure_kernels
 from greenroom.runtime.measure.gpu import link_of, memory_rate, with_device
@@ -23,7 +23,7 @@ from tests.plan.models import MACHINE, MIB
 BUS = 1e9  # bytes a second
 
 
-class Paced(Host):
+class Paced(Engine):
     """Its copies take what a bus takes, pageable ones ten times as long; notes what is
     registered."""
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from greenroom.config import TrainConfig
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import PassBegins, Seen, Shape
 from greenroom.errors import GreenroomError
 from greenroom.predictors import Setting, predictor
-from greenroom.runtime.recording.training import accuracy, pairs_of, shape_of, train
+from greenroom.runtime.recording.training import accuracy, pairs_of, train
 from greenroom.trace import GateInputs, Prediction, Trace
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_the_predictor_that_it_makes_is_as_good_as_it_says() -> None:
     """Also: the standardisation of the inputs is in the weights."""
     trace = recording()
     trained = train(trace, CONFIG, CPU)
-    it = predictor("learned").make(Setting(shape_of(trace), learned=trained.tensors))
+    it = predictor("learned").make(Setting(Shape(EXPERTS, TOP_K), learned=trained.tensors))
     said = np.empty((trace.tokens, TOP_K), np.int64)
     for token, inputs in enumerate(trace.gate_inputs.values):
         it.begin(PassBegins(0, token, 1, False))

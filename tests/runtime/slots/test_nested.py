@@ -13,7 +13,7 @@ import pytest
 from greenroom.core.layout import Copy
 from greenroom.runtime.fakes import POISON, FakeSlots
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import NestedSlots, Nesting, Planes, join
+from greenroom.runtime.slots.nested import Nested, Nesting, Planes, join
 
 CODES, SCALES = 256, 8  # bytes of a matrix's codes, and of its scales
 
@@ -59,11 +59,11 @@ def test_every_code_is_joined():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_by_several_threads(seed):
-    rng, slots = random.Random(seed), FakeSlots(4, 512)
-    nested, made = NestedSlots(slots, [NESTING]), [expert(10 * seed + i) for i in range(4)]
+    rng, slots = random.Random(seed), FakeSlots(4, 512, nested=Nested([NESTING]))
+    made = [expert(10 * seed + i) for i in range(4)]
     jobs = []
     for slot, (data, _, _) in enumerate(made):
-        nested.clear(slot)
+        slots.clear(slot)
         cuts = sorted({0, data.size, *(rng.randrange(data.size) for _ in range(5))})
         jobs += [(slot, data, a, b) for a, b in pairwise(cuts)]
     rng.shuffle(jobs)
@@ -76,7 +76,7 @@ def test_chunks_by_several_threads(seed):
                     return
                 slot, data, a, b = jobs.pop()
             time.sleep(rng.random() * 1e-3)
-            nested.write(slot, BOTH, data[a:b], a)
+            slots.write(slot, BOTH, data[a:b], a)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -88,23 +88,23 @@ def test_chunks_by_several_threads(seed):
 
 
 def test_a_copy_and_what_it_lacks():
-    slots = FakeSlots(2, 512)
-    nested, (data, codes, scale) = NestedSlots(slots, [NESTING]), expert(3)
-    nested.clear(1)
-    nested.fill(1, data[:AT], 0)
-    nested.write(1, REST, data[AT:], 0)
+    slots = FakeSlots(2, 512, nested=Nested([NESTING]))
+    data, codes, scale = expert(3)
+    slots.clear(1)
+    slots.fill(1, data[:AT], 0)
+    slots.write(1, REST, data[AT:], 0)
     assert_joined(slots, 1, codes, scale)
-    nested.move(1, 0)
+    slots.move(1, 0)
     assert_joined(slots, 0, codes, scale)
     assert (slots.bytes(1) == POISON).all()
 
 
 def test_what_was_given_up_halfway_does_not_count():
-    slots = HostSlots(1, 512)
-    nested, (data, codes, scale) = NestedSlots(slots, [NESTING]), expert(4)
-    nested.clear(0)
-    nested.write(0, BOTH, data[:100], 0)
-    nested.clear(0)
-    nested.write(0, BOTH, data[60:], 60)
-    nested.write(0, BOTH, data[:60], 0)
+    slots = HostSlots(1, 512, nested=Nested([NESTING]))
+    data, codes, scale = expert(4)
+    slots.clear(0)
+    slots.write(0, BOTH, data[:100], 0)
+    slots.clear(0)
+    slots.write(0, BOTH, data[60:], 60)
+    slots.write(0, BOTH, data[:60], 0)
     assert_joined(slots, 0, codes, scale)

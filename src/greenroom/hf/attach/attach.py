@@ -132,7 +132,7 @@ class Greenroom:
         self._tier = host_tier(parts, pieces)
         scheduler = self._scheduler(pieces, both)
         between = None
-        if parts.cuda or self._tier is not None:
+        if len(lanes_of(parts)) > 1:
             seats = scheduler.transfers.queue.seats
             between = memory_between(parts, pieces, chunks, seats, self.engines, both)
         driver = Driver(

@@ -23,7 +23,7 @@ from greenroom.hf.memory.approximate import layer_with_less
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.calibrate import calibrate
-from greenroom.runtime.cuda.engine import Engine, Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.spread import SpreadKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import (
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def engine(self) -> Engine:
-        return self.engines[0] if self.engines else Host()
+        return self.engines[0] if self.engines else Engine()
 
 
 class Bindings:

@@ -31,9 +31,9 @@ from greenroom.plan.recorded import Configured, activity_of, programmed
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.recording.forecasts import choices, distance_of
 from greenroom.trace import Trace, stream
+from greenroom.trace.journal import trace_of
 from greenroom.trace.prompts import Prompt
-from greenroom.trace.segments import PREDICTED, Header, Segment
-from greenroom.trace.trace import Prediction, starts_of
+from greenroom.trace.segments import Header, Segment
 
 
 @dataclass
@@ -49,24 +49,7 @@ class RequestTrace:
 
     def trace(self) -> Trace:
         """What was recorded."""
-        header, passes = self.header, [each for s in self.segments for each in s.passes]
-        arrays = {
-            name: np.concatenate([s.arrays[name] for s in self.segments]).astype(header.dtype(name))
-            for name in header.fields()
-        }
-        counts = np.array([tokens for tokens, _ in passes])
-        return Trace(
-            experts=arrays["experts"],
-            experts_per_layer=np.array(header.experts_per_layer, np.int64),
-            request_starts=starts_of(counts.sum(keepdims=True)),
-            pass_starts=starts_of(counts),
-            pass_prefill=np.array([prefill for _, prefill in passes]),
-            labels=(self.segments[0].label,),
-            predictions={
-                name: Prediction(arrays[PREDICTED + name], distance)
-                for name, distance in header.predictions.items()
-            },
-        )
+        return trace_of(self.header, self.segments)
 
 
 @dataclass(frozen=True)

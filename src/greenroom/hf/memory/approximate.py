@@ -14,7 +14,7 @@ from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import NestedSlots
+from greenroom.runtime.slots.nested import Nested
 from greenroom.runtime.slots.tier import Pools, Tier
 
 # The options of misses that get less.
@@ -64,15 +64,16 @@ def slots_with_copies(parts: ModelSetup, pieces: Pieces, kind: type[HostSlots]) 
     def sizes(capacity: int) -> list[int]:
         return [sum(group_sizes(pieces, capacity, parts.scope)), seats]
 
-    exact = kind(sizes(parts.capacity)[0], catalog.slot_bytes, catalog.experts)
+    room = sizes(parts.capacity)[0]
+    exact = kind(room, catalog.slot_bytes, catalog.experts, nested=nested(catalog))
     low = kind(seats, max(copies.low))
-    return Pools([joining(catalog, exact), low], parts.capacity, sizes)
+    return Pools([exact, low], parts.capacity, sizes)
 
 
-def joining(catalog: Catalog, slots: HostSlots) -> HostSlots | NestedSlots:
-    """Slots of exact experts, which join planes where the pack has these."""
+def nested(catalog: Catalog) -> Nested | None:
+    """What joins the planes of exact experts, where a pack has these."""
     nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-    return NestedSlots(slots, nestings) if nestings else slots
+    return Nested(nestings) if nestings else None
 
 
 def layer_with_less(

@@ -14,12 +14,11 @@ from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.checkpoint.pack.checked import checked
 from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
-from greenroom.hf.memory.approximate import joining, slots_with_copies
+from greenroom.hf.memory.approximate import nested, slots_with_copies
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.policies import policy as named_policy
-from greenroom.runtime.cuda.engine import Engine, Host
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.cuda.slab import Slab
 from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
@@ -118,8 +117,8 @@ def make_slots(parts: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         if engines:
             each.append(DeviceSlots(engines[number], share, catalog.slot_bytes, catalog.experts))
         else:
-            pool = _in_memory(parts)(share, catalog.slot_bytes, reserve=catalog.experts)
-            each.append(joining(catalog, pool))
+            kind, most = _in_memory(parts), catalog.experts
+            each.append(kind(share, catalog.slot_bytes, most, nested=nested(catalog)))
     return Pools(each, parts.capacity, pieces.shares) if len(each) > 1 else each[0]
 
 
@@ -168,5 +167,6 @@ def memory_between(
     if engines and kept >= len(parts.devices):
         each = zip(pieces.shares(kept), engines, strict=True)
         nodes = [(share, engine.node) for share, engine in each]
-    at = engines[0] if engines else Host(), chunks, seats, kept
-    return Slab(*at, parts.catalog.slot_bytes, nodes) if computes else HostMemory(*at, nodes)
+    engine = engines[0] if engines else Engine()
+    stride = parts.catalog.slot_bytes if computes else None
+    return HostMemory(engine, chunks, seats, kept, nodes, stride)

@@ -14,10 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from greenroom.runtime.cuda.engine import Engine, Mark
+from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.spread import copied
-from greenroom.runtime.kernels import base
-from greenroom.runtime.kernels.base import Kernel
+from greenroom.runtime.kernels.base import Kernel, Step
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
@@ -25,46 +24,32 @@ from greenroom.runtime.slots.tier import Slots
 CPU = torch.device("cpu")
 
 
-class Step(base.Step):
-    """A step under way: the device's, and the host's once it has a part in it."""
+class HostPart:
+    """What the host's processor computes of a step; its inputs begin to come down at once."""
 
-    def __init__(self, device: base.Step, there: LayerExperts, engine: Engine) -> None:
-        """`there` is the layer as the host has it."""
-        super().__init__(device.layer, device.x, device.routing, device.weights)
-        self.device, self._there, self._engine = device, there, engine
-        self._inputs: list[tuple[Tensor, Mark]] = []  # x and weights on their way down
-        self._kernel: Kernel | None = None  # what the host computes with
-        self._host: base.Step | None = None
-        self._experts: list[int] = []  # computed on the host
+    def __init__(self, step: Step, layer: LayerExperts, engine: Engine) -> None:
+        """`layer` is the layer as the host has it."""
+        self.experts: list[int] = []  # that are computed
+        self._layer, self._routing, self._engine = layer, step.routing, engine
+        self._inputs = [engine.down(tensor) for tensor in (step.x, step.weights)]
+        self._kernel = step.first.host_kernel(layer)
+        self._step: Step | None = None
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Compute experts of the step on the device."""
-        self.device.wave(experts, slots)
-
-    def on_host(self, experts: Sequence[int], slots: Sequence[int]) -> Callable[[], None]:
-        """See `CoComputeKernel.on_host`."""
-        if self._kernel is None:
-            self._inputs = [self._engine.down(tensor) for tensor in (self.x, self.weights)]
-            # The device's step is this thread's alone.
-            self._kernel = self.device.first.host_kernel(self._there)
-        return partial(self._compute, list(experts), list(slots))
-
-    def _compute(self, experts: list[int], slots: list[int]) -> None:
-        if self._host is None:
-            assert self._kernel is not None
+    def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Compute experts from these slots of host memory."""
+        if self._step is None:
             for _, mark in self._inputs:
                 self._engine.wait(mark)
             (x, _), (weights, _) = self._inputs
-            self._host = self._kernel.begin(self._there, x, self.routing, weights)
-        self._host.part(experts, slots, self._there)
-        self._experts += experts
+            self._step = self._kernel.begin(self._layer, x, self._routing, weights)
+        self._step.part(experts, slots, self._layer)
+        self.experts += experts
 
-    def total(self) -> Tensor:
-        if self._experts:
-            first = self.device.first
-            first.wave([], [])  # some kernels send the routing with the first wave
-            first.take(self._host, self._experts, self._engine.up)
-        return self.device.combine()
+    def give(self, step: Step) -> None:
+        """Put what was computed into the device's step."""
+        if self.experts:
+            step.first.wave([], [])  # some kernels send the routing with the first wave
+            step.first.take(self._step, self.experts, self._engine.up)
 
 
 class CoComputeKernel(Kernel):
@@ -75,6 +60,7 @@ class CoComputeKernel(Kernel):
         self.kernel, self.name = kernel, kernel.name
         self._engine, self._slots = engine, slots
         self._layers: dict[int, LayerExperts] = {}  # by the identity of the device's
+        self._part: HostPart | None = None  # of the step under way
 
     def prepare(self, layer: LayerExperts) -> None:
         """Have a layer computed on the host too."""
@@ -84,12 +70,21 @@ class CoComputeKernel(Kernel):
 
     def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
         """Start a step: x [T, H], weights [T, K], on the first device."""
-        own = self.kernel.begin(layer, x, routing, weights)
-        return Step(own, self._layers[id(layer)], self._engine)
+        self._part = None
+        return self.kernel.begin(layer, x, routing, weights)
 
     def on_host(
         self, step: Step, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
-        """A wave of the host's processor, to be called in its thread; the inputs begin to come down
-        now. `slots` are those of host memory."""
-        return step.on_host(experts, slots)
+        """A wave of the host's processor, to be called in its thread. `slots` are those of host
+        memory."""
+        if self._part is None:
+            self._part = HostPart(step, self._layers[id(step.layer)], self._engine)
+        return partial(self._part.compute, experts, slots)
+
+    def combine(self, step: Step) -> Tensor:
+        """The step's result [T, H], in x's type."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.give(step)
+        return super().combine(step)

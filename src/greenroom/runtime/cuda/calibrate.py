@@ -14,8 +14,9 @@ import torch
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.layout import Copy
-from greenroom.runtime.cuda.both import CoComputeKernel, Step
+from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
+from greenroom.runtime.kernels.base import Step
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.host import HostSlots

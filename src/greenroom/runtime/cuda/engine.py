@@ -1,7 +1,7 @@
 """What the tier asks of a GPU: memory, copies that do not disturb what is computed, and marks.
 
-An `Engine` is the only place where streams and events are made. `Cuda` is a GPU; `Host` does the
-same on a CPU at once, for the fake device and for tests.
+An `Engine` is the only place where streams and events are made. `Cuda` is a GPU; an `Engine` itself
+does the same on a CPU, for the fake device and for tests.
 
 Whatever the driver of a GPU refuses or loses comes out of here as one DeviceError.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,104 +18,62 @@ from torch import Tensor
 from greenroom.config import show_bytes
 from greenroom.errors import DeviceError
 from greenroom.runtime.memory.numa import node_of
+from greenroom.runtime.memory.system import available_bytes, trim_heap
 
 Mark = Any  # a point in what is computed; None is one that has passed
 _FOR_ALL = 1  # cudaHostRegisterPortable: registered for every device
 
 
-class Engine(Protocol):
-    """Copies and marks on one device."""
+class Engine:
+    """Copies and marks on one device: here on the CPU, where everything is done when it is ordered
+    and every mark has passed."""
 
-    device: torch.device
-    name: str  # for people
-    node: int | None  # of NUMA, where it is known
+    device = torch.device("cpu")
+    name = "the host"  # for people
+    node: int | None = None  # of NUMA, where it is known
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory of the device, [nbytes] uint8; DeviceError where there is not so much."""
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device now, of all processes."""
-        ...
-
-    def release(self) -> None:
-        """Give memory back to the device that is unused and kept for later."""
-        ...
-
-    def mark(self) -> Mark:
-        """A mark behind everything that this thread has ordered to be computed so far."""
-        ...
-
-    def copying(self, after: Mark) -> contextlib.AbstractContextManager[None]:
-        """What is ordered within is done beside what is computed, once `after` has passed, and
-        before the block is left."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Return when a mark has passed."""
-        ...
-
-    def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        """A tensor of the device in host memory, there once the mark has passed."""
-        ...
-
-    def up(self, tensor: Tensor) -> Tensor:
-        """A tensor of host memory on the device, for what is computed from here on."""
-        ...
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Have host memory read by the device itself; None, or why it cannot be."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        ...
-
-
-class Host:
-    """The CPU in a GPU's place: everything is done when it is ordered."""
-
-    device = torch.device("cpu")
-    name = "the host"
-    node: int | None = None
-
-    def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        from greenroom.runtime.memory.system import available_bytes
-
+        """(free, total) bytes of the device now, of all processes."""
         return available_bytes(), available_bytes()
 
     def release(self) -> None:
-        from greenroom.runtime.memory.system import trim_heap
-
+        """Give memory back to the device that is unused and kept for later."""
         trim_heap()
 
     def mark(self) -> Mark:
+        """A mark behind everything that this thread has ordered to be computed so far."""
         return None
 
     @contextlib.contextmanager
     def copying(self, after: Mark) -> Iterator[None]:
+        """What is ordered within is done beside what is computed, once `after` has passed, and
+        before the block is left."""
         yield
 
     def wait(self, mark: Mark) -> None:
-        """Everything has passed."""
+        """Return when a mark has passed."""
 
     def down(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+        """A tensor of the device in host memory, there once the mark has passed."""
         return tensor, None
 
     def up(self, tensor: Tensor) -> Tensor:
+        """A tensor of host memory on the device, for what is computed from here on."""
         return tensor
 
     def register(self, address: int, nbytes: int) -> str | None:
+        """Have host memory read by the device itself; None, or why it cannot be."""
         return None
 
     def unregister(self, address: int) -> None:
-        """Nothing was registered."""
+        """Undo `register`."""
 
 
-class Cuda:
+class Cuda(Engine):
     """A GPU. Copies run on a stream of their own; whoever orders one sleeps until it is done."""
 
     def __init__(self, index: int = 0) -> None:

@@ -2,8 +2,8 @@
 
 One reservation, made and registered with the device once: registered memory is read by the device
 itself, beside everything else. Where the system refuses to register it (locked memory is limited,
-say), copies go by the driver's own buffers, slower, and a warning says so. Bytes lie here as the
-disk has them: chunk after chunk, each with the room that direct reads need around it.
+say), copies go by the driver's own buffers, slower, and a warning says so. Bytes as the disk has
+them lie chunk after chunk, each with the room that direct reads need around it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.memory import numa
 from greenroom.runtime.memory.system import reservation
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.store.disk import BLOCK, Chunk
+from greenroom.runtime.slots.tier import overlap
+from greenroom.runtime.store.disk import BLOCK, Chunk, Staging
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,13 @@ class Place:
 
 
 class HostMemory:
-    """`seats` places for a chunk, then `capacity` slots for all chunks of an expert."""
+    """`seats` places for a chunk, then `capacity` slots for all chunks of an expert.
 
-    slots: HostSlots | None = None  # where these are laid out as kernels read them
+    Slots hold an expert as the disk has it, and the device rearranges it as it arrives there. With
+    a `stride`, `slots` are laid out as kernels read them, so that the host's processor computes
+    from them: a chunk is read into the reading thread's own staging buffer and copied into its
+    expert's slot once, and on its way to the device nothing is left to be rearranged.
+    """
 
     def __init__(
         self,
@@ -59,15 +64,14 @@ class HostMemory:
         seats: int,
         capacity: int,
         nodes: Sequence[tuple[int, int | None]] = (),
-        slot_bytes: int | None = None,
+        stride: int | None = None,
     ) -> None:
         """`chunks` of every expert; `nodes` are (slots, NUMA node) of each device's part, where
-        there are several; `slot_bytes` where they are not what an expert's chunks take. DeviceError
-        where there is no address space for it."""
+        there are several. DeviceError where there is no address space for it."""
         self.engine, self.capacity = engine, capacity
         self.seat_bytes, self.slot_bytes = sizes(chunks)
-        if slot_bytes is not None:
-            self.slot_bytes = slot_bytes
+        if stride is not None:
+            self.slot_bytes = stride
         self.nbytes = seats * self.seat_bytes + capacity * self.slot_bytes
         try:
             self._map = reservation(max(self.nbytes, BLOCK), large_pages=True)
@@ -77,9 +81,11 @@ class HostMemory:
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._first_slot = seats * self.seat_bytes
         self._chunks = chunks
-        self._seats = [
-            Place(self._bytes, s * self.seat_bytes, self.seat_bytes) for s in range(seats)
-        ]
+        self.slots: HostSlots | None = None
+        if stride is not None:
+            memory = self._bytes[self._first_slot : self.nbytes]
+            self.slots = HostSlots(capacity, stride, memory=memory)
+        self._local = threading.local()
         self._at: dict[tuple[int, int, int], np.ndarray] = {}  # (piece, chunk, place) -> its bytes
         self._lock = threading.Lock()
         address = self._bytes.ctypes.data
@@ -98,6 +104,12 @@ class HostMemory:
         self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
     ) -> None:
         """Have a chunk read into its place; a store that lends its own memory is copied from."""
+        if self.slots is not None and action.host >= 0:
+            if not hasattr(self._local, "staging"):
+                self._local.staging = Staging()
+            data = read(chunk, self._local.staging)
+            self.slots.write(action.host, chunk.extent.copies, data, chunk.start)
+            return
         place = self._place(action)
         data = read(chunk, place)
         if not np.may_share_memory(data, place.array):
@@ -108,6 +120,8 @@ class HostMemory:
 
     def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
         """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
+        if self.slots is not None and action.host >= 0:
+            return in_place(chunk), self.slots.bytes(action.host), 0
         return chunk.extent.copies, self.data(action), chunk.start
 
     def data(self, action: StartChunk) -> np.ndarray:
@@ -123,7 +137,7 @@ class HostMemory:
 
     def _place(self, action: StartChunk) -> Place:
         if action.host < 0:
-            return self._seats[action.seat]
+            return Place(self._bytes, action.seat * self.seat_bytes, self.seat_bytes)
         chunks = self._chunks[action.piece]
         begin = self._first_slot + action.host * self.slot_bytes
         begin += sum(room(chunk) for chunk in chunks[: action.chunk])
@@ -144,3 +158,16 @@ def sizes(chunks: Sequence[tuple[Chunk, ...]]) -> tuple[int, int]:
         max(room(chunk) for each in chunks for chunk in each),
         max(sum(room(chunk) for chunk in each) for each in chunks),
     )
+
+
+def in_place(chunk: Chunk) -> tuple[Copy, ...]:
+    """Where a chunk's bytes lie in a slot, as copies from one slot to another."""
+    found = []
+    for copy in chunk.extent.copies:
+        if not copy.contiguous:  # such an extent is one chunk
+            strides, dtype = copy.target_strides, copy.target_dtype
+            found.append(Copy(copy.target, copy.target, copy.shape, strides, strides, dtype, dtype))
+        elif part := overlap(copy, chunk.start, chunk.length):
+            at, n = part[1].start, part[1].stop - part[1].start
+            found.append(Copy(at, at, (1, n), (n, 1), (n, 1), "uint8", "uint8"))
+    return tuple(found)

@@ -19,12 +19,12 @@ from torch import Tensor
 from greenroom.core.layout import ALIGNMENT, ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.cuda.engine import Engine, Mark
-from greenroom.runtime.slots.tier import OnePool
+from greenroom.runtime.slots.tier import Pool, overlap
 
 SEGMENT_BYTES = 256 << 20
 
 
-class DeviceSlots(OnePool):
+class DeviceSlots(Pool):
     """Slots on an engine's device. `stride` bytes each, a multiple of the alignment."""
 
     def __init__(self, engine: Engine, capacity: int, stride: int, reserve: int) -> None:
@@ -72,16 +72,10 @@ class DeviceSlots(OnePool):
         source, target = torch.from_numpy(data), self.bytes(slot)
         with self.engine.copying(self._marks.get(slot)):
             for copy in copies:
-                if copy.contiguous:
-                    begin = max(copy.source, start)
-                    end = min(copy.source + copy.nbytes, start + data.size)
-                    if begin < end:
-                        at = copy.target + begin - copy.source
-                        target[at : at + end - begin].copy_(
-                            source[begin - start : end - start], non_blocking=True
-                        )
-                else:
+                if not copy.contiguous:
                     self._rearrange(source[copy.source :], target[copy.target :], copy)
+                elif found := overlap(copy, start, data.size):
+                    target[found[1]].copy_(source[found[0]], non_blocking=True)
 
     def _rearrange(self, source: Tensor, target: Tensor, copy: Copy) -> None:
         """Transpose, interleave or cast a block: it comes as it is, the device does the rest."""

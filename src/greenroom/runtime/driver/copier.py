@@ -2,7 +2,7 @@
 
 With one link (disk to slots) a lane reads a chunk into a staging buffer of its own and copies it
 into the slot. With two (disk to host to device) the first link's lanes read into the staging seat,
-or the slot of the tier between, that the scheduler names, and the second's copy from there. Reading
+or the slot of host memory, that the scheduler names, and the second's copy from there. Reading
 and copying happen outside the interpreter's lock. Whatever goes wrong with a chunk is reported like
 its arrival, so that a lane never dies and nobody waits for it in vain.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from greenroom.core.events import StartChunk
-from greenroom.core.layout import Copy
 from greenroom.errors import DeviceError, StoreError
+from greenroom.runtime.cuda.host import HostMemory
 from greenroom.runtime.slots.tier import Tier
 from greenroom.runtime.store.disk import Chunk, Staging
 
@@ -33,41 +33,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class Between(Protocol):
-    """Memory between two links: staging seats, and what is kept."""
-
-    def bring(
-        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
-    ) -> None: ...
-
-    def source(
-        self, action: StartChunk, chunk: Chunk
-    ) -> tuple[tuple[Copy, ...], np.ndarray, int]: ...
-
-    def close(self) -> None: ...
-
-
-class Seats:
-    """Staging seats alone, each as large as what it was last asked for."""
-
-    def __init__(self, count: int) -> None:
-        self._staging = [Staging() for _ in range(count)]
-        self._staged: list[np.ndarray] = [np.empty(0, np.uint8)] * count
-
-    def bring(
-        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
-    ) -> None:
-        """Have a chunk read into its seat."""
-        self._staged[action.seat] = read(chunk, self._staging[action.seat])
-
-    def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
-        """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
-        return chunk.extent.copies, self._staged[action.seat], chunk.start
-
-    def close(self) -> None:
-        """The buffers go with their last use."""
-
-
 Failure = StoreError | DeviceError
 Deliver = Callable[[StartChunk, int, Failure | None], None]
 
@@ -75,8 +40,7 @@ Deliver = Callable[[StartChunk, int, Failure | None], None]
 class Copier:
     """Carries out StartChunk actions; calls `deliver(action, nbytes, error)` from its threads.
 
-    `lanes[h]` threads for link h; between two links lies `between`, by default `seats` staging
-    buffers.
+    `lanes[h]` threads for link h; between two links lies `between`.
     """
 
     def __init__(
@@ -84,20 +48,18 @@ class Copier:
         store: Store,
         slots: Tier,
         lanes: Sequence[int],
-        seats: int,
         deliver: Deliver,
-        between: Between | None = None,
+        between: HostMemory | None = None,
     ) -> None:
         self._store, self._slots, self._deliver = store, slots, deliver
-        self._last = len(lanes) - 1
-        self._between = between or Seats(seats if self._last else 0)
+        self._between = between
         self._jobs: dict[tuple[int, int], SimpleQueue[StartChunk | None]] = {
             (link, lane): SimpleQueue() for link, count in enumerate(lanes) for lane in range(count)
         }
         self._threads = [
             threading.Thread(
                 target=self._work,
-                args=(jobs, None if self._last else Staging()),
+                args=(jobs, None if between else Staging()),
                 name=f"greenroom-{link}-{lane}",
                 daemon=True,
             )
@@ -125,9 +87,10 @@ class Copier:
     def _carry(self, action: StartChunk, staging: Staging | None) -> int:
         """Take a chunk over its link; the bytes that it has."""
         chunk = self._store.chunks(action.piece)[action.chunk]
-        if staging is not None:
-            copies, start = chunk.extent.copies, chunk.start
+        if self._between is None:
+            assert staging is not None
             data = self._store.read(chunk, staging)
+            copies, start = chunk.extent.copies, chunk.start
         elif action.link == 0:
             self._between.bring(action, chunk, self._store.read)
             return chunk.length

@@ -31,7 +31,8 @@ from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import StoreError
-from greenroom.runtime.driver.copier import Between, Copier, Failure, Store
+from greenroom.runtime.cuda.host import HostMemory
+from greenroom.runtime.driver.copier import Copier, Failure, Store
 from greenroom.runtime.driver.fair_lock import FairLock
 from greenroom.runtime.driver.host_worker import HostWorker, Job
 from greenroom.runtime.driver.meter import Meter
@@ -62,9 +63,9 @@ class Driver:
         foresight: Foresight | None = None,
         guard: Guard | None = None,
         links: tuple[str, ...] = ("disk -> host",),
-        between: Between | None = None,
+        between: HostMemory | None = None,
     ) -> None:
-        """`between` is the memory between two links; staging seats where none is given."""
+        """`between` is the memory between two links."""
         self.scheduler, self.slots = scheduler, slots
         self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
         self.meter = Meter.of(scheduler.transfers.queue.lanes)
@@ -83,8 +84,8 @@ class Driver:
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
-        queue = scheduler.transfers.queue
-        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
+        lanes = scheduler.transfers.queue.lanes
+        self._copier = Copier(store, slots, lanes, self._delivered, between)
 
     def begin_pass(self, at: PassBegins) -> None:
         """A pass begins; `at.request` says of which prompt."""

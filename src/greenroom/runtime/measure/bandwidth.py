@@ -15,9 +15,9 @@ import random
 import re
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import Link
 from greenroom.errors import OutputError
 from greenroom.interrupts import undone_by
-from greenroom.runtime.store.disk import BLOCK
+from greenroom.runtime.store.disk import BLOCK, open_direct
 
 RAM_BYTES = 512 << 20
 READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -41,24 +41,11 @@ Reads = Mapping[tuple[int, int], float]  # (bytes of a read, threads) -> bytes a
 
 def run_threads(work: Sequence[Callable[[], Any]]) -> float:
     """Seconds until all have ended. The first error of any of them is raised."""
-    errors: list[BaseException] = []
-
-    def carry_out(each: Callable[[], Any]) -> None:
-        try:
-            each()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=carry_out, args=(each,)) for each in work]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - start
-    if errors:
-        raise errors[0]
-    return seconds
+    with ThreadPoolExecutor(len(work)) as threads:
+        start = time.perf_counter()
+        for each in [threads.submit(part) for part in work]:
+            each.result()
+        return time.perf_counter() - start
 
 
 @jit(fastmath=True)
@@ -96,16 +83,9 @@ def drop_page_cache(files: Sequence[Path]) -> None:
 def reads_directly(path: Path) -> bool:
     """Whether the file system takes O_DIRECT; some accept it when opening and refuse the read."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        os.close(open_direct(str(path)))
     except (OSError, AttributeError):
         return False
-    try:
-        with mmap.mmap(-1, BLOCK) as block:
-            os.preadv(handle, [block], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
     return True
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from greenroom.core.machine import Machine, Processor, Route
 from greenroom.errors import UsageError
@@ -43,9 +44,7 @@ Say = Callable[[str], None]
 
 def engines() -> list[Engine]:
     """The GPU that a run would take, where there is one."""
-    if not torch.cuda.is_available():
-        return []
-    return [Cuda(0)]
+    return [Cuda(0)] if torch.cuda.is_available() else []
 
 
 def examine(
@@ -145,10 +144,7 @@ def model_files(path: Path) -> list[Path]:
 
 def models_folder() -> Path:
     """Where models are downloaded to; the nearest folder above it that exists."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    folder = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+    folder = Path(constants.HF_HUB_CACHE)
     with contextlib.suppress(StopIteration):
         return next(each for each in (folder, *folder.parents) if os.access(each, os.W_OK))
     return Path.cwd()

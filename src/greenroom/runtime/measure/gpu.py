@@ -7,7 +7,8 @@ us, and beside that as it is (pageable), which tells what pinning is worth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from greenroom.core.cost import CHUNK_BYTES, Link
 from greenroom.core.machine import Machine, Processor, Route, Table
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.measure import kernels
-from greenroom.runtime.measure.kernels import table_of, typical
+from greenroom.runtime.measure.kernels import Steps, Work, table_of, typical
 
 SMALL = 64 << 10  # bytes of a copy that little but its latency takes
 MEMORY = 256 << 20  # bytes that are copied within the device: more than any cache has
@@ -90,7 +91,7 @@ def memory_rate(engine: Engine, seconds: float) -> float:
     return 2 * nbytes / typical(awaited(engine, lambda: target.copy_(source)), seconds)
 
 
-def awaited(engine: Engine, work: Callable[[], object]) -> Callable[[], None]:
+def awaited(engine: Engine, work: Work) -> Work:
     """The work, and until the device has done it."""
 
     def done() -> None:
@@ -100,51 +101,38 @@ def awaited(engine: Engine, work: Callable[[], object]) -> Callable[[], None]:
     return done
 
 
-@torch.no_grad()
 def expert_times(engine: Engine, seconds: float) -> Table:
     """Seconds of one bf16 SwiGLU expert by torch's products, others in every step."""
 
-    def steps(x: Tensor, weights: list[tuple[Tensor, ...]]) -> None:
-        for up, down in weights:
-            gate, h = linear(x, up).chunk(2, dim=-1)
-            linear(silu(gate) * h, down)
+    def expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate, h = linear(x, up).chunk(2, dim=-1)
+        return linear(silu(gate) * h, down)
 
-    sizes = [6 * hidden * inner for hidden, inner in kernels.SHAPES]
-    shapes = [(((2 * inner, hidden), (hidden, inner)), hidden) for hidden, inner in kernels.SHAPES]
-    return _times(engine, seconds, sizes, shapes, steps)
+    shapes = [((2 * inner, hidden), (hidden, inner)) for hidden, inner in kernels.SHAPES]
+    return table_of((_steps(engine, shape, expert) for shape in shapes), seconds, TOGETHER)
 
 
-@torch.no_grad()
 def dense_times(engine: Engine, seconds: float) -> Table:
     """Seconds of one bf16 linear layer without bias."""
-
-    def steps(x: Tensor, weights: list[tuple[Tensor, ...]]) -> None:
-        for (weight,) in weights:
-            linear(x, weight)
-
-    sizes = [2 * rows * columns for rows, columns in kernels.DENSE]
-    return _times(engine, seconds, sizes, [(((r, c),), c) for r, c in kernels.DENSE], steps)
+    shapes = [(shape,) for shape in kernels.DENSE]
+    return table_of((_steps(engine, shape, linear) for shape in shapes), seconds, TOGETHER)
 
 
-def _times(engine: Engine, seconds: float, sizes: list[int], shapes: Any, steps: Any) -> Table:
-    """Medians, of weights that take turns; one of TOGETHER that are ordered at once."""
-    rows = []
-    for nbytes, (matrices, width) in zip(sizes, shapes, strict=True):
-        count = max(1, kernels.STREAMED // nbytes // TOGETHER)
-        every = [[tuple(_ones(engine, *m) for m in matrices) for _ in range(TOGETHER)]
-                 for _ in range(count)]  # fmt: skip
-        row = []
-        for tokens in kernels.TOKENS:
-            x, turns = _ones(engine, tokens, width), _turns(every)
-            work = awaited(engine, lambda x=x, turns=turns: steps(x, next(turns)))  # type: ignore[misc]
-            row.append(typical(work, seconds) / TOGETHER)
-        rows.append(row)
-    return table_of(sizes, rows)
+def _steps(
+    engine: Engine, shapes: Sequence[tuple[int, int]], compute: Callable[..., Tensor]
+) -> Steps:
+    """Steps of TOGETHER that are ordered at once, with weights of these shapes that take turns."""
+    nbytes = sum(2 * rows * columns for rows, columns in shapes)
+    weights = [
+        [[_ones(engine, *shape) for shape in shapes] for _ in range(TOGETHER)]
+        for _ in range(max(1, kernels.STREAMED // nbytes // TOGETHER))
+    ]
 
+    def steps(tokens: int) -> Work:
+        x, turns = _ones(engine, tokens, shapes[0][1]), itertools.cycle(weights)
+        return awaited(engine, lambda: [compute(x, *each) for each in next(turns)])
 
-def _turns(every: list[Any]) -> Iterator[Any]:
-    while True:
-        yield from every
+    return nbytes, steps
 
 
 def _ones(engine: Engine, rows: int, columns: int) -> Tensor:

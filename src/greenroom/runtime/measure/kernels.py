@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ TOGETHER = 4  # experts of a step
 SHAPES = ((1024, 512), (2048, 768), (2048, 1408))  # hidden, intermediate
 DENSE = ((1024, 1024), (4096, 2048))  # rows, columns
 TOKENS = (1, 16, 128)
+
+Work = Callable[[], object]
+Steps = tuple[int, Callable[[int], Work]]  # bytes of weights, what a step of n tokens does
 
 
 class Experts(nn.Module):
@@ -72,50 +75,44 @@ def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights:
     return chosen.combine(state)
 
 
-@torch.no_grad()
 def expert_times(seconds: float) -> Table:
-    """Seconds of one bf16 SwiGLU expert in a step of four, all resident.
-
-    Each of size and tokens is measured for about `seconds`.
-    """
-    sizes, rows = [], []
-    for hidden, inner in SHAPES:
-        nbytes = 6 * hidden * inner
-        layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
-        sizes.append(nbytes)
-        rows.append([_step_time(layer, tokens, seconds) / TOGETHER for tokens in TOKENS])
-    return table_of(sizes, rows)
+    """Seconds of one bf16 SwiGLU expert in a step of four, all resident, by the compiled kernel."""
+    return table_of(map(_expert_steps, SHAPES), seconds, TOGETHER)
 
 
-def _step_time(layer: LayerExperts, tokens: int, seconds: float) -> float:
-    """A step in which every token chooses the same four experts, others in every step."""
-    chosen = kernel("numba")
-    x = torch.randn(tokens, layer.hidden).bfloat16()
-    weights = torch.full((tokens, TOGETHER), 1 / TOGETHER).bfloat16()
-    firsts = range(0, layer.num_experts, TOGETHER)
-    together = [torch.arange(n, n + TOGETHER).expand(tokens, -1).contiguous() for n in firsts]
-    turns = itertools.cycle(together)
-    return typical(lambda: step(chosen, layer, x, next(turns), weights), seconds)
-
-
-@torch.no_grad()
 def dense_times(seconds: float) -> Table:
     """Seconds of one bf16 linear layer without bias, as Greenroom computes it."""
-    sizes, rows = [], []
-    for height, width in DENSE:
-        nbytes = 2 * height * width
-        model = nn.ModuleList(_linear(width, height) for _ in range(max(2, STREAMED // nbytes)))
-        done = accelerate(model)
-        try:
-            times = []
-            for tokens in TOKENS:
-                x, turns = torch.randn(tokens, width).bfloat16(), itertools.cycle(model)
-                times.append(typical(lambda: next(turns)(x), seconds))  # noqa: B023
-        finally:
-            done.detach()
-        sizes.append(nbytes)
-        rows.append(times)
-    return table_of(sizes, rows)
+    return table_of(map(_dense_steps, DENSE), seconds)
+
+
+def _expert_steps(shape: tuple[int, int]) -> Steps:
+    """Steps in which every token chooses the same four experts, others in every step."""
+    hidden, inner = shape
+    nbytes, chosen = 6 * hidden * inner, kernel("numba")
+    layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
+    firsts = range(0, layer.num_experts, TOGETHER)
+
+    def steps(tokens: int) -> Work:
+        x = torch.randn(tokens, hidden).bfloat16()
+        weights = torch.full((tokens, TOGETHER), 1 / TOGETHER).bfloat16()
+        together = [torch.arange(n, n + TOGETHER).expand(tokens, -1).contiguous() for n in firsts]
+        turns = itertools.cycle(together)
+        return lambda: step(chosen, layer, x, next(turns), weights)
+
+    return nbytes, steps
+
+
+def _dense_steps(shape: tuple[int, int]) -> Steps:
+    height, width = shape
+    nbytes = 2 * height * width
+    model = nn.ModuleList(_linear(width, height) for _ in range(max(2, STREAMED // nbytes)))
+    accelerate(model)
+
+    def steps(tokens: int) -> Work:
+        x, turns = torch.randn(tokens, width).bfloat16(), itertools.cycle(model)
+        return lambda: next(turns)(x)
+
+    return nbytes, steps
 
 
 def _linear(width: int, height: int) -> nn.Linear:
@@ -125,7 +122,7 @@ def _linear(width: int, height: int) -> nn.Linear:
     return made
 
 
-def typical(work: Callable[[], object], seconds: float) -> float:
+def typical(work: Work, seconds: float) -> float:
     """The median time of a call, after one that warms up; at least one call is timed."""
     work()
     times: list[float] = []
@@ -137,7 +134,13 @@ def typical(work: Callable[[], object], seconds: float) -> float:
     return statistics.median(times)
 
 
-def table_of(sizes: list[int], rows: list[list[float]]) -> Table:
-    """More tokens are never faster: what noise says otherwise is levelled."""
-    level = [tuple(itertools.accumulate(row, max)) for row in rows]
-    return Table(tuple(sizes), TOKENS, tuple(level))
+@torch.no_grad()
+def table_of(measured: Iterable[Steps], seconds: float, together: int = 1) -> Table:
+    """Seconds of one of `together` that a step computes, by bytes and tokens; each is measured for
+    about `seconds`. More tokens are never faster: what noise says otherwise is levelled."""
+    sizes, rows = [], []
+    for nbytes, steps in measured:
+        times = [typical(steps(tokens), seconds) / together for tokens in TOKENS]
+        sizes.append(nbytes)
+        rows.append(tuple(itertools.accumulate(times, max)))
+    return Table(tuple(sizes), TOKENS, tuple(rows))

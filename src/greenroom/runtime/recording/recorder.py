@@ -22,7 +22,8 @@ from greenroom.errors import TraceError
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes import GateInputs
 from greenroom.runtime.recording.forecasts import Forecasts
-from greenroom.trace.segments import PREDICTED, Header, Segment
+from greenroom.trace.segments import Header, Segment
+from greenroom.trace.tensors import PREDICTED
 
 FLUSH_BYTES = 1 << 20
 FLUSH_S = 2.0

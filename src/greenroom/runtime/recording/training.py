@@ -8,9 +8,9 @@ it is used (binary cross entropy).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 
 from greenroom.config import TrainConfig
 from greenroom.core.pieces import Ints
-from greenroom.core.predictor import Shape
 from greenroom.core.ranking import top
 from greenroom.errors import TraceError, UsageError
 from greenroom.trace import Trace
@@ -32,8 +31,7 @@ Floats = NDArray[np.float32]
 OnLayer = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(NamedTuple):
     """The tensors of a predictor's file, and how good they are."""
 
     tensors: dict[str, NDArray[Any]]
@@ -42,8 +40,7 @@ class Trained:
     held_out: int  # tokens judged by
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """What a layer's network learns from: the rows of gate inputs, and the tokens they speak of."""
 
     source: int  # the layer whose gate inputs they are
@@ -77,23 +74,23 @@ def train(
     """
     held = _held_out(trace, config)
     tensors: dict[str, NDArray[Any]] = {"distance": np.array([config.distance])}
-    accuracy: dict[str, list[float]] = {name: [] for name in ("learned", *_known(trace, config))}
-    accuracy["popularity"] = []
+    shares: list[dict[str, float]] = []
     counts = [0, 0]
     for target in range(trace.layers):
         pairs = pairs_of(trace, target, config.distance)
         test = held[pairs.tokens]
-        counts = [max(counts[0], int((~test).sum())), max(counts[1], int(test.sum()))]
-        if min(int(test.sum()), int((~test).sum())) < LEAST:
+        now = int((~test).sum()), int(test.sum())
+        if min(now) < LEAST:
             raise TraceError(
-                f"{int((~test).sum())} tokens to learn from and {int(test.sum())} to judge by: a"
-                f" recording needs {LEAST} of each with gate inputs"
+                f"{now[0]} tokens to learn from and {now[1]} to judge by: a recording needs"
+                f" {LEAST} of each with gate inputs"
             )
+        counts = [max(n, most) for n, most in zip(now, counts, strict=True)]
         network, found = _train_layer(trace, target, pairs, test, config, device)
         tensors |= {f"{target}.{name}": array for name, array in network.items()}
-        for name, share in found.items():
-            accuracy[name].append(share)
+        shares.append(found)
         on_layer(target + 1)
+    accuracy = {name: [each[name] for each in shares] for name in shares[0]}
     return Trained(tensors, accuracy, *counts)
 
 
@@ -114,11 +111,6 @@ def _held_out(trace: Trace, config: TrainConfig) -> NDArray[np.bool_]:
     return np.repeat(chosen, np.diff(trace.request_starts))
 
 
-def _known(trace: Trace, config: TrainConfig) -> list[str]:
-    """Predictions of the trace that looked as far ahead."""
-    return [name for name, p in trace.predictions.items() if p.distance == config.distance]
-
-
 def _train_layer(
     trace: Trace,
     target: int,
@@ -136,16 +128,12 @@ def _train_layer(
     hidden = np.maximum(x[test] @ network["up.weight"].T + network["up.bias"], 0)
     scores = hidden @ network["down.weight"].T + network["down.bias"]
     popular = np.bincount(used[~test].reshape(-1), minlength=experts).astype(np.float32)
-    found = {
-        "learned": accuracy(top(scores, trace.top_k), used[test]),
-        "popularity": accuracy(
-            np.tile(top(popular[None], trace.top_k), (test.sum(), 1)), used[test]
-        ),
-    }
-    for name in _known(trace, config):
-        said = trace.predictions[name].experts[pairs.tokens[test], target, : trace.top_k]
-        found[name] = accuracy(said.astype(np.int64), used[test])
-    return network, found
+    said = {"learned": top(scores, trace.top_k)}
+    for name, made in trace.predictions.items():
+        if made.distance == config.distance:
+            said[name] = made.experts[pairs.tokens[test], target, : trace.top_k].astype(np.int64)
+    said["popularity"] = top(popular[None], trace.top_k)
+    return network, {name: accuracy(ids, used[test]) for name, ids in said.items()}
 
 
 def accuracy(said: NDArray[np.int64], used: NDArray[np.int64]) -> float:
@@ -160,8 +148,12 @@ def _fit(
     mean, spread = x.mean(axis=0), x.std(axis=0) + 1e-6
     inputs = torch.from_numpy((x - mean) / spread).to(device)
     wanted = torch.zeros(len(used), experts).scatter_(1, torch.from_numpy(used), 1.0).to(device)
-    up, down = nn.Linear(x.shape[1], config.hidden), nn.Linear(config.hidden, experts)
-    network = nn.Sequential(up, nn.ReLU(), down).to(device)
+    layers = OrderedDict(
+        up=nn.Linear(x.shape[1], config.hidden),
+        relu=nn.ReLU(),
+        down=nn.Linear(config.hidden, experts),
+    )
+    network = nn.Sequential(layers).to(device)
     batches = -(-len(x) // BATCH)
     optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.01)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs * batches)
@@ -175,27 +167,12 @@ def _fit(
             loss.backward()
             optimizer.step()
             falling.step()
-    return _standing_alone(up, down, mean, spread)
-
-
-def _standing_alone(
-    up: nn.Linear, down: nn.Linear, mean: Floats, spread: Floats
-) -> dict[str, Floats]:
-    """The network's tensors, for inputs that were not standardised."""
-    up_weight, up_bias, down_weight, down_bias = (
-        tensor.detach().cpu().numpy() for tensor in (up.weight, up.bias, down.weight, down.bias)
-    )
-    scaled = up_weight / spread
-    return {
-        "up.weight": scaled,
-        "up.bias": up_bias - scaled @ mean,
-        "down.weight": down_weight,
-        "down.bias": down_bias,
+    tensors: dict[str, Floats] = {
+        name: tensor.detach().cpu().numpy() for name, tensor in network.named_parameters()
     }
-
-
-def shape_of(trace: Trace) -> Shape:
-    return Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
+    scaled = tensors["up.weight"] / spread  # so that inputs need not be standardised
+    shift = tensors["up.bias"] - scaled @ mean
+    return {**tensors, "up.weight": scaled, "up.bias": shift}
 
 
 def about(trace: Trace, config: TrainConfig, trained: Trained) -> Mapping[str, Any]:

@@ -15,53 +15,66 @@ import torch
 from greenroom.core.layout import ITEMSIZE, Copy, TensorSpec
 from greenroom.errors import DeviceError
 from greenroom.runtime.memory.system import reservation
-from greenroom.runtime.slots.tier import OnePool
+from greenroom.runtime.slots.nested import Nested
+from greenroom.runtime.slots.tier import Pool, overlap
 
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
-class HostSlots(OnePool):
+class HostSlots(Pool):
     """Slots in host memory. `stride` bytes each; slot s begins at `base + s * stride`."""
 
-    def __init__(self, capacity: int, stride: int, reserve: int | None = None) -> None:
-        """`reserve` is the largest capacity that a resize may ask for (default: `capacity`)."""
-        if capacity < 1:
+    def __init__(
+        self,
+        capacity: int,
+        stride: int,
+        reserve: int | None = None,
+        *,
+        nested: Nested | None = None,
+        memory: np.ndarray | None = None,
+    ) -> None:
+        """`reserve` is the largest capacity that a resize may ask for (default: `capacity`);
+        `nested` joins experts that arrive as planes; `memory` is another's, for slots that are
+        neither trimmed nor closed."""
+        if capacity < 1 and memory is None:
             raise DeviceError("a cache needs at least one slot")
-        self.capacity, self.stride = capacity, stride
+        self.capacity, self.stride, self._nested = capacity, stride, nested
         self.reserve = max(capacity, reserve or 0)
-        self._map = reservation(self.reserve * stride, large_pages=True)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self.base: int = self._bytes.ctypes.data
-        self._torch = torch.from_numpy(self._bytes)
+        if memory is None:
+            self._map = reservation(self.reserve * stride, large_pages=True)
+            memory = np.frombuffer(self._map, np.uint8)
+        self._bytes = memory
+        self.base: int = memory.ctypes.data
+        self._torch = torch.from_numpy(memory)
 
     def address(self, slot: int) -> int:
-        """Where a slot begins."""
         return self.base + slot * self.stride
 
     def bytes(self, slot: int) -> np.ndarray:
-        """The slot's bytes, [stride] uint8."""
         return self._bytes[slot * self.stride : (slot + 1) * self.stride]
 
     def tensor(self, slot: int, spec: TensorSpec) -> torch.Tensor:
-        """A tensor of the expert in a slot, as a view."""
         start = slot * self.stride + spec.offset
         flat = self._torch[start : start + spec.nbytes]
         return flat.view(_TORCH[spec.dtype]).view(spec.shape)
 
     def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
-        target, stop = self.bytes(slot), start + data.size
-        for copy in copies:
-            if copy.contiguous:
-                begin, end = max(copy.source, start), min(copy.source + copy.nbytes, stop)
-                if begin < end:
-                    at = copy.target + begin - copy.source
-                    target[at : at + end - begin] = data[begin - start : end - start]
-            else:
-                _transform(data, target, copy)
+        """As `Pool.write`; with the last bytes of a nested expert its planes are joined."""
+        target = self.bytes(slot)
+        _copy(target, copies, data, start)
+        if self._nested is not None:
+            self._nested.arrived(slot, target, copies, data.size)
+
+    def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
+        """Put a copy's planes to their places; the rest is yet to come."""
+        assert self._nested is not None
+        _copy(self.bytes(slot), self._nested.copied(layer), copy, 0)
+
+    def clear(self, slot: int) -> None:
+        if self._nested is not None:
+            self._nested.clear(slot)
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
         self.bytes(target)[:] = self.bytes(source)
 
     def trim(self, capacity: int) -> None:
@@ -80,6 +93,15 @@ class HostSlots(OnePool):
         """Give the pages back now; the address range goes with the last view of it."""
         self._map.madvise(mmap.MADV_DONTNEED)
         self.capacity = 0
+
+
+def _copy(slot: np.ndarray, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+    """See `Pool.write`."""
+    for copy in copies:
+        if not copy.contiguous:
+            _transform(data, slot, copy)
+        elif found := overlap(copy, start, data.size):
+            slot[found[1]] = data[found[0]]
 
 
 def _transform(data: np.ndarray, slot: np.ndarray, copy: Copy) -> None:

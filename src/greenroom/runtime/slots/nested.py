@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.layout import Copy, TensorSpec
-from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.tier import OnePool
+from greenroom.core.layout import Copy
 
 STEP = 16  # what h counts in
 Bytes = NDArray[np.uint8]
@@ -49,67 +46,35 @@ class Nesting:
     totals: Mapping[tuple[Copy, ...], int]
 
 
-class NestedSlots(OnePool):
-    """Slots of exact experts; what arrives is joined when the last byte is there. Thread-safe for
-    different slots, and for different chunks of one."""
+class Nested:
+    """What is still to come into each slot; joins planes when the last byte is there. Thread-safe
+    for different slots, and for different chunks of one."""
 
-    def __init__(self, slots: HostSlots, nestings: Sequence[Nesting]) -> None:
-        """`slots` are the memory, `nestings` those of each layer."""
-        self.slots, self._nestings = slots, tuple(nestings)
+    def __init__(self, nestings: Sequence[Nesting]) -> None:
+        """`nestings` are those of each layer."""
+        self._nestings = nestings
         self._by_copies = {c: (each, n) for each in nestings for c, n in each.totals.items()}
         self._left: dict[int, int] = {}  # slot -> bytes that are still to come
         self._lock = threading.Lock()
 
-    @property
-    def capacity(self) -> int:
-        """How many there are."""
-        return self.slots.capacity
+    def copied(self, layer: int) -> tuple[Copy, ...]:
+        """What goes from a copy's slot to an expert's."""
+        return self._nestings[layer].copied
 
-    @property
-    def stride(self) -> int:
-        return self.slots.stride
-
-    def address(self, slot: int) -> int:
-        return self.slots.address(slot)
-
-    def bytes(self, slot: int) -> Bytes:
-        return self.slots.bytes(slot)
-
-    def tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        return self.slots.tensor(slot, spec)
-
-    def write(self, slot: int, copies: tuple[Copy, ...], data: Bytes, start: int) -> None:
-        """As `HostSlots.write`; joins the planes with the last bytes."""
+    def arrived(self, slot: int, memory: Bytes, copies: tuple[Copy, ...], nbytes: int) -> None:
+        """So many bytes of an extent that is read with these copies are in a slot's memory."""
         nesting, total = self._by_copies[copies]
-        self.slots.write(slot, copies, data, start)
         with self._lock:
-            left = self._left[slot] = self._left.get(slot, total) - data.size
+            left = self._left[slot] = self._left.get(slot, total) - nbytes
             if left == 0:
                 del self._left[slot]
         if left == 0:
-            join(self.slots.bytes(slot), nesting.planes)
-
-    def fill(self, slot: int, copy: Bytes, layer: int) -> None:
-        """Put a copy's planes to their places; the rest is yet to come."""
-        self.slots.write(slot, self._nestings[layer].copied, copy, 0)
+            join(memory, nesting.planes)
 
     def clear(self, slot: int) -> None:
         """A new piece is about to come into this slot."""
         with self._lock:
             self._left.pop(slot, None)
-        self.slots.clear(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
-        self.slots.move(source, target)
-
-    def trim(self, capacity: int) -> None:
-        """As `HostSlots.trim`."""
-        self.slots.trim(capacity)
-
-    def close(self) -> None:
-        """Give the pages back now."""
-        self.slots.close()
 
 
 def join(slot: Bytes, planes: Sequence[Planes]) -> None:

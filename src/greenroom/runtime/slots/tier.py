@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -12,48 +12,11 @@ from greenroom.core.layout import Copy, TensorSpec
 from greenroom.errors import DeviceError
 
 
-class Tier(Protocol):
-    """Slots of one or several pools: slot s is number s // n of pool s % n, where there are n."""
-
-    @property
-    def pools(self) -> Sequence[Pool]: ...
-
-    @property
-    def capacity(self) -> int:
-        """How many whole experts fit."""
-
-    @property
-    def computed(self) -> Callable[[Sequence[int]], None] | None:
-        """Is told of the slots of each wave, where the device computes it later."""
-
-    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
-
-    def clear(self, slot: int) -> None:
-        """A new piece is about to come into this slot."""
-
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot to another of the same pool."""
-
-    def join(self, copy: int, slot: int, layer: int) -> None:
-        """Put what a low-precision copy has of its expert into the expert's slot."""
-
-    def trim(self, capacity: int) -> None:
-        """Have room for this many experts; memory of slots above goes back to the system."""
-
-    def fitting(self, capacity: int) -> int:
-        """The most experts that take the memory of no more than `capacity`."""
-
-    def close(self) -> None:
-        """Give the memory back now."""
-
-
 class Slots(Protocol):
     """What a kernel needs to address a slot: of `stride` bytes; in host memory they follow one
     another."""
 
-    @property
-    def stride(self) -> int: ...
+    stride: int
 
     def address(self, slot: int) -> int:
         """Where a slot begins."""
@@ -62,37 +25,56 @@ class Slots(Protocol):
         """A tensor of the expert in a slot, as a view."""
 
 
-class Pool(Tier, Slots, Protocol):
-    """A tier of one memory."""
+class Pool(Slots):
+    """A tier of one memory; its `capacity` is how many slots there are."""
+
+    capacity: int
+    # Is told of the slots of each wave, where the device computes it later.
+    computed: Callable[[Sequence[int]], None] | None = None
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        return (self,)
 
     def bytes(self, slot: int) -> Any:
         """A slot's bytes, [stride] uint8: of NumPy in host memory, of torch on a device."""
 
-    def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Put the bytes of a copy to their places in a slot."""
-
-
-class OnePool:
-    """What most pools have in common."""
-
-    computed: Callable[[Sequence[int]], None] | None = None
-
-    @property
-    def pools(self) -> Sequence[Any]:
-        return (self,)
+    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
+        """Put what `data` (bytes from `start` on of an extent) holds of `copies` into a slot."""
 
     def clear(self, slot: int) -> None:
-        """Nothing has to be done."""
+        """A new piece is about to come into this slot."""
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
 
     def join(self, copy: int, slot: int, layer: int) -> None:
-        self.fill(slot, self.bytes(copy), layer)  # type: ignore[attr-defined]
+        """Put what a low-precision copy has of its expert into the expert's slot."""
+        self.fill(slot, self.bytes(copy), layer)
 
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
+        """Put the bytes of a copy to their places in a slot."""
         raise AssertionError("experts here contain no copy")
 
+    def trim(self, capacity: int) -> None:
+        """Have this many slots; memory of those above goes back to the system."""
+
     def fitting(self, capacity: int) -> int:
-        """As many: the memory of each slot is given back."""
+        """The most slots that take the memory of no more than `capacity`."""
         return capacity
+
+    def close(self) -> None:
+        """Give the memory back now."""
+
+
+def overlap(copy: Copy, start: int, nbytes: int) -> tuple[slice, slice] | None:
+    """Of a contiguous copy, what bytes `start .. start + nbytes` of the extent have: where it lies
+    in these bytes, and in the slot."""
+    begin, end = max(copy.source, start), min(copy.source + copy.nbytes, start + nbytes)
+    if begin >= end:
+        return None
+    shift = copy.target - copy.source
+    return slice(begin - start, end - start), slice(begin + shift, end + shift)
 
 
 def by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
@@ -104,7 +86,8 @@ def by_pool(slots: Sequence[int], pools: int) -> dict[int, list[int]]:
 
 
 class Pools:
-    """Several pools as one tier, of different sizes or on different devices.
+    """Several pools as one tier, of different sizes or on different devices: where there are n,
+    slot s is number s // n of pool s % n.
 
     `sizes(capacity)` says how many slots each of them has in the room of so many experts.
     """
@@ -147,7 +130,7 @@ class Pools:
         pool.fill(number, of.bytes(other), layer)
 
     def trim(self, capacity: int) -> None:
-        """As `Tier.trim`; where a pool has no room, all are as they were."""
+        """Have room for this many experts; where a pool has no room, all are as they were."""
         before = [pool.capacity for pool in self.pools]
         try:
             for pool, size in zip(self.pools, self._sizes(capacity), strict=True):
@@ -169,3 +152,6 @@ class Pools:
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
+
+
+Tier: TypeAlias = Pool | Pools

@@ -40,6 +40,18 @@ def cut(extent: Extent, chunk_bytes: int) -> list[Chunk]:
     ]
 
 
+def open_direct(path: str) -> int:
+    """A file past the page cache. OSError; some file systems take O_DIRECT and refuse the read."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(-1, BLOCK) as block:
+            os.preadv(fd, [block], 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 class Staging:
     """A page-aligned buffer that grows to what is asked of it."""
 
@@ -88,8 +100,7 @@ class DiskStore:
         try:
             if self.direct:
                 try:
-                    fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-                    return self._probe(fd)
+                    return open_direct(path)
                 except OSError as error:
                     if error.errno not in (errno.EINVAL, errno.ENOTSUP) or strict:
                         raise
@@ -97,17 +108,6 @@ class DiskStore:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-    @staticmethod
-    def _probe(fd: int) -> int:
-        """Some file systems accept O_DIRECT and refuse the read."""
-        with mmap.mmap(-1, BLOCK) as block:
-            try:
-                os.preadv(fd, [block], 0)
-            except OSError:
-                os.close(fd)
-                raise
-        return fd
 
     def _all_buffered(self) -> None:
         """One mode for all files: reopen those that were opened directly."""

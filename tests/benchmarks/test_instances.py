@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.papers import instances
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim.curves import opt_curve
 from greenroom.sim.replay import replay
-from greenroom.trace import instances, stream
+from greenroom.trace import stream
 
 
 def misses(trace, name, k, scope="shared", seed=0):

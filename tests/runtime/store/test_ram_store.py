@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import ram_store
+from benchmarks.ram_store import RamStore
 from greenroom.core.pieces import Pieces
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, StoreError
 from greenroom.policies import policy
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.store import memory
 from greenroom.runtime.store.disk import BLOCK, DiskStore, Staging
-from greenroom.runtime.store.memory import RamStore
 from greenroom.runtime.store.throttle import Throttle
 
 
@@ -87,6 +87,6 @@ def test_a_file_cut_short_is_an_error_of_the_store(disk):
 
 
 def test_experts_that_do_not_fit_are_refused_before_they_are_read(disk, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100_000)
+    monkeypatch.setattr(ram_store, "available_bytes", lambda: 100_000)
     with pytest.raises(BudgetError, match=r"the experts take 188 KiB of memory, 97.7 KiB are free"):
         RamStore(disk())

@@ -1,0 +1,118 @@
+"""A trace as the tensors and the metadata of its file, and back (see docs/trace-format.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenroom.errors import TraceError
+from greenroom.json_file import JsonObject, Malformed, each_of, parse, plain, text
+from greenroom.trace.container import Tensor
+from greenroom.trace.trace import GateInputs, Prediction, Trace, smallest_ids
+
+FORMAT = "greenroom.trace"
+VERSION = 1
+PREDICTED = "predictions."  # before a predictor's name
+OFFSETS = {"request_starts": np.int64, "pass_starts": np.int64, "pass_prefill": np.bool_}
+OPTIONAL = {"weights": np.float16, "token_ids": np.int32}
+TYPES: dict[str, Any] = {
+    "experts_per_layer": np.int64,
+    **OFFSETS,
+    **OPTIONAL,
+    "request_labels": np.int32,
+    "gate_inputs.tokens": np.int64,
+    "gate_inputs.values": np.float32,
+}
+
+Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
+
+
+def named(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
+    """(distinct labels by first appearance, the number of each label)."""
+    numbers: dict[str, int] = {}
+    found = [numbers.setdefault(label, len(numbers)) for label in labels]
+    return list(numbers), np.array(found, np.int32)
+
+
+def checked_meta(found: JsonObject) -> dict[str, Any]:
+    """What a recording says of itself; Malformed where sizes in it are no numbers."""
+    for name in ("expert_bytes", "dense_bytes"):
+        if found.value(name, None) is not None:
+            found.number(name)
+    return found.values
+
+
+def with_metadata(
+    tensors: dict[str, Tensor],
+    labels: Iterable[str],
+    meta: Mapping[str, Any],
+    distances: Mapping[str, int],
+) -> Contents:
+    """These tensors with that of the labels, and the metadata of a trace file."""
+    names, numbers = named(labels)
+    tensors["request_labels"] = Tensor.of(numbers)
+    return tensors, {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "labels": json.dumps(names),
+        "meta": json.dumps(meta),
+        "predictions": json.dumps(distances),
+    }
+
+
+def to_tensors(trace: Trace) -> Contents:
+    """What the file of a trace holds."""
+    arrays: dict[str, NDArray[Any] | None] = {
+        name: getattr(trace, name) for name in ("experts", "experts_per_layer", *OFFSETS, *OPTIONAL)
+    }
+    if (sample := trace.gate_inputs) is not None:
+        arrays |= {"gate_inputs.tokens": sample.tokens, "gate_inputs.values": sample.values}
+    arrays |= {PREDICTED + name: made.experts for name, made in trace.predictions.items()}
+    tensors = {name: Tensor.of(array) for name, array in arrays.items() if array is not None}
+    distances = {name: made.distance for name, made in trace.predictions.items()}
+    return with_metadata(tensors, trace.labels, trace.meta, distances)
+
+
+def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> Trace:
+    """The trace of a file's tensors and metadata; TraceError where they are not a trace's."""
+    if metadata.get("format") != FORMAT:
+        raise TraceError(f"{path}: a safetensors file, but not a trace")
+    if metadata.get("version") != str(VERSION):
+        raise TraceError(
+            f"{path}: a trace of version {plain(metadata.get('version'))}; this Greenroom reads"
+            f" {VERSION}"
+        )
+    for name, kind in TYPES.items():
+        if name in arrays and arrays[name].dtype != kind:
+            raise TraceError(f"{name} is {arrays[name].dtype}, but must be {np.dtype(kind)}")
+    try:
+        names = each_of(text)(parse(metadata["labels"]), "labels")
+        distances = JsonObject(parse(metadata["predictions"]))
+        numbers = arrays["request_labels"]
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(names):
+            raise TraceError(f"{path}: its labels are damaged")
+        sample = None
+        if (values := arrays.get("gate_inputs.values")) is not None:
+            sample = GateInputs(arrays["gate_inputs.tokens"], values)
+        return Trace(
+            experts=smallest_ids(arrays["experts"]),
+            experts_per_layer=arrays["experts_per_layer"],
+            **{name: arrays[name] for name in OFFSETS},
+            **{name: arrays.get(name) for name in OPTIONAL},  # type: ignore[arg-type]
+            labels=tuple(names[n] for n in numbers.tolist()),
+            gate_inputs=sample,
+            predictions={
+                name: Prediction(smallest_ids(arrays[PREDICTED + name]), distances.whole(name))
+                for name in distances
+            },
+            meta=checked_meta(JsonObject(parse(metadata["meta"]))),
+        )
+    except KeyError as error:
+        raise TraceError(f"{path}: damaged: it has no {error.args[0]}") from error
+    except Malformed as error:
+        raise TraceError(f"{path}: its metadata are damaged: {error}") from error
