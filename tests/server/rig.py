@@ -116,7 +116,7 @@ class Served:
             if leaving is not None:
                 growth = Growth(
                     1 << 40, Needs(0, 0, 0, 0, 0), draft.catalog, sizes, Workspace(0, 0, 0, 0),
-                    context=context, least=1,
+                    context=context, at_least=1,
                 )  # fmt: skip
                 model.greenroom.grow(growth.leaving(leaving))
             return Loaded(model, AutoTokenizer.from_pretrained(folder))

@@ -44,7 +44,7 @@ def growth_of(draft: Draft, **options: Any) -> Growth:
     sizes = kv_bytes(draft.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return Growth(
         1 << 40, NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
-        context=CONTEXT, least=1, **options,
+        context=CONTEXT, at_least=1, **options,
     ).leaving(FEWEST)  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
     with pytest.raises(BudgetError, match="is too small"):
         Growth(
             SLACK + sizes.total(CONTEXT), NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
-            context=CONTEXT, least=1,
+            context=CONTEXT, at_least=1,
         )  # fmt: skip
 
 

@@ -326,10 +326,9 @@ class Greenroom:
 
     def grow(self, growth: Growth) -> None:
         """Have as many slots as keys and values leave, from here on."""
-        self.driver.resize(growth.first())
+        growth.bind(self.driver)
         self._hooks.size_from_here()
         self._hooks.growth = growth
-        growth.bind(self.driver)
 
     def detach(self) -> None:
         """End the threads, free the slots, and take hooks and compiled layers out of the model.

@@ -155,9 +155,9 @@ class PassHooks:
         if (growth := self.growth) is None:  # a resize may take it away meanwhile
             return
         if isinstance(cache, Together):
-            growth.before_all(cache.caches, cache.lengths)
+            growth.before(cache.caches, cache.lengths)
         else:
-            growth.before(cache, batch, length)
+            growth.before([cache], [length], batch)
         self.sized()
 
     def _cache(self, model: nn.Module, kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ that the output was made of, the module computes as if nothing had been.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from greenroom.runtime.graphs import outside_graphs
 WORTH = 16  # vectors of the input's width: a module with fewer weights is not worth the trouble
 
 _LITERALS = (type(None), bool, int, float, str)
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Values = dict[int | str, Any]  # arguments or outputs, by their position or name
 
 
 class Shared:
@@ -43,27 +43,15 @@ class Shared:
             _Layer([model.get_submodule(name) for name in _above(paths[id(module)])], module, taken)
             for module in modules
         ]
-        self.meanwhile: dict[int, Callable[[], None]] = {
-            n: layer.meanwhile for n, layer in enumerate(self._layers)
-        }
+        self.meanwhile = {n: layer.meanwhile for n, layer in enumerate(self._layers)}
 
     @property
     def found(self) -> dict[int, nn.Module]:
-        return {n: each.call.module for n, each in enumerate(self._layers) if each.call is not None}
+        return {n: each.shared for n, each in enumerate(self._layers) if each.shared is not None}
 
     @property
     def early(self) -> dict[int, nn.Module]:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
-
-    @property
-    def used(self) -> int:
-        """Calls whose output was there already."""
-        return sum(layer.used for layer in self._layers)
-
-    @property
-    def wasted(self) -> int:
-        """Outputs that were computed ahead and not asked for."""
-        return sum(layer.wasted for layer in self._layers)
 
     def detach(self) -> None:
         """Take out of the model what was put in; a second call does nothing."""
@@ -93,32 +81,29 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """How a block calls its shared module: for each argument a source, or a literal."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def sources(self) -> list[_Source]:
-        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, _Source)]
-
-
-@dataclass(frozen=True, slots=True)
 class _Seen:
-    """A module was entered with `args` and `kwargs`, or left with an output (then its tensors)."""
+    """A module was entered with some values, or left with them as its output."""
 
     module: nn.Module
     output: bool
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    values: _Values
 
-    def tensors(self) -> Iterable[tuple[_Source, Tensor]]:
-        places: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
-        for place, value in places:
-            if isinstance(value, Tensor):
-                yield _Source(self.module, self.output, place), value
+    def tensors(self) -> list[tuple[_Source, Tensor]]:
+        return [
+            (_Source(self.module, self.output, place), value)
+            for place, value in self.values.items()
+            if isinstance(value, Tensor)
+        ]
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Values:
+    values: _Values = dict(enumerate(args))
+    values.update(kwargs)
+    return values
+
+
+def _outputs(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
 
 
 class _Pass(threading.local):
@@ -134,20 +119,14 @@ class _Pass(threading.local):
 class _Stash:
     """An output, and what it was made of: the same memory, not written since."""
 
-    def __init__(self, output: Tensor, given: _Arguments) -> None:
-        self.output, self._given = output, given
-        self._marks = [_mark(value) for value in _values(given)]
+    def __init__(self, output: Tensor, given: _Values) -> None:
+        self.output = output
+        self._given = {place: (value, _mark(value)) for place, value in given.items()}
 
-    def is_of(self, given: _Arguments) -> bool:
-        (args, kwargs), (mine, named) = given, self._given
-        if len(args) != len(mine) or kwargs.keys() != named.keys():
-            return False
-        values = (*args, *(kwargs[name] for name in named))
-        return all(map(_unchanged, values, _values(self._given), self._marks))
-
-
-def _values(given: _Arguments) -> tuple[Any, ...]:
-    return (*given[0], *given[1].values())
+    def is_of(self, given: _Values) -> bool:
+        return given.keys() == self._given.keys() and all(
+            _unchanged(given[place], *before) for place, before in self._given.items()
+        )
 
 
 def _mark(value: Any) -> int | Tensor | None:
@@ -163,7 +142,7 @@ def _unchanged(value: Any, before: Any, mark: int | Tensor | None) -> bool:
     if not _same_memory(value, before) or value.is_inference() != before.is_inference():
         return False
     if isinstance(mark, Tensor):
-        return torch.equal(_bits(value), _bits(mark))
+        return torch.equal(*(each.contiguous().view(torch.uint8) for each in (value, mark)))
     return value._version == mark
 
 
@@ -177,17 +156,14 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
 class _Layer:
     """One experts module, the modules around it (innermost first), and those beside them."""
 
     def __init__(self, around: list[nn.Module], experts: nn.Module, taken: set[int]) -> None:
         self._around, self._experts, self._taken = around, experts, taken
         self._pass, self._lock = _Pass(), threading.Lock()
-        self.call: _Call | None = None
+        self.shared: nn.Module | None = None
+        self._call: _Values = {}  # of the shared module: for each argument a source, or a literal
         self.early: nn.Module | None = None
         self.used = self.wasted = 0
         self._forward: Callable[..., Any] | None = None  # what the shared module's was
@@ -209,12 +185,11 @@ class _Layer:
 
     @outside_graphs
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pass.seen.append(_Seen(module, False, args, kwargs))
+        self._pass.seen.append(_Seen(module, False, _arguments(args, kwargs)))
 
     @outside_graphs
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        self._pass.seen.append(_Seen(module, True, outputs, {}))
+        self._pass.seen.append(_Seen(module, True, dict(enumerate(_outputs(output)))))
 
     @outside_graphs
     def _learn(self) -> None:
@@ -231,36 +206,38 @@ class _Layer:
                 return  # called twice, or not at all: not of this kind
             before, after = seen[: at[0]], seen[at[1] + 1 :]
             self.early = _early_router(before, seen[at[0]], self._around)
-            self.call = self._find_call(before, seen[at[0]], after)
-            if self.call is not None:
-                self._taken.add(id(self.call.module))
-                self._install(self.call)
+            if self._find_call(before, seen[at[0]], after):
+                self._install()
 
-    def _find_call(self, before: list[_Seen], entry: _Seen, after: list[_Seen]) -> _Call | None:
-        """The first worthwhile call after the experts whose arguments were all there before."""
+    def _find_call(self, before: list[_Seen], entry: _Seen, after: list[_Seen]) -> bool:
+        """Find the first worthwhile call after the experts whose arguments were all there before.
+        False where there is none."""
         block = [e for e in before if not e.output and e.module is self._around[0]]
         there = [pair for e in (*block, entry, *before) for pair in e.tensors()]
-        results = {id(e.module): e.args for e in after if e.output}
+        results = {id(e.module): [*e.values.values()] for e in after if e.output}
         for event in after:
-            result = results.get(id(event.module), ())
-            if event.output or event.module in self._around or id(event.module) in self._taken:
+            module = event.module
+            if event.output or module in self._around or id(module) in self._taken:
                 continue
+            result = results.get(id(module), [])
             if len(result) == 1 and isinstance(result[0], Tensor) and _worthwhile(event):
                 try:
-                    args = tuple(_found(value, there) for value in event.args)
-                    kwargs = {name: _found(value, there) for name, value in event.kwargs.items()}
+                    call = {place: _found(value, there) for place, value in event.values.items()}
                 except LookupError:
                     continue
-                if (call := _Call(event.module, args, kwargs)).sources:
-                    return call
-        return None
+                if any(isinstance(each, _Source) for each in call.values()):
+                    self.shared, self._call = module, call
+                    self._taken.add(id(module))
+                    return True
+        return False
 
-    def _install(self, call: _Call) -> None:
+    def _install(self) -> None:
         """Keep the sources of each pass, and give the shared module a forward that looks first."""
-        for source in dict.fromkeys(call.sources):
-            self._hooks.append(self._keep(source))
-        here, module = self._pass, call.module
-        original = self._forward = module.forward
+        module: Any = self.shared
+        for source in dict.fromkeys(self._call.values()):
+            if isinstance(source, _Source):
+                self._hooks.append(self._keep(source))
+        here, original = self._pass, module.forward
 
         @outside_graphs
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -268,14 +245,15 @@ class _Layer:
             if here.tensors:
                 here.tensors = {}
             if stash is not None:
-                if not torch.is_grad_enabled() and stash.is_of((args, kwargs)):
+                if not torch.is_grad_enabled() and stash.is_of(_arguments(args, kwargs)):
                     self.used += 1
                     return stash.output
                 self.wasted += 1
             return original(*args, **kwargs)
 
         self._shadowed = module.__dict__.get("forward")
-        self._own = module.forward = forward
+        self._forward, self._own = original, forward
+        module.forward = forward
 
     def _keep(self, source: _Source) -> Any:
         """Have a source's tensor noted in every pass. One that is called otherwise than it was has
@@ -283,41 +261,41 @@ class _Layer:
         here, place, grad = self._pass, source.place, torch.is_grad_enabled
 
         @outside_graphs
-        def keep(values: Any) -> None:
+        def keep(module: nn.Module, args: Any, given: Any) -> None:
             here.grad = grad()
+            values = given if isinstance(place, str) else args
+            if source.output:
+                values = _outputs(given)
             try:
                 here.tensors[source] = values[place]
             except LookupError:
                 here.tensors.pop(source, None)
 
-        module = source.module
         if source.output:
-            return module.register_forward_hook(
-                lambda _, args, output: keep(output if isinstance(output, tuple) else (output,))
-            )
-        if isinstance(place, str):
-            return module.register_forward_pre_hook(
-                lambda _, args, kwargs: keep(kwargs), with_kwargs=True
-            )
-        return module.register_forward_pre_hook(lambda _, args: keep(args))
+            return source.module.register_forward_hook(keep)
+        return source.module.register_forward_pre_hook(keep, with_kwargs=True)
 
     def meanwhile(self) -> None:
         """Compute the shared module now, with this pass's input; at most once a pass."""
-        call, here = self.call, self._pass
-        if call is None or here.grad or call.module.training or not here.tensors:
+        shared, here = self.shared, self._pass
+        if shared is None or here.grad or shared.training or not here.tensors:
             return
         tensors, here.tensors = here.tensors, {}
         try:
-            args = tuple(_filled(value, tensors) for value in call.args)
-            kwargs = {name: _filled(value, tensors) for name, value in call.kwargs.items()}
+            given = {
+                place: tensors[value] if isinstance(value, _Source) else value
+                for place, value in self._call.items()
+            }
         except LookupError:
             return
-        if any(isinstance(x, Tensor) and x.is_meta for x in (*args, *kwargs.values())):
+        if any(isinstance(x, Tensor) and x.is_meta for x in given.values()):
             return
         assert self._forward is not None
         self.wasted += here.stash is not None
         here.stash = None
-        here.stash = _Stash(self._forward(*args, **kwargs), (args, kwargs))
+        args = [value for place, value in given.items() if isinstance(place, int)]
+        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
+        here.stash = _Stash(self._forward(*args, **kwargs), given)
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -327,19 +305,18 @@ class _Layer:
     def detach(self) -> None:
         with self._lock:
             self._unhook()
-            module = None if self.call is None else self.call.module
+            module = self.shared
             if module is not None and module.__dict__.get("forward") is self._own:
-                if self._shadowed is None:
-                    del module.forward
-                else:
+                del module.forward
+                if self._shadowed is not None:
                     module.forward = self._shadowed
-            self.call, self._own, self.early = None, None, None
+            self.shared, self._own, self.early = None, None, None
             self._pass = _Pass()
 
 
 def _early_router(before: list[_Seen], entry: _Seen, around: list[nn.Module]) -> nn.Module | None:
     """The module that chose the experts, if something worthwhile runs between it and them."""
-    index = entry.args[1] if len(entry.args) > 1 else entry.kwargs.get("top_k_index")
+    index = entry.values.get(1, entry.values.get("top_k_index"))
     if not isinstance(index, Tensor):
         return None
     for n, event in enumerate(before):
@@ -364,7 +341,3 @@ def _found(value: Any, there: list[tuple[_Source, Tensor]]) -> Any:
             if _same_memory(tensor, value):
                 return source
     raise LookupError
-
-
-def _filled(value: Any, tensors: Mapping[_Source, Tensor]) -> Any:
-    return tensors[value] if isinstance(value, _Source) else value

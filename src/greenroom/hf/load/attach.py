@@ -93,7 +93,7 @@ def _growth(
         description.keys_values,
         Workspace.of(model, catalog),
         context=description.context,
-        least=max(slots.least, least_of(setup)),
+        at_least=max(slots.least, least_of(setup)),
         of=slots.gpu.OF if slots.gpu is not None else "",
         devices=devices,
         release=budget.engines[0].release if budget.engines else trim_heap,

@@ -82,7 +82,7 @@ class Description:
 
     def needs_at_first(self, need: Needs) -> Needs:
         """The same while the context is no longer than the first block of a prompt: slots that a
-        run begins with (`Growth.first`), and has with short contexts."""
+        run begins with (`Growth.bind`), and has with short contexts."""
         block = min(self.context, PREFILL_BLOCK)
         return replace(
             need, kv_cache=self.keys_values.total(block), workspace=self._workspace(block)

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from greenroom.core.layout import Catalog
@@ -28,177 +28,133 @@ WORTH = 32  # a share of the slots: so many must be gained at least, for slots t
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a pass asks for: sequences, new tokens of each, and all its tokens."""
-
-    batch: int
-    length: int
-    tokens: int
-
-
+@dataclass(eq=False)
 class Growth:
     """How many slots a budget leaves to the passes of one model.
 
-    `need` is what is there for good; what passes need comes on top of it. `of` is what the budget
-    is of, where that is not the process; `release` gives unused memory back to it.
+    need:     what is there for good; what passes need comes on top of it
+    at_least: slots that a full `context` must leave: BudgetError says what would do
+    of:       what the budget is of, where that is not the process
+    release:  gives unused memory back to it
+    least:    slots that a full context does leave
     """
 
-    def __init__(
-        self,
-        budget: int,
-        need: Needs,
-        catalog: Catalog,
-        keys_values: KVBytes,
-        workspace: Workspace,
-        *,
-        context: int,
-        least: int,
-        of: str = "",
-        devices: int = 1,
-        release: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`least` slots must be left with a full `context`: BudgetError says what would do."""
-        self.budget, self._need, self._catalog, self._of = budget, need, catalog, of
-        self._devices = devices
-        self._kv, self._workspace = keys_values, workspace
-        self._context, self._fewest, self._release = context, least, release
-        self._driver: Driver | None = None
-        self._lock = threading.Lock()
-        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # that were seen and live
-        self._last: weakref.ref[Any] | None = None
-        self._known = Demand(0, 0, 0)  # what there is room for
-        self._known_together: tuple[Any, ...] | None = None  # the same of several sequences
-        self._asked = 0  # bytes that the last resize made room for
-        self.least = self._capacity(self._full(), 0)
+    budget: int
+    need: Needs
+    catalog: Catalog
+    keys_values: KVBytes
+    workspace: Workspace
+    context: int
+    at_least: int
+    of: str = ""
+    devices: int = 1
+    release: Callable[[], None] = lambda: None
+    least: int = field(init=False)
+    _driver: Driver = field(init=False)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _caches: weakref.WeakSet[Any] = field(init=False, default_factory=weakref.WeakSet)
+    _known: tuple[Any, ...] = field(init=False, default=())  # the pass that there is room for
+    _asked: int = field(init=False, default=0)  # bytes that the last resize made room for
 
-    def _full(self) -> Demand:
-        """The end of the longest prompt."""
-        return Demand(1, min(self._context, PREFILL_BLOCK), self._context)
+    def __post_init__(self) -> None:
+        self._block = min(self.context, PREFILL_BLOCK)
+        self.least = self._slots(self._full())
 
-    def first(self) -> int:
-        """Slots to begin with: what the first block of a prompt leaves."""
-        length = self._full().length
-        return self._capacity(Demand(1, length, length), 0)
+    def _full(self) -> Needs:
+        """At the end of the longest prompt."""
+        return self._of_one(self._block, self.context)
+
+    def _first(self) -> Needs:
+        """With the first block of a prompt."""
+        return self._of_one(self._block, self._block)
 
     def in_decode(self) -> int:
         """Slots while single tokens follow a short prompt."""
-        return self._capacity(Demand(1, 1, min(BLOCK, self._context)), 0)
+        return self._slots(self._of_one(1, min(BLOCK, self.context)))
 
     def leaving(self, slots: int) -> Growth:
         """The same with the budget that leaves so many slots when the context is full."""
-        need = self._needs(self._full(), 0)
-        budget = need.total + -(-slots // self._devices) * self._catalog.slot_bytes
-        return Growth(
-            budget, self._need, self._catalog, self._kv, self._workspace,
-            context=self._context, least=self._fewest, of=self._of,
-            devices=self._devices, release=self._release,
-        )  # fmt: skip
+        return replace(self, budget=self._full().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
-        """From here on, resize its slots."""
+        """From here on, resize its slots; they begin with what the first block of a prompt
+        leaves."""
         self._driver = driver
-        length = self._full().length
-        self._asked = self._needs(Demand(1, length, length), 0).total
+        need = self._first()
+        driver.resize(self._slots(need))
+        self._asked = need.total
 
-    def before(self, cache: Any, batch: int, length: int) -> None:
-        """A pass of `length` tokens a sequence follows those in `cache`, if there is one.
+    def before(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
+        """A pass adds so many tokens to each of these caches, whose sequences are `batch` each.
+        None stands for a cache that the pass makes.
 
         BudgetError, before anything is changed, where not even the fewest slots leave room.
         """
-        had = _tokens(cache)
-        demand = Demand(batch, length, had + length)
-        if self._driver is None or self._covered(cache, demand):
+        there = [cache for cache in caches if cache is not None]
+        had = [_tokens(cache) for cache in caches]
+        after = [a + b for a, b in zip(had, lengths, strict=True)]
+        blocks, length = list(map(self._rounded, after)), sum(lengths)
+        known = [*map(weakref.ref, there)], batch, length, blocks
+        if there and known == self._known:  # as after nearly every token
             return
+        sizes = self.keys_values
         with self._lock:
-            self._make_room(self._driver, cache, demand, had)
-
-    def before_all(self, caches: Sequence[Any], lengths: Sequence[int]) -> None:
-        """As `before`, for a pass of several sequences: so many new tokens of each."""
-        after = [_tokens(cache) + new for cache, new in zip(caches, lengths, strict=True)]
-        blocks = tuple(-(-tokens // BLOCK) * BLOCK for tokens in after)
-        known = tuple(map(id, caches)), blocks, -(-sum(lengths) // BLOCK)
-        if self._driver is None or known == self._known_together:
-            return
-        with self._lock:
-            held = sum(self._kv.held(tokens) for tokens in blocks)
-            passing = max(self._kv.passing(tokens) for tokens in blocks)
-            workspace = self._workspace.nbytes(1, sum(lengths), max(after))
-            keys_values = held + passing + self._others(caches)
-            self._settle_for(self._driver, self._with(keys_values, workspace))
-            for cache, tokens in zip(caches, blocks, strict=True):
-                if self._kv.on_a_gpu and _tokens(cache):
-                    kv.make_room(cache, tokens, self._release)
+            nbytes = sum(sizes.held(tokens, batch) for tokens in blocks) + self._others(there)
+            nbytes += max(sizes.passing(tokens, batch) for tokens in blocks)
+            for cache, before, tokens in zip(caches, had, after, strict=True):
+                if before:  # a cache of a kind that takes more than ours do
+                    nbytes += max(0, kv.held(cache) - sizes.held(tokens, batch))
+            self._settle(self._needs(nbytes, batch, length, max(blocks)))
+            for cache, before, tokens in zip(caches, had, blocks, strict=True):
+                if before and sizes.on_a_gpu:
+                    kv.make_room(cache, tokens, self.release)
                 self.seen(cache)
-            self._known, self._known_together = Demand(0, 0, 0), known
+            self._known = known
 
     def reserve(self, nbytes: int) -> None:
         """Make room for so many bytes of keys and values beside those that there are."""
-        if self._driver is None:
-            return
         with self._lock:
-            full = self._full()
-            workspace = self._workspace.nbytes(1, full.length, full.tokens)
-            self._settle_for(self._driver, self._with(self._others(()) + nbytes, workspace))
-            self._known, self._known_together = Demand(0, 0, 0), None
+            nbytes += self._others(())
+            self._settle(self._needs(nbytes, 1, self._block, self.context))
+            self._known = ()
 
     def most(self) -> int:
         """Bytes that keys and values can have where the fewest slots are left."""
-        full = self._full()
-        workspace = self._workspace.nbytes(1, full.length, full.tokens)
-        slots = -(-self._fewest // self._devices) * self._catalog.slot_bytes
-        return max(0, self.budget - self._with(0, workspace).total - slots)
+        need = self._needs(0, 1, self._block, self.context)
+        return max(0, self.budget - need.total - self._nbytes(self.at_least))
+
+    def seen(self, cache: Any) -> None:
+        """A cache that a pass was given, or has made."""
+        if cache is not None:
+            self._caches.add(cache)
+
+    def _rounded(self, tokens: int) -> int:
+        """Tokens that room is made for: whole blocks, but no more than the context needs."""
+        rounded = -(-tokens // BLOCK) * BLOCK
+        return self.context if rounded > self.context >= tokens else rounded
 
     def _others(self, caches: Sequence[Any]) -> int:
         """Bytes of the caches that live, but for these."""
         given = {id(cache) for cache in caches}
         return sum(kv.held(each) for each in list(self._caches) if id(each) not in given)
 
-    def _with(self, keys_values: int, workspace: int) -> Needs:
-        return replace(self._need, kv_cache=keys_values, workspace=workspace + SLACK)
+    def _of_one(self, length: int, tokens: int) -> Needs:
+        """What a pass of one sequence needs."""
+        return self._needs(self.keys_values.total(tokens), 1, length, tokens)
 
-    def _make_room(self, driver: Driver, cache: Any, demand: Demand, had: int) -> None:
-        others = self._others((cache,))
-        if had:  # a cache of a kind that takes more than ours do
-            others += max(0, kv.held(cache) - self._kv.held(demand.tokens, demand.batch))
-        rounded = replace(demand, tokens=-(-demand.tokens // BLOCK) * BLOCK)
-        if rounded.tokens > self._context >= demand.tokens:
-            rounded = replace(demand, tokens=self._context)
-        self._settle(driver, rounded, others)
-        if had and self._kv.on_a_gpu:
-            kv.make_room(cache, rounded.tokens, self._release)
-        if cache is not None:
-            self.seen(cache)
-        self._known, self._known_together = rounded, None
+    def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> Needs:
+        workspace = self.workspace.nbytes(batch, length, tokens) + SLACK
+        return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
-    def seen(self, cache: Any) -> None:
-        """A cache that a pass was given, or has made."""
-        if cache is not None:
-            self._caches.add(cache)
-            self._last = weakref.ref(cache)
-
-    def _covered(self, cache: Any, demand: Demand) -> bool:
-        """Is there room already, as after nearly every token?"""
-        last, known = self._last() if self._last else None, self._known
-        return (
-            cache is not None
-            and cache is last
-            and (demand.batch, demand.length) == (known.batch, known.length)
-            and demand.tokens <= known.tokens
-        )
-
-    def _settle(self, driver: Driver, demand: Demand, others: int) -> None:
-        """Have the slots that a demand leaves, beside the bytes of other caches."""
-        self._settle_for(driver, self._needs(demand, others))
-
-    def _settle_for(self, driver: Driver, need: Needs) -> None:
+    def _settle(self, need: Needs) -> None:
         """Have the slots that needs leave."""
+        driver = self._driver
         wanted, now = self._slots(need), driver.scheduler.capacity
         asked = need.total
         if wanted < now:
             if (fitting := driver.slots.fitting(wanted)) < now:
                 driver.resize(fitting)
-                self._release()
+                self.release()
             self._asked = asked
         elif (wanted - now) * WORTH >= now and asked + self._worth(now) <= self._asked:
             try:
@@ -210,19 +166,14 @@ class Growth:
     def _worth(self, now: int) -> int:
         """Bytes by which less must be needed than at the last resize: segments are not had in
         parts, and what was given up for one block of tokens must not come back with the next."""
-        return max(1, now // WORTH) * self._catalog.slot_bytes
+        return max(1, now // WORTH) * self.catalog.slot_bytes
 
-    def _needs(self, demand: Demand, others: int) -> Needs:
-        keys_values = self._kv.total(demand.tokens, demand.batch) + others
-        workspace = self._workspace.nbytes(demand.batch, demand.length, demand.tokens)
-        return self._with(keys_values, workspace)
-
-    def _capacity(self, demand: Demand, others: int) -> int:
-        return self._slots(self._needs(demand, others))
+    def _nbytes(self, slots: int) -> int:
+        """Of the budget, which is each device's where there are several."""
+        return -(-slots // self.devices) * self.catalog.slot_bytes
 
     def _slots(self, need: Needs) -> int:
-        fewest, of = self._fewest, self._of
-        return capacity_for(self.budget, need, self._catalog, fewest, of, self._devices)
+        return capacity_for(self.budget, need, self.catalog, self.at_least, self.of, self.devices)
 
 
 def _tokens(cache: Any) -> int:

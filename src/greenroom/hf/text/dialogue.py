@@ -24,10 +24,10 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from greenroom.errors import UsageError
 from greenroom.hf.text.prompt_limit import PromptLimit, token_ids
-from greenroom.hf.text.templates import MOST_CHARS, Templates
+from greenroom.hf.text.templates import REASONING, Templates
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with a byte fallback write a byte
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
+MOST_TOKENS = 1 << 20  # of a prompt whose model has no limit of its own
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
@@ -56,13 +56,13 @@ class Dialogue:
         self,
         tokenizer: PreTrainedTokenizerBase,
         model_type: str | None = None,
-        context: int | None = None,
+        context: int = MOST_TOKENS,
     ) -> None:
         """Prompts of more than `context` tokens are refused, most of them before any work."""
         self.tokenizer = tokenizer
         self.vocabulary = len(tokenizer)
-        self._limit = PromptLimit(tokenizer, context) if context is not None else None
-        self.templates = Templates(self._limit.most_chars if self._limit else MOST_CHARS)
+        self._limit = PromptLimit(tokenizer, context)
+        self.templates = Templates(self._limit.most_chars)
         self._response_template = self._find_response_template(model_type)
 
     @property
@@ -102,8 +102,7 @@ class Dialogue:
         """
         if not self.has_template:
             raise UsageError("this model has no chat template: it only completes text")
-        if self._limit is not None:
-            self._limit.check_messages(messages, tools)
+        self._limit.check_messages(messages, tools)
         text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **told)
         return self._ids(text, special=False)
 
@@ -112,8 +111,7 @@ class Dialogue:
         return self._ids(text)
 
     def _ids(self, text: str, special: bool = True) -> list[int]:
-        if self._limit is not None:
-            self._limit.check_text(text)
+        self._limit.check_text(text)
         return token_ids(self.tokenizer, text, special)
 
     def close(self) -> None:
@@ -137,10 +135,10 @@ class Dialogue:
             return bytes([int(match[1], 16)])
         return self.decode([token_id]).encode()
 
-    def spoken(self, prompt: Sequence[int], tools: Tools | None = None) -> Spoken | Plain:
+    def spoken(self, prompt: Sequence[int], tools: Tools | None = None) -> Spoken:
         """A reader for the answer to this prompt."""
         if self._response_template is None:
-            return Plain(self)
+            return Spoken(self)
         # The parser must see what the template has begun to say, as "<think>".
         prefix = self.decode(prompt, special=True)
         return Spoken(self, ResponseParser(self._response_template, prefix, tools=tools))
@@ -170,34 +168,23 @@ class Dialogue:
         return template if template.start_anchor_re.search(begun) else None
 
 
-class Plain:
-    """Turns tokens into text, whole characters at a time."""
-
-    def __init__(self, dialogue: Dialogue) -> None:
-        self._text = Decoder(dialogue, special=False)
-
-    def feed(self, token_id: int) -> list[Said]:
-        return _text(self._text.feed(token_id))
-
-    def end(self) -> list[Said]:
-        return _text(self._text.end())
-
-
 class Spoken:
-    """Turns tokens into text, reasoning and tool calls, by a response parser.
+    """Turns tokens into text, reasoning and tool calls, by a response parser; without one, all is
+    text.
 
     What the parser cannot read (a call that is no JSON) is text, and so is all that follows.
     """
 
-    def __init__(self, dialogue: Dialogue, parser: ResponseParser) -> None:
-        self._text = Decoder(dialogue, special=True)
-        self._parser: ResponseParser | None = parser
+    def __init__(self, dialogue: Dialogue, parser: ResponseParser | None = None) -> None:
+        self._text = Decoder(dialogue, special=parser is not None)
+        self._parser = parser
         self._raw = ""
         self._shown = 0  # characters of `_raw` that are told, or were delimiters
         # A region has ended, or one with a delimiter has begun: its first spaces say nothing.
         self._between = False
-        self._said(parser.initial_events)
-        self._shown = 0
+        if parser is not None:
+            self._said(parser.initial_events)
+            self._shown = 0
 
     def feed(self, token_id: int) -> list[Said]:
         return self._parse(self._text.feed(token_id))

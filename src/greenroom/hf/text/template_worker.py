@@ -7,26 +7,22 @@ imported, so that it stays small.
 
 It reads requests from standard input and writes one answer to each (`HEAD`, then its text):
 
-    request: length, marshal.dumps((template, variables, most characters of the result))
+    request: length, JSON of [template, variables, most characters of the result]
     answer:  outcome, length, text in UTF-8
 """
 
 import json
-import marshal
 import math
 import resource
 import signal
 import struct
 import sys
 from datetime import datetime
+from functools import lru_cache
 
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, LAST = 0, 1, 2  # LAST is added where this process ends after the answer
 RETIRE_BYTES = 40 << 20  # a process that has become so large makes way for a new one
-
-
-class TooMuch(Exception):
-    """The template wrote more than it may."""
 
 
 class Dict:
@@ -39,8 +35,10 @@ class Dict:
         return dict.fromkeys(*args, **kwargs)
 
 
-def environment(jinja2):
+def environment():
     """What transformers gives to chat templates (`_compile_jinja_template` of 5.23)."""
+    import jinja2
+    import jinja2.ext
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -93,46 +91,39 @@ def environment(jinja2):
     return made
 
 
-class Renderer:
-    """Compiles each template once."""
+def rendered(compiled, source, variables, most):
+    """What a template writes."""
+    from jinja2.exceptions import TemplateError
 
-    def __init__(self):
-        import jinja2
-        import jinja2.ext
+    pieces, left = [], most
+    for piece in compiled(source).generate(**variables):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise TemplateError(f"it writes more than {most:,} characters")
+    return "".join(pieces)
 
-        self._made = environment(jinja2)
-        self._source, self._template = None, None
-        self._mistakes = jinja2.exceptions.TemplateError
 
-    def __call__(self, source, variables, most):
-        """(outcome, text)"""
-        try:
-            if source != self._source:
-                self._source, self._template = source, self._made.from_string(source)
-            return DONE, self._text(variables, most)
-        except TooMuch:
-            return REFUSED, f"it writes more than {most:,} characters"
-        except self._mistakes as error:
-            return REFUSED, str(error) or type(error).__name__
-        except MemoryError:
-            return REFUSED | LAST, "it needs too much memory"
-        except BaseException as error:  # templates may raise whatever Python does
-            return REFUSED, f"{type(error).__name__}: {error}"
+def answer(compiled, request):
+    """(outcome, text)"""
+    from jinja2.exceptions import TemplateError
 
-    def _text(self, variables, most):
-        pieces, left = [], most
-        for piece in self._template.generate(**variables):
-            pieces.append(piece)
-            left -= len(piece)
-            if left < 0:
-                raise TooMuch
-        return "".join(pieces)
+    try:
+        outcome, text = DONE, rendered(compiled, *json.loads(request))
+        return outcome, text.encode("utf-8", "surrogatepass")
+    except MemoryError:
+        return REFUSED | LAST, b"it needs too much memory"
+    except TemplateError as error:
+        text = str(error) or type(error).__name__
+    except BaseException as error:  # templates may raise whatever Python does
+        text = f"{type(error).__name__}: {error}"
+    return REFUSED, text.encode("utf-8", "surrogatepass")
 
 
 def main(limit, seconds, path):
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
-    render = Renderer()
+    compiled = lru_cache(1)(environment().from_string)
     for kind, most in (("AS", limit), ("CORE", 0), ("FSIZE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -140,7 +131,7 @@ def main(limit, seconds, path):
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         allowed = math.ceil(used) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.RLIM_INFINITY))
-        outcome, text = _answer(render, requests, LENGTH.unpack(head)[0])
+        outcome, text = answer(compiled, requests.read(*LENGTH.unpack(head)))
         if resident_bytes() > RETIRE_BYTES:
             outcome |= LAST
         answers.write(HEAD.pack(outcome, len(text)))
@@ -155,14 +146,6 @@ def resident_bytes():
     whoever started it.)"""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def _answer(render, requests, length):
-    try:
-        outcome, text = render(*marshal.loads(requests.read(length)))
-        return outcome, text.encode("utf-8", "surrogatepass")
-    except MemoryError:
-        return REFUSED | LAST, b"it needs too much memory"
 
 
 if __name__ == "__main__":

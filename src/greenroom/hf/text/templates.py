@@ -9,25 +9,23 @@ takes too much memory is a UsageError of one line; the next rendering has a new 
 
 from __future__ import annotations
 
-import contextlib
-import marshal
+import json
 import os
-import select
+import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from greenroom.errors import UsageError
 from greenroom.hf.text import template_worker
 from greenroom.hf.text.template_worker import DONE, HEAD, LAST, LENGTH
 
 CPU_S = 2  # of one rendering
-WALL_S = 10.0  # of one rendering, on a machine with other work
+WALL_S = 10.0  # without an answer, on a machine with other work
 MOST_CHARS = 4 << 20
 BASE_BYTES = 64 << 20  # address space of the process, most of it never touched
 CHAR_BYTES = 24  # for each character of a result: its parts, copies, and encoding
@@ -44,6 +42,7 @@ class Templates:
         self.most_chars, self._cpu_s = min(most_chars, MOST_CHARS), cpu_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._link = socket.socket()  # to the process
         self._end: Any = None  # ends the process, at the latest with ours
 
     @property
@@ -82,15 +81,15 @@ class Templates:
         turns = [_turn(message) for message in messages]
         if resume:
             _mark(turns[-1], template)
-        given = {**tokenizer.special_tokens_map, **variables}
         text = self.render(
             template,
             {
                 "messages": turns,
-                "tools": _plain(tools) or None,
+                "tools": tools or None,
                 "documents": None,
                 "add_generation_prompt": not (resume or ends),
-                **_plain(given),
+                **tokenizer.special_tokens_map,
+                **variables,
             },
         )
         return _to_the_mark(text, str(messages[-1]["content"])) if resume else text
@@ -98,8 +97,8 @@ class Templates:
     def render(self, template: str, variables: dict[str, Any]) -> str:
         """What a template writes. UsageError where it fails, or takes too much."""
         try:
-            request = marshal.dumps((template, variables, self.most_chars))
-        except ValueError as error:
+            request = json.dumps([template, variables, self.most_chars], default=_plain).encode()
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"the chat template cannot be given these messages: {error}") from None
         with self._lock:
             try:
@@ -118,42 +117,33 @@ class Templates:
         process = self._process
         if process is None or process.poll() is not None:
             self._drop()
-            process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        due = time.monotonic() + WALL_S
+            self._start()
         try:
-            _send(process.stdin, LENGTH.pack(len(request)) + request, due)
-            outcome, length = HEAD.unpack(_receive(process.stdout, HEAD.size, due))
-            return outcome, _receive(process.stdout, length, due)
+            self._link.sendall(LENGTH.pack(len(request)) + request)
+            with self._link.makefile("rb") as answers:
+                outcome, length = HEAD.unpack(_all(answers.read(HEAD.size), HEAD.size))
+                return outcome, _all(answers.read(length), length)
         except TimeoutError:
             raise _refused(f"it takes longer than {self._cpu_s} seconds") from None
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             # The kernel ends a process that is out of its time; nothing else is expected to.
             raise _refused(
                 f"it takes longer than {self._cpu_s} seconds, or too much memory"
             ) from None
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         script = str(Path(template_worker.__file__))
         path = [each for each in sys.path if each and Path(each) != Path(script).parent]
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            script,
-            str(self.limit_bytes),
-            str(self._cpu_s),
-            *path,
-        ]
-        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, bufsize=0,
-                                   env={**os.environ, "MALLOC_ARENA_MAX": "1"})  # fmt: skip
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-        self._process, self._end = process, weakref.finalize(self, _kill, process)
-        return process
+        options = map(str, (script, self.limit_bytes, self._cpu_s, *path))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", *options], stdin=theirs, stdout=theirs,
+                stderr=subprocess.DEVNULL, env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+            )  # fmt: skip
+        ours.settimeout(WALL_S)
+        self._process, self._link = process, ours
+        self._end = weakref.finalize(self, _kill, process, ours)
 
     def _drop(self) -> None:
         if self._end is not None:
@@ -170,39 +160,17 @@ def _refused(why: str) -> UsageError:
     return UsageError(f"the chat template does not take these messages: {why}")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
     process.kill()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
+    link.close()
     process.wait()
 
 
-def _send(stream: IO[bytes], data: bytes, due: float) -> None:
-    view = memoryview(data)
-    while view:
-        _wait(stream, due, write=True)
-        with contextlib.suppress(BlockingIOError):
-            view = view[os.write(stream.fileno(), view) :]
-
-
-def _receive(stream: IO[bytes], length: int, due: float) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        _wait(stream, due)
-        part = os.read(stream.fileno(), min(length - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def _wait(stream: IO[bytes], due: float, write: bool = False) -> None:
-    poll = select.poll()  # unlike select it takes descriptors of any number
-    poll.register(stream, select.POLLOUT if write else select.POLLIN)
-    if not poll.poll(max(0.0, due - time.monotonic()) * 1e3):
-        raise TimeoutError
+def _all(data: bytes, length: int) -> bytes:
+    """The data, or EOFError where a process ended before it had written all."""
+    if len(data) < length:
+        raise EOFError
+    return data
 
 
 def _turn(message: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +178,7 @@ def _turn(message: dict[str, Any]) -> dict[str, Any]:
     the names that templates read."""
     if not isinstance(message, Mapping):
         raise UsageError("a message is an object with a role and a content")
-    turn: dict[str, Any] = _plain({key: one for key, one in message.items() if one is not None})
+    turn = {key: one for key, one in message.items() if one is not None}
     reasoning = next((turn[name] for name in REASONING if name in turn), None)
     if reasoning is None:
         return turn
@@ -218,17 +186,8 @@ def _turn(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` made of JSON's types, without what subclasses of these add."""
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return f"<{type(value).__name__}>"
+    """What JSON has in place of a value that is none of its types."""
+    return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
 def _mark(last: dict[str, Any], template: str) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from greenroom.errors import GreenroomError
-from greenroom.hf.text.dialogue import Dialogue, Plain
+from greenroom.hf.text.dialogue import Dialogue, Spoken
 from greenroom.server.engine.requests import (
     Event,
     Finished,
@@ -53,7 +53,7 @@ class Job:
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
         """For the answer of this index."""
         if self.plain or (self.grammar is not None and self.tools is None):
-            speaker: Any = Plain(dialogue)
+            speaker = Spoken(dialogue)
         else:
             speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)
         # With log-probabilities a completion shows every token that was chosen, also the last.
