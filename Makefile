@@ -46,7 +46,9 @@ demo: $(READY)
 	@printf '\n\033[1mProof\033[0m: nothing of this changes what the model says\n\n'
 	@$(BIN)/greenroom verify demo --cache 25%
 
-check: $(READY) lint types imports test
+# Two at a time: mypy without its cache takes 20 seconds of one core.
+check: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
 ci: bench-smoke fuzz without-options
@@ -101,8 +103,9 @@ FUZZ_SECONDS ?= 120
 fuzz: $(READY)
 	GREENROOM_FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHONPATH=src $(BIN)/python -m tests.fuzz.run
 
+# The slow tests, and all examples of those by hypothesis: `make check` tries a third.
 soak: $(READY)
-	$(BIN)/python -m pytest -m slow
+	GREENROOM_TEST_EXAMPLES=all $(BIN)/python -m pytest -m "slow or hypothesis"
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"

@@ -25,6 +25,17 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(folder().parents[1]))
 if os.environ.get("GREENROOM_TEST_GPU") != "1":  # a machine's GPU is for `make check-gpu` alone
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any is imported
+SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps those of a test
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Try a third of hypothesis's examples; `make soak` tries all (GREENROOM_TEST_EXAMPLES=all)."""
+    if os.environ.get("GREENROOM_TEST_EXAMPLES") == "all":
+        return
+    for function in {item.obj for item in items if isinstance(item, pytest.Function)}:
+        if (settings := getattr(function, SETTINGS, None)) is not None:
+            few = max(5, settings.max_examples // 3)
+            setattr(function, SETTINGS, type(settings)(settings, max_examples=few))
 
 
 def threads() -> list[str]:

@@ -209,18 +209,18 @@ def test_a_model_that_cannot_be_loaded(cli: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_the_demo_model_on_a_pipe() -> None:
-    options = ["--cache", "25%", "--context", "256", "--temperature", "0", "--max-new-tokens", "6"]
-    command = [sys.executable, "-c", START, "chat", str(DEMO), *options]
+def test_the_demo_model_on_a_pipe(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--cache", "25%", "--context", 256, "--temperature", 0, "--max-new-tokens", 6)
     text = "Hello\n/cache 50%\n/stats\nHello again\n/reset\nHello\n"
-    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr
-    first, second, third = ran.stdout.splitlines()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    ran = cli("chat", DEMO, *options)
+    assert ran.code == 0, ran.err
+    first, second, third = ran.out.splitlines()
     assert first == third != ""
     assert second
-    assert "64 of 256 experts in slots" in ran.stderr
-    assert "128 slots" in ran.stderr
-    assert "hit ratio" in ran.stderr
+    assert "64 of 256 experts in slots" in ran.err
+    assert "128 slots" in ran.err
+    assert "hit ratio" in ran.err
 
 
 class Screen:

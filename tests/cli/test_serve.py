@@ -143,6 +143,8 @@ def test_kill_and_start_again_on_the_same_port(tmp_path: Path) -> None:
 
 FAULT = """
 import pathlib
+from greenroom.hf.text.templates import Templates
+Templates.__init__.__defaults__ = (1 << 20, 1)  # one second of the processor
 from greenroom.server.engine.loop import ContinuousEngine as Engine
 own = Engine._round
 def fails(self):

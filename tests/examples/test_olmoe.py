@@ -69,6 +69,7 @@ def test_it_verifies_measures_and_reports(tmp_path: Path):
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_what_is_no_model_is_one_line(script, monkeypatch, capsys, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     words = ["olmoe.py", str(tmp_path / "empty"), "-o", str(tmp_path / "report")]

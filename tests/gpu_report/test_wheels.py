@@ -23,6 +23,7 @@ import __main__, page, worker, kernel_cells, model_cells, demo_cells, test_cells
 """
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_the_list_is_all_that_is_imported(report, tmp_path: Path) -> None:
     """An environment of these packages, torch's and Triton's alone runs the report's imports."""
     wheels = report("wheels")

@@ -76,7 +76,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     wait_briefly()
     large_pages()
-    collecting, frozen = gc.isenabled(), gc.get_freeze_count()
+    collecting = gc.isenabled()
     gc.disable()  # importing makes a million objects and no garbage
     try:
         args = parser().parse_args(argv)
@@ -100,7 +100,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
         return 2, f"{where}{error.strerror or error}"
     finally:
-        if not frozen:  # by whoever called
+        if argv is None:  # what a caller has frozen stays so
             gc.unfreeze()  # libraries that count their instances as Python ends would miss some
         if collecting:
             gc.enable()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from greenroom.plan.history.files import save_predictor
 from greenroom.runtime.memory.system import rss_bytes
 from tests.cli.conftest import Run
+from tests.cli.test_simulate import machine as machine  # a fixture
 from tests.models import cached_tiny, make, save_tokenizer
 
 FEW = ("--max-new-tokens", 4, "--kernels", "eager")
@@ -202,10 +203,11 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
     assert "ZayaRouter routes by router_states too" in line
 
 
-def test_a_config_that_would_end_its_parser(cli: Run, copy: Path) -> None:
+def test_a_config_that_would_end_its_parser(cli: Run, copy: Path, machine: Path) -> None:
     (copy / "config.json").write_text("[" * 200_000)
     said = "not readable: it is not JSON: its brackets are not in pairs"
-    for command in (("run", copy, "Hi"), ("plan", copy, "--memory", "1GiB"), ("verify", copy)):
+    plan = ("plan", copy, "--memory", "1GiB", "--machine", machine)
+    for command in (("run", copy, "Hi"), plan, ("verify", copy)):
         assert cli(*command).mistake == f"{copy / 'config.json'}: {said}"
 
 

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from greenroom.cli import main
 from tests.cli.conftest import Ran, Run, start
 
 LONG = ("The green room", "--cache", "13%", "--max-new-tokens", 200, "--kernels", "eager")
@@ -31,25 +33,45 @@ def test_ctrl_c_while_it_answers() -> None:
     assert out.endswith("\n")
 
 
-def test_a_reader_that_leaves(folder: Path) -> None:
-    process = start("run", folder, *LONG, "--temperature", 2, "--seed", 1)
-    assert process.stdout
-    assert process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr
-    err = process.stderr.read()
-    assert process.wait(30) == 141
-    assert len(Ran.of(141, "", err).err.splitlines()) == 1  # the start-up line
+@pytest.fixture
+def to(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`to(file)`: a long answer, in this process, whose standard output is this file."""
+
+    def call(file: TextIO) -> Ran:
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", file)
+            code = main(["run", str(folder), *map(str, LONG), "--temperature", "2", "--seed", "1"])
+        return Ran.of(code, *capfd.readouterr())
+
+    return call
+
+
+def test_a_reader_that_leaves(to: Run) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as file:
+        ran = to(file)
+    assert ran.code == 141
+    assert len(ran.err.splitlines()) == 1  # the start-up line
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
-def test_a_full_disk_behind_standard_output(folder: Path) -> None:
+def test_a_full_disk_behind_standard_output(to: Run) -> None:
     with open(FULL, "w") as full:
-        process = start("run", folder, *LONG, stdout=full)
-        _, err = process.communicate(timeout=100)
-    assert process.returncode == 2
-    _, line = Ran.of(2, "", err).err.splitlines()
-    assert line == "greenroom: cannot write the output: No space left on device"
+        ran = to(full)
+    assert ran.code == 2
+    assert ran.err.splitlines()[1:] == [
+        "greenroom: cannot write the output: No space left on device"
+    ]
+
+
+def test_help_for_a_reader_that_has_left() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as file:
+        process = start("run", "--help-all", stdout=file)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, "")
 
 
 def test_help_into_a_full_disk() -> None:
