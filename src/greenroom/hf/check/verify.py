@@ -23,7 +23,6 @@ from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.check.one_layer import LayerCheck, compare_layers, reference_layers
 from greenroom.hf.check.passes import Passes
-from greenroom.hf.checkpoint.pack.reading import check_whole
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.load.load import load_with
 from greenroom.hf.memory.slots import slots_for
@@ -90,7 +89,8 @@ def verify(
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
 
     checkpoint = find_checkpoint(source)
-    check_whole(checkpoint)
+    if checkpoint.pack is not None:
+        checkpoint.pack.check()
     draft = Draft.of(checkpoint, dtype)
     slots_for(cache, draft.catalog)  # a mistake shows before the work begins
     size = draft.dense_bytes + draft.expanded_bytes
