@@ -27,7 +27,7 @@ from greenroom.hf.checkpoint.pack.low import joined
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised import settings_of
 from greenroom.hf.index.experts import Streamed
-from greenroom.hf.index.gguf_routes import converted, gguf_routes
+from greenroom.hf.index.gguf_routes import gguf_routes
 from greenroom.hf.index.routes import find_routes
 from greenroom.hf.model.draft import Draft
 from greenroom.runtime.encodings import ENCODINGS
@@ -175,7 +175,8 @@ def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
         tensors[name] = values.view(stored.shape).float()
-    return converted(route, tensors, draft.model).to(streamed.dtype)
+    made = route.convert(tensors, draft.model, draft.model.config)[streamed.full_name]
+    return made.to(streamed.dtype)
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:
