@@ -20,7 +20,7 @@ from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.gguf_file import ENCODED
+from greenroom.hf.checkpoint.gguf_file import ggml_type
 from greenroom.hf.checkpoint.header import DTYPES, Stored
 from greenroom.hf.checkpoint.pack.format import DATA, Layer
 from greenroom.hf.checkpoint.pack.low import joined
@@ -170,7 +170,7 @@ def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
         if stored.encoding == PLAIN:
             values = torch.from_numpy(data).view(getattr(torch, stored.dtype))
         else:
-            kind = next((k for k, v in ENCODED.items() if v == stored.encoding), stored.encoding)
+            kind = ggml_type(stored.encoding)
             values = torch.from_numpy(
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
