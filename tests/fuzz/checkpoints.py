@@ -160,14 +160,13 @@ def _pack_headers() -> list[bytes]:
 
 
 def pack_join(pieces: Pieces) -> bytes:
-    """With the identity of what it says, where that can be told."""
-    from greenroom.hf.checkpoint.pack import header_file
+    """With the offsets and the identity of what it says, where these can be told."""
+    from greenroom.hf.checkpoint.pack import format, header_file
     from greenroom.json_file import JsonObject, Malformed, parse
 
     try:
-        found = parse(pieces[0][0])
-        found["identity"] = header_file._header(JsonObject(found)).identity
-    except (Malformed, TypeError):
+        found = format.as_json(header_file.parse(JsonObject(parse(pieces[0][0]))))
+    except Malformed:
         return pieces[0][0]
     return json.dumps(found).encode()
 

@@ -14,7 +14,7 @@ import torch
 
 from greenroom.errors import CheckpointError, ModelError, NotAModel, UnsupportedModel
 from greenroom.hf.check.verify import verify
-from greenroom.hf.checkpoint.gguf_file import ENCODED
+from greenroom.hf.checkpoint.gguf_file import encoding_of
 from greenroom.hf.checkpoint.resolve import resolve
 from greenroom.hf.load.load import load
 from greenroom.hf.model.draft import Draft
@@ -133,7 +133,9 @@ LLAMA_STORED = {  # file -> what its experts' matrices are stored in
 
 def test_there_is_a_file_of_llama_cpp_s_for_every_type_served() -> None:
     assert set(LLAMA_STORED) == set(LLAMA) == {path.stem for path in DATA.glob("*.gguf")}
-    assert set().union(*LLAMA_STORED.values()) == set(ENCODED.values())
+    assert set().union(*LLAMA_STORED.values()) == {*ENCODINGS} & {
+        encoding_of(each.name) for each in gguf.GGMLQuantizationType
+    }
 
 
 @pytest.mark.parametrize("name", LLAMA_STORED)

@@ -14,7 +14,7 @@ from greenroom.core.pieces import Copies
 from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.load.load import load_with
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory.approximate import copies_of

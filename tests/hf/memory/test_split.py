@@ -18,7 +18,6 @@ from greenroom.errors import BudgetError, StoreError, UnsupportedModel, UsageErr
 from greenroom.hf import defaults
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.check.verify import verify
-from greenroom.hf.checkpoint.pack.reading import check_whole
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.history import split_counts
 from greenroom.hf.memory.setup import ModelSetup
@@ -190,7 +189,7 @@ def test_a_damaged_segment_is_never_computed_with(tmp_path):
     with pytest.raises(StoreError, match=r"expert \d+ of .* is damaged .*--segments 4 --repair"):
         logits(folder, 0.5, capacity=9)
     pack(str(source()), folder, "same", segments=4, repair=True)
-    check_whole(open_checkpoint(folder))
+    open_checkpoint(folder).pack.check()
     assert torch.equal(logits(folder, 0.5, capacity=9)[0], logits(source(), capacity=64)[0])
 
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from greenroom.hf.check.passes import Passes
-from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.implementation import IMPLEMENTATION, compute_by
+from greenroom.hf.model.implementation import compute_by
 from greenroom.hf.model.reference import load_experts
 from greenroom.runtime.kernels.matrix import exact
 
@@ -45,64 +45,36 @@ class LayerCheck:
     def distance(self, model: PreTrainedModel) -> float:
         """How far an attached model's layer is from the reference on the same inputs."""
         module = model.get_submodule(self.name)
-        return max(_gap(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True))
-
-
-@torch.inference_mode()
-def compare_layers(
-    source: str, dtype: str, model: PreTrainedModel, passes: list[Tensor]
-) -> Iterator[LayerCheck]:
-    """Run `passes` (token ids [1, T] each) on an attached model, then check layer after layer."""
-    names = model.greenroom.parts.catalog.layers
-    inputs, outputs = _record(model, names, passes)
-    checkpoint = find_checkpoint(source)
-    for layer, name in enumerate(names):
-        module = model.get_submodule(name)
-        with _filled(module, load_experts(Draft.of(checkpoint, dtype), layer)):
-            expected = _forward(model, module, "eager", inputs[name])
-            grouped = _forward(model, module, "grouped_mm", inputs[name])
-        reference = _as_stored(checkpoint, dtype, layer, model, inputs[name]) or expected
-        yield LayerCheck(
-            name,
-            all(map(torch.equal, expected, outputs[name])),
-            max(map(_gap, grouped, reference)),
-            inputs[name],
-            expected,
-            reference,
+        return max(
+            distance(module(*i), r) for i, r in zip(self.inputs, self.reference, strict=True)
         )
 
 
 @torch.inference_mode()
-def reference_layers(
-    source: str, dtype: str, model: PreTrainedModel, names: tuple[str, ...], passes: list[Tensor]
+def compare_layers(
+    source: str, dtype: str, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
 ) -> Iterator[LayerCheck]:
-    """The same of a whole model, computed by transformers' eager."""
-    inputs, outputs = _record(model, names, passes)
+    """Run `passes` (token ids [1, T] each) on a model, then check layer after layer.
+
+    The model is attached, or (`whole`) transformers' own with all of its experts in memory.
+    """
     checkpoint = find_checkpoint(source)
-    for layer, name in enumerate(names):
-        given, expected = inputs[name], outputs[name]
-        grouped = _forward(model, model.get_submodule(name), "grouped_mm", given, "eager")
-        reference = _as_stored(checkpoint, dtype, layer, model, given, "eager") or expected
-        yield LayerCheck(name, True, max(map(_gap, grouped, reference)), given, expected, reference)
-
-
-def _as_stored(
-    checkpoint: Checkpoint,
-    dtype: str,
-    layer: int,
-    model: PreTrainedModel,
-    inputs: list[Inputs],
-    afterwards: str = IMPLEMENTATION,
-) -> list[Tensor]:
-    """Eager in float32 with the values that the format says; [] where the model's type has them."""
     draft = Draft.of(checkpoint, dtype)
-    layout = draft.catalog.layouts[layer]
-    if all(exact(layout.weight(name), draft.dtype) for name in layout.encodings):
-        return []
-    wide = [(x.float(), index, weights.float()) for x, index, weights in inputs]
-    module = model.get_submodule(draft.catalog.layers[layer])
-    with _filled(module, load_experts(Draft.of(checkpoint, "float32"), layer)):
-        return _forward(model, module, "eager", wide, afterwards)
+    inputs, outputs = _record(model, draft.catalog.layers, passes)
+    for layer, name in enumerate(draft.catalog.layers):
+        module, given = model.get_submodule(name), inputs[name]
+        parameters = {} if whole else load_experts(Draft.of(checkpoint, dtype), layer)
+        with _filled(module, parameters):
+            expected = _forward(module, "eager", given)
+            grouped = _forward(module, "grouped_mm", given)
+        reference, layout = expected, draft.catalog.layouts[layer]
+        if not all(exact(layout.weight(each), draft.dtype) for each in layout.encodings):
+            wide = [(x.float(), index, weights.float()) for x, index, weights in given]
+            with _filled(module, load_experts(Draft.of(checkpoint, "float32"), layer)):
+                reference = _forward(module, "eager", wide)
+        equal = all(map(torch.equal, expected, outputs[name]))
+        largest = max(map(distance, grouped, reference))
+        yield LayerCheck(name, equal, largest, given, expected, reference)
 
 
 def _record(
@@ -142,19 +114,16 @@ def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
             module.register_parameter(name, before[name])
 
 
-def _forward(
-    model: PreTrainedModel,
-    module: nn.Module,
-    implementation: str,
-    inputs: list[Inputs],
-    afterwards: str = IMPLEMENTATION,
-) -> list[Tensor]:
+def _forward(module: nn.Module, implementation: str, inputs: list[Inputs]) -> list[Tensor]:
+    config: Any = module.config
+    before = config._experts_implementation
     compute_by(implementation, module)
     try:
         return [module(*each) for each in inputs]
     finally:
-        compute_by(afterwards, module)
+        compute_by(before, module)
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
     return float((a.float() - b.float()).abs().max())

@@ -9,11 +9,29 @@ Of an encoder-decoder model the first ids go to the encoder, and the decoder beg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from greenroom.config import LoadConfig
+from greenroom.hf.load.load import load_with
+from greenroom.runtime.memory.system import give_back
+
+
+@contextmanager
+def streamed(source: str, config: LoadConfig) -> Iterator[tuple[PreTrainedModel, Any]]:
+    """A model and its tokenizer, for a while; nothing of it is remembered."""
+    model, tokenizer = load_with(source, config, remember=False)
+    try:
+        yield model, tokenizer
+    finally:
+        model.greenroom.detach()
+        del model
+        give_back()
 
 
 def start_token(model: PreTrainedModel) -> int:

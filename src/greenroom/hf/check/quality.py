@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -24,15 +23,13 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
-from greenroom.hf.check.passes import Passes
+from greenroom.hf.check.passes import Passes, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.describe import context_of
-from greenroom.hf.load.load import load_with
 from greenroom.hf.memory.approximate import LESSER, check_copies
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
-from greenroom.runtime.memory.system import give_back
 
 WINDOW = 512  # tokens that are read at a time, without what came before them
 PASS = 64  # tokens of a pass, where keys and values of those before it shall be read as kept
@@ -105,11 +102,11 @@ def quality(
     found = _Sums()
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
-        with _streamed(original, config) as model:
+        with streamed(original, config) as (model, _):
             kinds = [_keep(_logits(model, window, step), spool) for window in windows]
         say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
-        with _streamed(source, changed) as model:
+        with streamed(source, changed) as (model, _):
             for window, kind in zip(windows, kinds, strict=True):
                 _compare(spool, kind, _logits(model, window, step), window[1:], found)
             served = model.greenroom.stats().lesser
@@ -182,17 +179,6 @@ def _check_room(nbytes: int) -> None:
             f"{folder}: the original's logits need {show_bytes(nbytes)} there, {show_bytes(free)}"
             f" are free: fewer --tokens, or set TMPDIR"
         )
-
-
-@contextmanager
-def _streamed(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
-    model, _ = load_with(source, config, remember=False)
-    try:
-        yield model
-    finally:
-        model.greenroom.detach()
-        del model
-        give_back()
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ type cannot hold them: one_layer.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,9 @@ from transformers import PreTrainedModel
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
-from greenroom.hf.check.one_layer import LayerCheck, compare_layers, reference_layers
-from greenroom.hf.check.passes import Passes
-from greenroom.hf.checkpoint.pack.reading import check_whole
+from greenroom.hf.check.one_layer import LayerCheck, compare_layers, distance
+from greenroom.hf.check.passes import Passes, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
-from greenroom.hf.load.load import load_with
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
@@ -90,14 +88,18 @@ def verify(
         raise UsageError(f"--max-new-tokens must be at least 1, got {tokens}")
 
     checkpoint = find_checkpoint(source)
-    check_whole(checkpoint)
+    if checkpoint.pack is not None:
+        checkpoint.pack.check()
     draft = Draft.of(checkpoint, dtype)
     slots_for(cache, draft.catalog)  # a mistake shows before the work begins
     size = draft.dense_bytes + draft.expanded_bytes
     whole = size * ROOM < available_bytes() if layers is None else not layers
     whole = whole and loads_whole(checkpoint)
     verdict = Verdict(whole)
-    trial = _Trial(source, cache, dtype, kernels, prompt, tokens, say, verdict)
+    config = LoadConfig(
+        cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
+    )
+    trial = _Trial(source, cache, config, prompt, tokens, say, verdict)
     if whole:
         trial.against_the_whole(draft)
     else:
@@ -107,25 +109,16 @@ def verify(
     return verdict
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A run of the kernels to be judged: its cache, and how experts get there."""
-
-    cache: str | int
-    device: str = "cpu"
-    readers: int = 2
-    prefetch: str = "auto"
-    split: str = "off"
-
-    def __str__(self) -> str:
-        threads = f"{self.readers} thread{'s' * (self.readers != 1)}"
-        fake = self.device == "fake"
-        parts = [f"read in random order by {threads}" if fake else "read from disk"]
-        if self.prefetch == "off":
-            parts.append("no prefetching")
-        if self.split != "off":
-            parts.append(f"experts split at {self.split}")
-        return ", ".join(parts)
+def _how(config: LoadConfig) -> str:
+    """How experts get to their slots in a run."""
+    threads = f"{config.readers} thread{'s' * (config.readers != 1)}"
+    fake = config.device == "fake"
+    parts = [f"read in random order by {threads}" if fake else "read from disk"]
+    if config.prefetch == "off":
+        parts.append("no prefetching")
+    if config.split != "off":
+        parts.append(f"experts split at {config.split}")
+    return ", ".join(parts)
 
 
 def _slots(model: PreTrainedModel) -> str:
@@ -135,10 +128,11 @@ def _slots(model: PreTrainedModel) -> str:
 
 @dataclass
 class _Trial:
+    """The runs of one model; `config` is that of the kernels to be judged, with this cache."""
+
     source: str
     cache: str | int
-    dtype: str
-    kernels: str
+    config: LoadConfig
     prompt: str
     tokens: int
     say: Say
@@ -150,30 +144,29 @@ class _Trial:
         self.verdict.checks.append((what, passed))
         self.say(f"{'ok  ' if passed else 'FAIL'} {what}")
 
-    @contextmanager
-    def loaded(self, cache: str | int, **options: Any) -> Iterator[tuple[PreTrainedModel, Any]]:
-        options = {"device": "cpu", **options}  # where the reference is computed
-        config = LoadConfig(cache=cache, dtype=self.dtype, no_guard=True, **options)
-        model, tokenizer = load_with(self.source, config, remember=False)
-        try:
-            yield model, tokenizer
-        finally:
-            model.greenroom.detach()
-            del model
-            give_back()
+    @property
+    def eager(self) -> LoadConfig:
+        return replace(self.config, kernels="eager")
+
+    def ids(self, tokenizer: Any) -> torch.Tensor:
+        """The prompt's, [1, T]."""
+        return tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+
+    def compared(
+        self, model: PreTrainedModel, passes: list[torch.Tensor], whole: bool = False
+    ) -> Iterator[LayerCheck]:
+        return compare_layers(self.source, self.config.dtype, model, passes, whole)
 
     def against_the_whole(self, draft: Draft) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
-        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
-            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+        with streamed(self.source, self.eager) as (model, tokenizer):
+            ids = self.ids(tokenizer)
             ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
-                self.layers = list(compare_layers(self.source, self.dtype, model, [ids]))
+                self.layers = list(self.compared(model, [ids]))
         model = whole_model(draft)
         self.reference = greedy(model, ids, self.tokens)
-        self.layers = self.layers or list(
-            reference_layers(self.source, self.dtype, model, draft.catalog.layers, [ids])
-        )
+        self.layers = self.layers or list(self.compared(model, [ids], whole=True))
         if adapter_of(draft.model) is None:
             compute_by("grouped_mm", *map(model.get_submodule, draft.catalog.layers))
             logits = forced(model, ids, self.reference.tokens)
@@ -196,12 +189,12 @@ class _Trial:
 
     def by_layer(self) -> None:
         """Each layer's output against transformers' eager, from the same inputs."""
-        with self.loaded(self.cache, kernels="eager") as (model, tokenizer):
-            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+        with streamed(self.source, self.eager) as (model, tokenizer):
+            ids = self.ids(tokenizer)
             follow = greedy(model, ids, min(self.tokens, 4)).tokens
             passes = [ids, *(torch.tensor([[token]]) for token in follow)]
             name = f"eager kernels, {_slots(model)}"
-            for layer in compare_layers(self.source, self.dtype, model, passes):
+            for layer in self.compared(model, passes):
                 equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
                 self.check(equal, layer.equal)
                 self.layers.append(layer)
@@ -210,35 +203,36 @@ class _Trial:
     def own_kernels(self, draft: Draft) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
         most = "100%" if self.verdict.whole else self.cache
-        first, expected = self._logits(_Case(most), judged=True)
+        first, expected = self._logits(replace(self.config, cache=most), judged=True)
         experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
         for case in self._cases(draft, most):
             logits, slots = self._logits(case)
             self.check(
-                f"{self.verdict.kernels} kernels, {slots}, {case}: the same bits as with {experts}",
+                f"{self.verdict.kernels} kernels, {slots}, {_how(case)}: the same bits as with"
+                f" {experts}",
                 torch.equal(logits, first),
             )
 
-    def _cases(self, draft: Draft, reference: str | int) -> list[_Case]:
+    def _cases(self, draft: Draft, reference: str | int) -> list[LoadConfig]:
         """The runs that are compared with a first one, of the reference's cache."""
-        cache = self.cache
+        case = partial(replace, self.config)
         sizes = {
             slots_for(each, draft.catalog): each
-            for each in ("50%", draft.catalog.slot_bytes, cache)
+            for each in ("50%", draft.catalog.slot_bytes, self.cache)
         }
         sizes.pop(slots_for(reference, draft.catalog), None)
-        cases = [_Case(size) for size in sizes.values()]
-        cases += [_Case(cache, device="fake", readers=readers) for readers in (1, 4)]
-        cases.append(_Case(cache, prefetch="off"))
+        cases = [case(cache=size) for size in sizes.values()]
+        cases += [case(device="fake", readers=readers) for readers in (1, 4)]
+        cases.append(case(prefetch="off"))
         if any(layout.segments for layout in draft.catalog.layouts):
-            cases += [_Case("50%", split="0.25"), _Case("50%", "fake", 4, split="0.5")]
+            cases.append(case(cache="50%", split="0.25"))
+            cases.append(case(cache="50%", device="fake", readers=4, split="0.5"))
         return cases
 
-    def _logits(self, case: _Case, judged: bool = False) -> tuple[torch.Tensor, str]:
+    def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[torch.Tensor, str]:
         """(logits with the kernels to be judged, the slots that there were)."""
-        options = {name: value for name, value in asdict(case).items() if name != "cache"}
-        with self.loaded(case.cache, kernels=self.kernels, **options) as (model, tokenizer):
-            ids = tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
+        with streamed(self.source, config) as (model, tokenizer):
+            ids = self.ids(tokenizer)
             self.verdict.kernels = model.greenroom.stats().kernels
             follow = self.reference.tokens if self.reference else None
             logits = (
@@ -289,8 +283,3 @@ def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torc
     """The logits along a given continuation, in the same passes as `greedy`."""
     passes = Passes(model)
     return torch.cat([passes(ids), *(passes(torch.tensor([[token]])) for token in tokens[:-1])])
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference."""
-    return float((a.float() - b.float()).abs().max())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,14 @@ class Checkpoint:
     stored: Mapping[str, Stored]
     pack: Pack | None = None
 
+    @classmethod
+    def of(
+        cls, folder: Path, config: dict[str, Any], names: Sequence[str], stored: dict[str, Stored]
+    ) -> Checkpoint:
+        """Of files in a folder, and the tensors that their headers say."""
+        files = tuple(str(folder / name) for name in names)
+        return cls(folder, config, files, encoded(config, stored, folder), stored)
+
     @property
     def source(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` methods are to be called with."""
@@ -69,7 +77,6 @@ def read_folder(folder: Path) -> Checkpoint:
     """The checkpoint of a folder of safetensors; NotAModel, UnsupportedModel or CheckpointError."""
     config = read_config(folder)
     names, wanted = _shards(folder)
-    files = tuple(str(folder / name) for name in names)
     tensors: dict[str, Stored] = {}
     for number, name in enumerate(names):
         found = read_header(folder / name, number)
@@ -79,7 +86,7 @@ def read_folder(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{folder / name}: lacks {plain(lost)}, which {INDEX} says it has"
             )
-    return Checkpoint(folder, config, files, encoded(config, tensors, folder), tensors)
+    return Checkpoint.of(folder, config, names, tensors)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

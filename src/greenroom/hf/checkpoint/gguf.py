@@ -28,7 +28,7 @@ from greenroom.core.layout import PLAIN
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.foreign import check_layers, foreign_errors
-from greenroom.hf.checkpoint.gguf_file import GgufFile
+from greenroom.hf.checkpoint.gguf_file import read_gguf
 from greenroom.json_file import plain
 
 # Architectures whose experts are compared with transformers' own in the tests.
@@ -52,14 +52,14 @@ class Gguf(Checkpoint):
             raise UnsupportedModel(
                 f"{path}: GGUF files need the package gguf: pip install 'greenroom[gguf]'"
             )
-        file = GgufFile.open(Path(path).absolute())
-        if file.architecture not in SERVED:
+        paths, metadata, tensors = read_gguf(Path(path).absolute())
+        made = cls(paths[0], metadata, tuple(map(str, paths)), tensors, dict(tensors))
+        if made.architecture not in SERVED:
             raise UnsupportedModel(
-                f"{path}: a GGUF file of the architecture {plain(file.architecture)}:"
+                f"{path}: a GGUF file of the architecture {plain(made.architecture)}:"
                 f" {', '.join(SERVED)} are served"
             )
-        files = tuple(str(part) for part in file.paths)
-        return cls(file.paths[0], file.metadata, files, file.tensors, dict(file.tensors))
+        return made
 
     @property
     def architecture(self) -> str:

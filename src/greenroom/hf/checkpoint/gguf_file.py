@@ -10,7 +10,6 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,81 +17,58 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenroom.core.layout import PLAIN
+from greenroom.core.layout import BLOCKS
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.checkpoint.header import MOST_AXES, Stored, check_name, check_ranges
+from greenroom.hf.checkpoint.header import DTYPES, MOST_AXES, Stored, check_name, check_ranges
 from greenroom.json_file import INT64, plain
 
 VERSIONS = (2, 3)
-VALUES = {  # type of a value in the metadata -> (struct's letter, bytes)
-    0: ("B", 1), 1: ("b", 1), 2: ("H", 2), 3: ("h", 2), 4: ("I", 4), 5: ("i", 4), 6: ("f", 4),
-    7: ("?", 1), 10: ("Q", 8), 11: ("q", 8), 12: ("d", 8),
-}  # fmt: skip
+# Type of a value in the metadata -> struct's letter.
+NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 SIZE = struct.Struct("<Q")
 LONGEST_NAME = 1 << 16  # bytes; the format's own limit for keys
 MOST_ALIGNMENT = 1 << 20
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-PLAIN_TYPES = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F64": "float64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-}
-ENCODED = {
-    "Q8_0": "q8_0",
-    "Q4_0": "q4_0",
-    "Q4_K": "q4_k",
-    "Q5_K": "q5_k",
-    "Q6_K": "q6_k",
-    "MXFP4": "gguf_mxfp4",
-}  # other types keep ggml's name: gguf can expand them, no kernel can
 
 
-@dataclass(frozen=True)
-class GgufFile:
-    """A model's GGUF file, or all of its parts.
+def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, Stored]]:
+    """The headers of a model's GGUF file, or of all parts that belong to it: (paths, metadata,
+    tensors). Arrays of strings in the metadata are only counted.
 
-    `tensors` are by GGUF's names, shapes in torch's order; `Stored.file` is a position in `paths`.
-    Arrays of strings in `metadata` are only counted.
+    Tensors are by GGUF's names, shapes in torch's order; `Stored.file` is a position in the paths.
+    Raises NotAModel, UnsupportedModel or CheckpointError.
     """
+    paths = _parts(path)
+    metadata, tensors = _header(paths[0], 0)
+    if metadata.get("split.count", 1) not in (0, len(paths)):
+        raise CheckpointError(
+            f"{paths[0]}: says that it is one of {metadata['split.count']} parts, but its name"
+            f" says {len(paths)}"
+        )
+    if "general.architecture" not in metadata:
+        raise CheckpointError(f"{paths[0]}: names no architecture in its metadata")
+    for number, part in enumerate(paths[1:], start=1):
+        found, more = _header(part, number)
+        if found.get("split.no", number) != number:
+            raise CheckpointError(f"{part}: is another part than its name says")
+        tensors |= more
+    wanted = metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, not {wanted}")
+    return paths, metadata, tensors
 
-    paths: tuple[Path, ...]
-    metadata: dict[str, Any]
-    tensors: dict[str, Stored]
 
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
+def encoding_of(ggml: str) -> str:
+    """The encoding of a type of ggml's; its own name where there is none, and no kernel reads it,
+    though gguf can expand it."""
+    name = ggml.lower()
+    return next((each for each in (f"gguf_{name}", name) if each in BLOCKS), ggml)
 
-    @classmethod
-    def open(cls, path: Path) -> GgufFile:
-        """Read the headers of a file, or of all parts that belong to it; see the module.
 
-        Raises NotAModel, UnsupportedModel or CheckpointError.
-        """
-        paths = _parts(path)
-        metadata, tensors = _header(paths[0], 0)
-        if metadata.get("split.count", 1) not in (0, len(paths)):
-            raise CheckpointError(
-                f"{paths[0]}: says that it is one of {metadata['split.count']} parts, but its name"
-                f" says {len(paths)}"
-            )
-        if "general.architecture" not in metadata:
-            raise CheckpointError(f"{paths[0]}: names no architecture in its metadata")
-        for number, part in enumerate(paths[1:], start=1):
-            found, more = _header(part, number)
-            if found.get("split.no", number) != number:
-                raise CheckpointError(f"{part}: is another part than its name says")
-            tensors |= more
-        wanted = metadata.get("split.tensors.count", len(tensors))
-        if wanted != len(tensors):
-            raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, not {wanted}")
-        return cls(paths, metadata, tensors)
+def ggml_type(encoding: str) -> str:
+    """The name of ggml's that an encoding of a GGUF file has."""
+    return encoding.removeprefix("gguf_").upper()
 
 
 def model_in(folder: Path) -> Path | None:
@@ -143,33 +119,28 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]
     if version not in VERSIONS:
         big = " (of a big-endian machine)" if version & 0xFFFF == 0 else ""
         raise UnsupportedModel(f"{path}: GGUF version {version}{big}: versions 2 and 3 are read")
+    metadata: dict[str, Any] = {}
     try:
-        metadata, entries, data = _read(path)
+        cursor = Cursor(path)
+        for key, value, _ in cursor.pairs():
+            if key in metadata:
+                raise Damaged(f"{plain(key)} is twice in its metadata")
+            metadata[key] = value
+        entries = [cursor.entry() for _ in range(cursor.tensors)]
+        if len({name for name, *_ in entries}) < len(entries):
+            raise Damaged("two tensors have one name")
+        align = metadata.get("general.alignment", 32)
+        if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
+            raise Damaged("general.alignment is no alignment")
     except Damaged as error:
         raise CheckpointError(f"{path}: cut off or damaged in its header: {error}") from error
+    data = -(-cursor.at // align) * align
     tensors = {
         name: _stored(path, number, name, shape, kind, data + offset)
         for name, shape, kind, offset in entries
     }
     check_ranges(path, tensors, size)
     return metadata, tensors
-
-
-def _read(path: Path) -> tuple[dict[str, Any], list[_Entry], int]:
-    """(metadata, a line for each tensor, where the data begins)."""
-    cursor = Cursor(path)
-    metadata: dict[str, Any] = {}
-    for key, value, _ in cursor.pairs():
-        if key in metadata:
-            raise Damaged(f"{plain(key)} is twice in its metadata")
-        metadata[key] = value
-    entries = [cursor.entry() for _ in range(cursor.tensors)]
-    if len({name for name, *_ in entries}) < len(entries):
-        raise Damaged("two tensors have one name")
-    align = metadata.get("general.alignment", 32)
-    if type(align) is not int or not 0 < align <= MOST_ALIGNMENT:
-        raise Damaged("general.alignment is no alignment")
-    return metadata, entries, -(-cursor.at // align) * align
 
 
 class Damaged(ValueError):
@@ -185,7 +156,7 @@ class Cursor:
     def __init__(self, path: str | Path) -> None:
         self._blob: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
         self.at = 4
-        self.version, self.tensors, self._pairs = self._take("<IQQ", 20)
+        self.version, self.tensors, self._pairs = self._take("IQQ")
 
     def pairs(self) -> Iterator[tuple[str, Any, bytes]]:
         """Each key and value of the metadata, and both as they lie in the file."""
@@ -198,28 +169,26 @@ class Cursor:
     def entry(self) -> _Entry:
         """A tensor; dimensions are in ggml's order, the fastest first."""
         name = self._text(LONGEST_NAME)
-        (axes,) = self._take("<I", 4)
+        (axes,) = self._take("I")
         if axes > MOST_AXES:
             raise Damaged(f"{plain(name)} has {axes} axes")
-        shape = self._take(f"<{axes}Q", 8 * axes)[::-1]
+        shape = self._numbers("Q", axes)[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
             raise Damaged(f"{plain(name)} is larger than any tensor")
-        kind, offset = self._take("<IQ", 12)
+        kind, offset = self._take("IQ")
         return name, shape, kind, offset
 
     def _value(self) -> Any:
-        (kind,) = self._take("<I", 4)
-        if kind in VALUES:
-            form, width = VALUES[kind]
-            return self._take(f"<{form}", width)[0]
+        (kind,) = self._take("I")
+        if kind in NUMBERS:
+            return self._numbers(NUMBERS[kind], 1)[0]
         if kind == TEXT:
             return self._text(self._blob.size)
         if kind != ARRAY:
             raise Damaged(f"its metadata have a value of the type {kind}")
-        kind, count = self._take("<IQ", 12)
-        if kind in VALUES:
-            form, width = VALUES[kind]
-            return list(self._take(f"<{count}{form}", count * width))
+        kind, count = self._take("IQ")
+        if kind in NUMBERS:
+            return list(self._numbers(NUMBERS[kind], count))
         if kind != TEXT:
             raise Damaged(f"its metadata have an array of the type {kind}")
         blob, at, room = self._blob.data, self.at, self._blob.size - 8
@@ -231,7 +200,7 @@ class Cursor:
         return count
 
     def _text(self, longest: int) -> str:
-        (length,) = self._take("<Q", 8)
+        (length,) = self._take("Q")
         if length > longest:
             raise Damaged(f"a name or text of {length} bytes")
         begin = self._skip(length)
@@ -240,9 +209,13 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise Damaged("a name or text is not UTF-8") from error
 
-    def _take(self, form: str, nbytes: int) -> tuple[Any, ...]:
-        begin = self._skip(nbytes)
-        return struct.unpack_from(form, self._blob.data, begin)
+    def _take(self, form: str) -> tuple[Any, ...]:
+        begin = self._skip(struct.calcsize(f"<{form}"))
+        return struct.unpack_from(f"<{form}", self._blob.data, begin)
+
+    def _numbers(self, letter: str, count: int) -> tuple[Any, ...]:
+        begin = self._skip(count * struct.calcsize(f"<{letter}"))
+        return struct.unpack_from(f"<{count}{letter}", self._blob.data, begin)
 
     def _skip(self, nbytes: int) -> int:
         """Go past bytes that must be there; where they begin."""
@@ -270,9 +243,7 @@ def _stored(
             f" in blocks of {block}"
         )
     size = prod(shape) // block * nbytes
-    if ggml.name in PLAIN_TYPES:
-        return Stored(file, PLAIN_TYPES[ggml.name], shape, offset, size)
+    if ggml.name in DTYPES:  # safetensors' names are ggml's too
+        return Stored(file, DTYPES[ggml.name][0], shape, offset, size)
     codes = (*shape[:-1], shape[-1] // block * nbytes)
-    encoding = ENCODED.get(ggml.name, ggml.name)
-    assert encoding != PLAIN
-    return Stored(file, "uint8", shape, offset, size, encoding, codes)
+    return Stored(file, "uint8", shape, offset, size, encoding_of(ggml.name), codes)

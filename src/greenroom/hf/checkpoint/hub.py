@@ -25,7 +25,6 @@ from greenroom.errors import ModelError, NotAModel, OutputError, UnsupportedMode
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
 from greenroom.hf.checkpoint.header import Stored, tensor_of
 from greenroom.hf.checkpoint.names import meant
-from greenroom.hf.checkpoint.quantised import encoded
 
 FILES = [
     "*.json",
@@ -117,8 +116,7 @@ def remote(model: str) -> Checkpoint:
                     "data_offsets": info.data_offsets,
                 }
                 tensors[key] = tensor_of(folder / name, number, key, entry, 0)
-    files = tuple(str(folder / name) for name in names)
-    return Checkpoint(folder, config, files, encoded(config, tensors, folder), tensors)
+    return Checkpoint.of(folder, config, names, tensors)
 
 
 @contextmanager

@@ -7,9 +7,7 @@ memory once, not twice. What is cast or expanded is so piece by piece, for the s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from io import FileIO
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -37,7 +35,10 @@ def read_tensor(
     what is returned, but for stacks of encoded matrices.
     """
     if stored.encoding == PLAIN:
-        return _plain(files[stored.file], name, stored, dtype, empty)
+        kind = _dtype(files[stored.file], name, stored)
+        tensor = empty(prod(stored.shape), dtype=dtype or kind)
+        _read(files, name, stored, tensor)
+        return tensor.reshape(stored.shape)
     assert dtype is not None
     matrices = [
         _matrix(files, name, stored, i, dtype, empty if len(stored.shape) == 2 else torch.empty)
@@ -46,40 +47,10 @@ def read_tensor(
     return torch.stack(matrices).view(stored.shape) if len(stored.shape) > 2 else matrices[0]
 
 
-def _plain(
-    path: str,
-    name: str,
-    stored: Stored,
-    dtype: torch.dtype | None,
-    empty: Callable[..., Tensor],
-) -> Tensor:
-    kind = _dtype(path, name, stored)
-    tensor = empty(prod(stored.shape), dtype=dtype or kind)
-    cast = tensor.dtype != kind
-    step = PIECE // kind.itemsize if cast else max(1, len(tensor))
-    buffer = torch.empty(min(step, len(tensor)), dtype=kind) if cast else tensor
-    with _opened(path, name, stored) as stream:
-        stream.seek(stored.offset)
-        for at in range(0, len(tensor), step):
-            into = tensor[at : at + step]
-            piece = buffer[: len(into)] if cast else into
-            _fill(stream, piece, path, name)
-            if cast:
-                into.copy_(piece)
-    return tensor.reshape(stored.shape)
-
-
 def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
     """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
     for tensor, part in zip((stored, *stored.companions), parts, strict=True):
-        path = files[tensor.file]
-        kind = _dtype(path, name, tensor)
-        into = part if part.dtype == kind else torch.empty(part.shape, dtype=kind)
-        with _opened(path, name, tensor) as stream:
-            stream.seek(tensor.offset)
-            _fill(stream, into, path, name)
-        if into is not part:
-            part.copy_(into)
+        _read(files, name, tensor, part.view(-1))
 
 
 def _matrix(
@@ -131,12 +102,8 @@ def _rows(
     count: int,
 ) -> Tensor:
     """Some rows of matrix `number` of a stack, as stored."""
-    path = files[stored.file]
-    tensor = torch.empty(count, shape[-1], dtype=_dtype(path, name, stored))
-    first = (number * shape[-2] + row) * shape[-1] * tensor.itemsize
-    with _opened(path, name, stored) as stream:
-        stream.seek(stored.offset + first)
-        _fill(stream, tensor, path, name)
+    tensor = torch.empty(count, shape[-1], dtype=_dtype(files[stored.file], name, stored))
+    _read(files, name, stored, tensor.view(-1), (number * shape[-2] + row) * shape[-1])
     return tensor
 
 
@@ -147,23 +114,26 @@ def _dtype(path: str, name: str, stored: Stored) -> torch.dtype:
     return kind
 
 
-@contextmanager
-def _opened(path: str, name: str, stored: Stored) -> Iterator[FileIO]:
+def _read(files: Sequence[str], name: str, stored: Stored, into: Tensor, first: int = 0) -> None:
+    """Elements from the number `first` on, into a tensor [n]; cast where it has another type."""
+    path = files[stored.file]
+    kind = _dtype(path, name, stored)
+    cast = into.dtype != kind
     try:
         with open(path, "rb", buffering=0) as stream:
-            yield stream
+            stream.seek(stored.offset + first * kind.itemsize)
+            for part in into.split(PIECE // kind.itemsize) if cast else (into,):
+                piece = torch.empty(len(part), dtype=kind) if cast else part
+                view = piece.view(torch.uint8).numpy().data
+                while view:
+                    if not (n := stream.readinto(view)):
+                        raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
+                    view = view[n:]
+                if cast:
+                    part.copy_(piece)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(
                     stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
                 )
     except OSError as error:
         raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error
-
-
-def _fill(stream: FileIO, tensor: Tensor, path: str, name: str) -> None:
-    """Read into a contiguous tensor."""
-    view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
-    while done < len(view):
-        if not (n := stream.readinto(view[done:])):
-            raise CheckpointError(f"{path}: truncated: it ends inside of {name}")
-        done += n

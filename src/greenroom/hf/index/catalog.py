@@ -19,7 +19,7 @@ from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import Stored
 from greenroom.hf.index.blocks import Block
-from greenroom.hf.index.columns import Part, different, mixed, parts_of, reshaped
+from greenroom.hf.index.columns import Part, different, mixed, parts_of
 from greenroom.hf.index.experts import Streamed
 from greenroom.hf.index.extents import extents_of, plain_copies, row_copies
 from greenroom.hf.index.numbering import read_off
@@ -105,8 +105,8 @@ class _Indexer:
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: no tensor for {name}: the experts are missing"
                 )
-            ops = route.converter.operations if route.converter else []
-            if any(op.supports_many_to_many for op in ops) or not names >= set(route.targets):
+            shares = any(op.supports_many_to_many for op in route.operations)
+            if shares or not names >= set(route.targets):
                 raise UnsupportedModel(
                     f"{type(self.model).__name__}: experts that share tensors with other parameters"
                     " are not served yet"
@@ -125,8 +125,8 @@ class _Indexer:
                 raise mixed([[part] for part in mine[0]], route.targets[0], self.checkpoint.folder)
             if not different(mine):
                 continue
-            shapes = {tuple(p.shape for p in own) for own in mine}
-            right = [s for s in shapes if self._fits(route, mine[0], s, layer)]
+            shapes = {tuple(p.shape for p in own): own for own in mine}
+            right = [shape for shape, own in shapes.items() if self._fits(route, own, layer)]
             for own in mine:
                 for i, part in enumerate(own):
                     if right and part.shape != right[0][i]:
@@ -137,16 +137,9 @@ class _Indexer:
             if right:
                 raise mixed(mine, route.targets[0], self.checkpoint.folder)
 
-    def _fits(
-        self,
-        route: Route,
-        own: list[Part],
-        shapes: tuple[tuple[int, ...], ...],
-        layer: list[Streamed],
-    ) -> bool:
-        resized = [reshaped(part, shape) for part, shape in zip(own, shapes, strict=True)]
+    def _fits(self, route: Route, own: list[Part], layer: list[Streamed]) -> bool:
         try:
-            self._blocks(route, resized, layer)
+            self._blocks(route, own, layer)
         except CheckpointError:
             return False
         return True

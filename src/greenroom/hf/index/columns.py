@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from math import prod
 from pathlib import Path
 
-from transformers.core_model_loading import ConversionOps
-
-from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN
+from greenroom.core.layout import BLOCKS, FLOATS, PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import Stored
@@ -33,13 +30,8 @@ class Part:
         return self.stored.shape
 
     @property
-    def kind(self) -> tuple[str, ...]:
-        """In what it is stored: encoding, dtype and those of its companions."""
-        return self.stored.encoding, self.stored.dtype, *(c.dtype for c in self.stored.companions)
-
-    @property
-    def spoken(self) -> str:
-        """In what it is stored, for messages: as `kind`, what differs there differs here."""
+    def kind(self) -> str:
+        """In what it is stored: encoding, or dtype, and the dtypes of its companions."""
         if self.stored.encoding == PLAIN:
             return self.stored.dtype
         scales = " and ".join(companion.dtype for companion in self.stored.companions)
@@ -57,13 +49,9 @@ def parts_of(checkpoint: Checkpoint, route: Route, experts: int) -> list[list[Pa
                 f"{checkpoint.folder}: {route.targets[0]} needs tensors named like"
                 f" {pattern.replace(chr(92), '')}, and there are none"
             )
-        stacked = any(getattr(op, "stacked", False) for op in _operations(route))
+        stacked = any(getattr(op, "stacked", False) for op in route.operations)
         columns.append(_column(checkpoint, pattern, names, experts, stacked))
     return [list(parts) for parts in zip(*columns, strict=True)]
-
-
-def _operations(route: Route) -> list[ConversionOps]:
-    return route.converter.operations if route.converter else []
 
 
 def _column(
@@ -127,19 +115,13 @@ def different(parts: list[list[Part]]) -> bool:
 
 def mixed(parts: Sequence[list[Part]], target: str, folder: Path) -> UnsupportedModel:
     """The error for experts of one layer that are not stored alike."""
-    kinds = {tuple(part.spoken for part in own): own for own in parts}
+    kinds = {tuple(part.kind for part in own): own for own in parts}
     (a, first), (b, other) = list(kinds.items())[:2]
     at = next((i for i in range(len(a)) if a[i] != b[i]), 0)
     return UnsupportedModel(
         f"{folder}: the experts of {target} are stored in different types: {first[at].name} as"
         f" {a[at]}, {other[at].name} as {b[at]}"
     )
-
-
-def reshaped(part: Part, shape: tuple[int, ...]) -> Part:
-    """The part as if it had another shape."""
-    nbytes = prod(shape) * ITEMSIZE.get(part.stored.dtype, 1)
-    return replace(part, stored=replace(part.stored, shape=shape, nbytes=nbytes))
 
 
 def _check_numbers(folder: Path, names: list[str], experts: int) -> None:

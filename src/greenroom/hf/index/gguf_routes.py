@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     Concatenate,
@@ -96,20 +94,3 @@ def _route(target: str, names: list[str], operations: list[ConversionOps]) -> Ro
     if not operations:
         return Route((target,), None, sources)
     return Route((target,), WeightConverter(names, target, operations), sources)
-
-
-def converted(route: Route, tensors: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
-    """A route's parameter from its tensors, by name."""
-    (target,) = route.targets
-    if route.converter is None:
-        return next(iter(tensors.values()))
-    converter = route.converter.copy(
-        route.converter.source_patterns,
-        route.converter.target_patterns,
-        operations=list(route.converter.operations),
-    )
-    for pattern, names in route.sources.items():
-        for name in names:
-            converter.add_tensor(target, name, pattern, tensors[name])
-    made = converter.convert(target, model=model, config=model.config)[target]
-    return made[0] if isinstance(made, list) else made

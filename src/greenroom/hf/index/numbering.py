@@ -7,7 +7,6 @@ whole rows must stay together: its outputs may be moved, its inputs may not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from itertools import accumulate
 from math import prod
 
@@ -92,19 +91,14 @@ def _convert(model: PreTrainedModel, route: Route, own: list[Part]) -> dict[str,
         _numbers(part, start, dtype)
         for part, start in zip(own, accumulate(sizes, initial=0), strict=False)
     ]
-    if route.converter is None:
-        return {route.targets[0]: numbered[0][None]}
-    converter = deepcopy(route.converter)
-    for part, numbers in zip(own, numbered, strict=True):
-        given = numbers if "*" in part.pattern else numbers[None]
-        converter.add_tensor(route.targets[0], part.name, part.pattern, given)
+    given = {
+        part.name: numbers if "*" in part.pattern else numbers[None]
+        for part, numbers in zip(own, numbered, strict=True)
+    }
     try:
-        made = converter.convert(
-            route.targets[0], model=_OneExpert(model, route.targets), config=model.config
-        )
+        return route.convert(given, _OneExpert(model, route.targets), model.config)
     except (RuntimeError, ValueError, IndexError):  # shapes that do not go together
         return {}
-    return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
 
 def _numbers(part: Part, start: int, dtype: torch.dtype) -> Tensor:

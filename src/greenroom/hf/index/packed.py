@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UsageError
-from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.checkpoint.pack.copies import catalog_of
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog, catalog_of
 from greenroom.hf.checkpoint.pack.format import HEADER, Layer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.index.experts import Streamed

@@ -6,11 +6,15 @@ No table per architecture: the renamings and conversions are those that `from_pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
+    ConversionOps,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -33,6 +37,24 @@ class Route:
     targets: tuple[str, ...]
     converter: WeightConverter | None
     sources: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def operations(self) -> list[ConversionOps]:
+        """What is done to the tensors; nothing where there is no converter."""
+        return self.converter.operations if self.converter else []
+
+    def convert(self, tensors: Mapping[str, Tensor], model: Any, config: Any) -> dict[str, Tensor]:
+        """The parameters that tensors make, both by name; some of a pattern's may be left out."""
+        first = self.targets[0]
+        if self.converter is None:
+            return {first: next(iter(tensors.values()))}
+        converter = deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names:
+                if name in tensors:
+                    converter.add_tensor(first, name, pattern, tensors[name])
+        made = converter.convert(first, model=model, config=config)
+        return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
 
 def find_routes(

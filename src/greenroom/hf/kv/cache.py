@@ -10,7 +10,7 @@ nothing is ever copied within `room` tokens. On a GPU they grow by a BLOCK of to
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd
 from mmap import PAGESIZE
@@ -34,93 +34,20 @@ BLOCK = 256  # tokens that a GPU's tensors grow by
 FREED = 64 << 20  # bytes that a GPU's allocator may keep of tensors that were outgrown
 
 
-class _Room:
-    """A tensor [batch, heads, tokens, width] with room behind its tokens."""
-
-    def __init__(self, room: int, in_blocks: bool) -> None:
-        """`room` tokens of address space, or as many blocks of memory as it takes."""
-        self._room, self._in_blocks = room, in_blocks
-        self._view: Tensor | None = None
-        self._whole: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that is taken; a page is, once it has been written."""
-        if self._whole is None or self._view is None:
-            return 0
-        if self._in_blocks:
-            return self._whole.nbytes
-        batch, heads, tokens, width = self._view.shape
-        row = tokens * width * self._view.element_size()
-        return batch * heads * -(-row // PAGESIZE) * PAGESIZE
-
-    def cut(self, tensor: Tensor, tokens: int) -> Tensor:
-        """`tensor` with its first tokens alone, in place."""
-        return self.first(tokens) if self.holds(tensor) else tensor[:, :, :tokens]
-
-    def first(self, tokens: int) -> Tensor:
-        """So many tokens of what there is room for."""
-        assert self._whole is not None
-        self._view = self._whole[:, :, :tokens]
-        return self._view
-
-    def whole(self, tokens: int) -> Tensor | None:
-        """All that there is room for, where that is so many tokens."""
-        whole = self._whole
-        return None if whole is None or tokens > whole.shape[2] else whole
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Is this the tensor that was given out last? Others (a copy, a part) are not built on."""
-        return tensor is self._view and self._whole is not None
-
-    def grown(self, tensor: Tensor, like: Tensor, by: int) -> Tensor:
-        """`tensor` (or nothing yet) with `by` more tokens, which are not set."""
-        tokens = tensor.shape[2] if tensor.dim() == 4 else 0
-        self.make(tensor, like, tokens + by)
-        return self.first(tokens + by)
-
-    def make(self, tensor: Tensor, like: Tensor, tokens: int) -> Tensor:
-        """Room for so many tokens; what `tensor` has of them, in its new place."""
-        have = tensor.shape[2] if tensor.dim() == 4 else 0
-        if not self.holds(tensor) or self.whole(tokens) is None:
-            batch, heads, _, width = like.shape
-            fresh = self._fresh((batch, heads, tokens, width), like)
-            if have:
-                fresh[:, :, :have] = tensor
-            self._whole, self._view = fresh, fresh[:, :, :have]
-        assert self._view is not None
-        return self._view
-
-    def _fresh(self, shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
-        """A tensor with room for `shape`'s tokens, and more."""
-        batch, heads, tokens, width = shape
-        with torch.inference_mode(False):  # else nobody outside could write to it
-            if self._in_blocks:
-                room = -(-tokens // BLOCK) * BLOCK
-                whole = like.new_empty((batch, heads, room, width))
-            else:
-                row = width * like.element_size()
-                each = PAGESIZE // gcd(PAGESIZE, row)  # tokens, so that a head begins on a page
-                room = tokens if tokens <= self._room else 2 * tokens
-                room = -(-max(room, self._room) // each) * each
-                whole = torch.frombuffer(
-                    reservation(batch * heads * room * row), dtype=like.dtype
-                ).view(batch, heads, room, width)
-        return whole
-
-
 class Growing(DynamicLayer):
     """A `DynamicLayer` with room for the tokens to come.
 
-    A token that `one_more` adds is not seen in keys and values before somebody looks at them: two
-    views of every layer take a compiled pass as long as a layer.
+    Keys and values are views of tensors with room behind their tokens, until others take their
+    place: a copy, or a part of them. The views are made when somebody looks at them: two views of
+    every layer take a compiled pass as long as a layer.
     """
 
     def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
-        self._options = room, in_blocks
-        self._rooms = _Room(*self._options), _Room(*self._options)
-        self._count = 0  # tokens in the rooms, as long as none were added but by `one_more`
-        self._unseen = False
+        """`room` tokens of address space, or as many blocks of memory as it takes."""
+        self._options = self._room, self._in_blocks = room, in_blocks
+        self._views: list[Tensor | None] | None = [None, None]  # None: of `_wholes`, not made yet
+        self._wholes: tuple[Tensor, Tensor] | None = None
+        self._count = 0  # tokens in these
         super().__init__()
 
     @classmethod
@@ -133,118 +60,130 @@ class Growing(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        self._look()
-        return self._keys
+        return self._look()[0]
 
     @keys.setter
     def keys(self, tensor: Tensor | None) -> None:
-        self._look()
-        self._keys, self._count = tensor, 0
+        self._views, self._wholes = [tensor, self._look()[1]], None
 
     @property
     def values(self) -> Tensor | None:
-        self._look()
-        return self._values
+        return self._look()[1]
 
     @values.setter
     def values(self, tensor: Tensor | None) -> None:
-        self._look()
-        self._values, self._count = tensor, 0
+        self._views, self._wholes = [self._look()[0], tensor], None
 
-    def _look(self) -> None:
-        if self._unseen:
-            self._unseen = False
-            self._keys, self._values = (room.first(self._count) for room in self._rooms)
+    def _look(self) -> list[Tensor | None]:
+        if self._views is None:
+            assert self._wholes is not None
+            self._views = [whole[:, :, : self._count] for whole in self._wholes]
+        return self._views
 
     def get_seq_length(self) -> int:
-        return self._count or super().get_seq_length()
+        return super().get_seq_length() if self._wholes is None else self._count
 
     @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, heads, tokens, width] with those that are given now."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys, values = self._tensors()
         # A search with beams makes new tensors for every token: they are not worth a room.
-        moved = keys.dim() == 4 and keys.shape[0] > 1 and not self._rooms[0].holds(keys)
+        moved = self._wholes is None and self.get_seq_length() and len(key_states) > 1
         if moved or key_states.requires_grad or key_states.dim() != 4:
             return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         new = key_states.shape[2]
-        keys = self.keys = self._rooms[0].grown(keys, key_states, new)
-        values = self.values = self._rooms[1].grown(values, value_states, new)
+        self._add(new, key_states, value_states)
+        keys, values = self._tensors()
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
 
     def one_more(self) -> Room | None:
         """Add a token, unset; None, and nothing done, where there are several requests."""
-        if not self._count or self._rooms[0].whole(self._count + 1) is None:
-            both = self._tensors()
-            if both[0].shape[0] != 1:
-                return None
-            self.keys, self.values = grown = [
-                room.grown(tensor, tensor, 1)
-                for room, tensor in zip(self._rooms, both, strict=True)
-            ]
-            self._count = grown[0].shape[2]
-        else:
-            self._count += 1
-            self._unseen = True
-        whole = [room.whole(self._count) for room in self._rooms]
-        assert whole[0] is not None
-        assert whole[1] is not None
-        return Room(whole[0], whole[1], self._count)
+        keys, values = self._wholes or self._tensors()
+        if keys.shape[0] != 1:
+            return None
+        self._add(1, keys, values)
+        assert self._wholes is not None
+        return Room(*self._wholes, self._count)
+
+    def _add(self, tokens: int, *like: Tensor) -> None:
+        """More tokens, which are not set."""
+        if self._wholes is None or self._count + tokens > self._most:
+            self._make(self.get_seq_length() + tokens, like)
+        self._count += tokens
+        self._views = None
+
+    def _make(self, tokens: int, like: Sequence[Tensor]) -> None:
+        """New tensors with room for so many tokens; keys and values move there."""
+        have, before = self.get_seq_length(), self._look()
+        keys, values = (self._fresh(each, tokens) for each in like)
+        for old, new in zip(before, (keys, values), strict=True):
+            if have and old is not None:
+                new[:, :, :have] = old
+        self._wholes, self._count, self._views = (keys, values), have, None
+        self._most = min(keys.shape[2], values.shape[2])
+
+    def _fresh(self, like: Tensor, tokens: int) -> Tensor:
+        """A tensor with room for so many tokens, and more."""
+        batch, heads, _, width = like.shape
+        with torch.inference_mode(False):  # else nobody outside could write to it
+            if self._in_blocks:
+                room = -(-tokens // BLOCK) * BLOCK
+                return like.new_empty((batch, heads, room, width))
+            row = width * like.element_size()
+            each = PAGESIZE // gcd(PAGESIZE, row)  # tokens, so that a head begins on a page
+            room = tokens if tokens <= self._room else 2 * tokens
+            room = -(-max(room, self._room) // each) * each
+            space = reservation(batch * heads * room * row)
+            return torch.frombuffer(space, dtype=like.dtype).view(batch, heads, room, width)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Without the last -`tokens_to_remove` tokens; those that remain are not moved."""
-        if tokens_to_remove > 0:
-            raise ValueError("tokens to remove are told as a negative number")
-        if tokens_to_remove == 0 or not self.is_initialized:
-            return
-        keys, values = self._tensors()
-        left = max(0, keys.shape[2] + tokens_to_remove)
-        self.keys, self.values = self._rooms[0].cut(keys, left), self._rooms[1].cut(values, left)
+        if self._wholes is None or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+        else:
+            self._count, self._views = max(0, self._count + tokens_to_remove), None
 
     def make(self, tokens: int) -> int:
         """Room for so many tokens; the bytes that were left behind for it."""
-        if not self.is_initialized or self._tensors()[0].dim() != 4:
+        if not self.get_seq_length() or (self._wholes is not None and tokens <= self._most):
             return 0
         before = self.nbytes
-        keys, values = self._tensors()
-        self.keys = self._rooms[0].make(keys, keys, tokens)
-        self.values = self._rooms[1].make(values, values, tokens)
-        return before if self.keys is not keys else 0
+        self._make(tokens, self._tensors())
+        return before
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+        keys, values = self._look()
+        assert keys is not None
+        assert values is not None
+        return keys, values
 
     @property
     def nbytes(self) -> int:
-        """Memory that keys and values take."""
+        """Memory that keys and values take; a page is taken once it has been written."""
         if not self.is_initialized:
             return 0
-        return sum(
-            room.nbytes if room.holds(tensor) else tensor.nbytes
-            for room, tensor in zip(self._rooms, self._tensors(), strict=True)
-        )
-
-    def reset(self) -> None:
-        super().reset()
-        self._count = 0
-        self._rooms = _Room(*self._options), _Room(*self._options)
+        if self._wholes is None or self._in_blocks:
+            return sum(tensor.nbytes for tensor in self._wholes or self._tensors())
+        pages = 0
+        for batch, heads, _, width in (whole.shape for whole in self._wholes):
+            row = self._count * width * self._wholes[0].element_size()
+            pages += batch * heads * -(-row // PAGESIZE)
+        return pages * PAGESIZE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
         """Its tokens without the room behind them."""
-        self._look()
+        views = [tensor if tensor is None else tensor.clone() for tensor in self._look()]
         made = Growing(*self._options)
         made.__dict__ |= {
-            name: copy.deepcopy(value, memo) if not isinstance(value, Tensor) else value.clone()
+            name: copy.deepcopy(value, memo)
             for name, value in vars(self).items()
-            if name not in ("_rooms", "_count")
+            if name not in ("_wholes", "_views")
         }
+        made._views = list(views)
         return made
 
 

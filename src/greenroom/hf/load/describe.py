@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
 from greenroom.hf.checkpoint.fingerprint import fingerprint
-from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_anywhere
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies

@@ -10,7 +10,7 @@ from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Pieces
 from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
 from greenroom.runtime.slots.host import HostSlots

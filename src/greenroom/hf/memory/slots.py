@@ -11,9 +11,8 @@ from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
-from greenroom.hf.checkpoint.pack.catalog import PackCatalog
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.pack.checked import checked
-from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
 from greenroom.hf.memory.approximate import nested, slots_with_copies
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.policies import policy as named_policy

@@ -30,7 +30,7 @@ def split_experts(
         )
     cuts = [nearest(layout, share) for layout, share in zip(catalog.layouts, each, strict=True)]
     made = catalog.cut_at(cuts)
-    tops, bottoms = made.part_bytes()
+    tops, bottoms = made.piece_bytes()
     if not any(bottoms):
         return catalog, None
     most = min(b - a for a, b in zip(catalog.offsets, catalog.offsets[1:], strict=False))

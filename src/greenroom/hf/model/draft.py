@@ -33,7 +33,7 @@ from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.index.catalog import make_catalog
 from greenroom.hf.index.experts import Streamed, detach_experts, streamed_parameters
-from greenroom.hf.index.gguf_routes import converted, gguf_routes
+from greenroom.hf.index.gguf_routes import gguf_routes
 from greenroom.hf.index.routes import Route, TargetDtypes, find_routes
 from greenroom.hf.model.architectures import class_of
 from greenroom.hf.model.dense import Kept, kept
@@ -263,7 +263,8 @@ class _Converted:
             return self.checkpoint.read(names[0], self.dtype, self.empty)
         # As transformers does: what is computed with is in float32, and cast at the end.
         tensors = {name: self.checkpoint.read(name, torch.float32) for name in names}
-        made = converted(self.route, tensors, self.model)
+        (target,) = self.route.targets
+        made = self.route.convert(tensors, self.model, self.model.config)[target]
         return self.empty(*made.shape, dtype=self.dtype).copy_(made)
 
 

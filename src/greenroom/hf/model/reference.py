@@ -20,14 +20,14 @@ from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.gguf_file import ENCODED
+from greenroom.hf.checkpoint.gguf_file import ggml_type
 from greenroom.hf.checkpoint.header import DTYPES, Stored
 from greenroom.hf.checkpoint.pack.format import DATA, Layer
 from greenroom.hf.checkpoint.pack.low import joined
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised import settings_of
 from greenroom.hf.index.experts import Streamed
-from greenroom.hf.index.gguf_routes import converted, gguf_routes
+from greenroom.hf.index.gguf_routes import gguf_routes
 from greenroom.hf.index.routes import find_routes
 from greenroom.hf.model.draft import Draft
 from greenroom.runtime.encodings import ENCODINGS
@@ -170,12 +170,13 @@ def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
         if stored.encoding == PLAIN:
             values = torch.from_numpy(data).view(getattr(torch, stored.dtype))
         else:
-            kind = next((k for k, v in ENCODED.items() if v == stored.encoding), stored.encoding)
+            kind = ggml_type(stored.encoding)
             values = torch.from_numpy(
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
         tensors[name] = values.view(stored.shape).float()
-    return converted(route, tensors, draft.model).to(streamed.dtype)
+    made = route.convert(tensors, draft.model, draft.model.config)[streamed.full_name]
+    return made.to(streamed.dtype)
 
 
 def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:

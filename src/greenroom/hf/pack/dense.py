@@ -23,7 +23,7 @@ from greenroom.hf.checkpoint.pack.format import HEADER, File
 SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
 PIECE = 4 << 20
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokenizer and the like
-_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 Advance = Callable[[int], None]
 
@@ -83,7 +83,7 @@ def copy_safetensors(
         stored = checkpoint.stored[name]
         begin, end = end, end + stored.nbytes
         entries[name] = {
-            "dtype": _NAMES[stored.dtype],
+            "dtype": NAMES[stored.dtype],
             "shape": list(stored.shape),
             "data_offsets": [begin, end],
         }

@@ -12,16 +12,14 @@ from pathlib import Path
 
 from greenroom.core.layout import PLAIN
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.gguf_file import ENCODED, PLAIN_TYPES, Cursor
+from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
 from greenroom.hf.checkpoint.header import Stored
 from greenroom.hf.checkpoint.pack.format import File
-from greenroom.hf.pack.dense import Advance, copy_bytes, written
+from greenroom.hf.pack.dense import NAMES, Advance, copy_bytes, written
 
 NAME = "dense.gguf"
 SPLIT = "split."  # metadata of a model in parts
 ALIGNMENT = 32
-_TYPES = {(PLAIN, dtype): name for name, dtype in PLAIN_TYPES.items()}
-_TYPES |= {(encoding, "uint8"): name for name, encoding in ENCODED.items()}
 
 
 def copy_gguf(checkpoint: Gguf, names: Sequence[str], path: Path, advance: Advance) -> File:
@@ -52,7 +50,8 @@ def _entry(name: str, stored: Stored, offset: int) -> bytes:
     """A line of the table of tensors; dimensions are in ggml's order, the fastest first."""
     from gguf import GGMLQuantizationType
 
-    kind = _TYPES.get((stored.encoding, stored.dtype), stored.encoding)
+    plain = stored.encoding == PLAIN
+    kind = NAMES[stored.dtype] if plain else ggml_type(stored.encoding)
     key, shape = name.encode(), stored.shape[::-1]
     return (
         struct.pack("<Q", len(key))

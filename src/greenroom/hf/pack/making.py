@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from greenroom.config import show_bytes
 from greenroom.core.layout import SlotLayout
 from greenroom.errors import OutputError, UnknownName, UsageError
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.pack.crc import checksums
 from greenroom.hf.checkpoint.pack.format import (
     DATA,
     KINDS,
@@ -31,23 +31,21 @@ from greenroom.hf.checkpoint.pack.format import (
     Header,
     Layer,
     Source,
-    check_free,
     lay_out,
 )
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import NAME as JOURNAL
-from greenroom.hf.checkpoint.pack.journal import Journal
+from greenroom.hf.checkpoint.pack.journal import Journal, writing
 from greenroom.hf.checkpoint.pack.low import PRECISIONS, Low
-from greenroom.hf.checkpoint.pack.reading import BESIDE, crc32_of, dense_parts, is_pack
+from greenroom.hf.checkpoint.pack.reading import BESIDE, Pack, dense_parts, is_pack
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.pack import dense
-from greenroom.hf.pack.benches import Benches
-from greenroom.hf.pack.copy_makers import low_of, with_copy
+from greenroom.hf.pack.benches import make_experts
 from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
 from greenroom.hf.pack.dense_gguf import copy_gguf
-from greenroom.hf.pack.target import Maker, target_layout
+from greenroom.hf.pack.target import Maker, low_of, target_layout
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -107,14 +105,12 @@ def pack(
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
     job = _Job(Draft.of(checkpoint), _named(source), kind, segments, progress, precision)
     made = job.repair(folder) if repair else job.make(folder)
-    kept = job.experts - made
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    seconds = time.perf_counter() - began
-    target = sum(layer.experts * layer.layout.nbytes for layer in job.layers)
-    added = sum(x.experts * x.low.stride for x in job.layers if x.low and not x.low.nested)
+    layers, experts = job.header.layers, job.header.experts
+    target = sum(layer.experts * layer.layout.nbytes for layer in layers)
+    added = sum(x.experts * x.low.stride for x in layers if x.low and not x.low.nested)
     return Packed(
-        folder, size, target, job.catalog.expert_bytes, job.experts, kept, seconds,
-        peak_rss_bytes(), added,
+        folder, _size(folder), target, job.catalog.expert_bytes, experts, experts - made,
+        time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
 
 
@@ -125,7 +121,7 @@ def _named(source: str) -> str:
 
 
 class _Job:
-    """One source, packed to one kind."""
+    """One source, packed to one kind. `header` says what is to be made, without checksums."""
 
     def __init__(
         self,
@@ -136,120 +132,96 @@ class _Job:
         progress: Progress,
         precision: str | None,
     ) -> None:
-        self.draft, self.model, self.kind, self.progress = draft, model, kind, progress
+        self.model, self.kind, self.progress = model, kind, progress
         self.segments, self.precision = segments, precision
         self.checkpoint, self.catalog = draft.checkpoint, draft.catalog
-        self.experts = self.catalog.experts
-        exact = [self._maker(layer) for layer in range(len(self.catalog.layers))]
-        lows = [self._low(layer, maker.target) for layer, maker in enumerate(exact)]
-        self.makers = [
-            m if low is None else with_copy(m, low) for m, low in zip(exact, lows, strict=True)
-        ]
+        pack, source_layouts = self.checkpoint.pack, self.catalog.layouts
+        cut = any(layout.segments for layout in source_layouts)
+        if cut or (pack is not None and pack.header.precision):
+            what = "in segments" if cut else "with copies"
+            raise UsageError(f"{model}: is a pack {what}: make another one of its source")
+        modules = [draft.model.get_submodule(name) for name in self.catalog.layers]
+        planned = list(map(self._plan_layer, self.catalog.layers, source_layouts, modules))
         counts = np.diff(self.catalog.offsets).tolist()
-        targets = [maker.target for maker in exact]
-        self.layers = lay_out([*zip(self.catalog.layers, counts, targets, lows, strict=True)])
-        self.names = dense.dense_names(self.checkpoint, draft.dense_tensors)
+        layers = lay_out(
+            Layer(name, count, 0, layout, low=low)
+            for name, count, (layout, low, _) in zip(
+                self.catalog.layers, counts, planned, strict=True
+            )
+        )
+        self.makers = [makers for *_, makers in planned]
+        source = Source(model, fingerprint(self.checkpoint), "")
+        self.header = Header(kind, str(draft.dtype)[6:], source, layers)
+        names = dense.dense_names(self.checkpoint, draft.dense_tensors)
+        gguf = isinstance(self.checkpoint, Gguf)
+        self.shards = {GGUF_NAME: names} if gguf else dense.shards(self.checkpoint, names)
+        stored = self.checkpoint.stored
+        self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
         self.done = 0  # bytes
 
-    def _low(self, layer: int, exact: SlotLayout) -> Low | None:
-        """The copies of a layer, where there shall be any."""
+    def _plan_layer(
+        self, name: str, source: SlotLayout, module: nn.Module
+    ) -> tuple[SlotLayout, Low | None, tuple[Maker, ...]]:
+        """The layout of a layer's experts, that of their copies, and what makes both."""
+        target, cutting = target_layout(self.kind, source, module, name), None
+        if self.segments > 1:
+            cutting = Cutting.of(module, target)
+            target = cutting.segments(self.segments, name)
+        maker = Maker(self.kind, source, target, bool(module.is_transposed), name, cutting)
         if self.precision is None:
-            return None
-        name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
-        module = self.draft.model.get_submodule(name)
-        return low_of(self.precision, self.kind, source, exact, module, name)
-
-    def _maker(self, layer: int) -> Maker:
-        name, source = self.catalog.layers[layer], self.catalog.layouts[layer]
-        module = self.draft.model.get_submodule(name)
-        target = target_layout(self.kind, source, module, name)
-        transposed = bool(module.is_transposed)
-        pack = self.checkpoint.pack
-        if source.segments or (pack is not None and pack.header.precision):
-            what = "in segments" if source.segments else "with copies"
-            raise UsageError(f"{self.model}: is a pack {what}: make another one of its source")
-        if self.segments == 1:
-            return Maker(self.kind, source, target, transposed, name)
-        cutting = Cutting.of(module, target)
-        cut = cutting.segments(self.segments, name)
-        return Maker(self.kind, source, cut, transposed, name, cutting)
-
-    @property
-    def total(self) -> int:
-        """Bytes of the pack, but for what is small."""
-        last: Layer = self.layers[-1]
-        return self.dense_bytes + last.place(last.experts)
-
-    @property
-    def dense_bytes(self) -> int:
-        return sum(self.checkpoint.stored[name].nbytes for name in self.names)
+            return target, None, (maker,)
+        low = low_of(self.precision, self.kind, source, target, module, name)
+        return target, low, maker.with_copy(low)
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(min(self.done, self.total), self.total)
-
-    def _header(self, dense_digest: str, files: tuple[File, ...]) -> Header:
-        source = Source(self.model, fingerprint(self.checkpoint), dense_digest)
-        return Header(self.kind, str(self.draft.dtype)[6:], source, self.layers, files)
 
     # ---- making
 
     def make(self, folder: Path) -> int:
         """Make the pack, or go on with it. Returns how many experts were made now."""
         more = "name another folder for the pack"
-        check_free(folder, f"--repair mends a pack; {more}" if is_pack(folder) else more)
+        _check_free(folder, f"--repair mends a pack; {more}" if is_pack(folder) else more)
         if not folder.parent.is_dir():
             raise OutputError(f"{folder}: there is no folder {folder.parent}")
         work = folder.with_name(folder.name + BESIDE)
         self._check_room(work)
-        self._begin(work)
-        if is_pack(work) and not (work / JOURNAL).exists():
-            self._check_same(read(work), work)  # all but its name was done
-            made = 0
+        with writing(work):
+            work.mkdir(exist_ok=True)
+        begun, made = (work / JOURNAL).exists(), 0
+        if not begun and is_pack(work):  # all but its name was done
+            self._check_same(read(work), work)
+        elif not begun and any(work.iterdir()):
+            raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
         else:
-            journal = Journal(work, self._plan(), self._command(folder))
-            with journal:
+            with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
                 made = self._fill(work, journal)
                 journal.remove()
-        try:
+        with writing(folder):
             os.rename(work, folder)
             _sync_folder(folder.parent)
-        except OSError as error:
-            raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
         return made
-
-    def _begin(self, work: Path) -> None:
-        try:
-            work.mkdir(exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"{work}: cannot be written: {error.strerror}") from error
-        others = any(work.iterdir()) and not (work / JOURNAL).exists()
-        if others and not is_pack(work):
-            raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
-
-    def _command(self, folder: Path) -> str:
-        return self._header("", ()).command(folder)
 
     def _plan(self) -> dict[str, Any]:
         """What must be the same for a half-made pack to be gone on with."""
         files = sorted({*self.checkpoint.files, *self.catalog.files})
         stats = [(path, os.stat(path)) for path in files]
         return {
-            "version": self._header("", ()).version,
-            "identity": self._header("", ()).identity,
+            "version": self.header.version,
+            "identity": self.header.identity,
             "files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         }
 
     def _check_same(self, header: Header, folder: Path) -> None:
-        mine = self._header(header.source.dense, ())
-        mine = replace(mine, source=replace(mine.source, model=header.source.model))
-        if mine.identity != header.identity:
+        source = replace(header.source, fingerprint=self.header.source.fingerprint)
+        if replace(self.header, source=source).identity != header.identity:
             raise OutputError(
                 f"{folder}: is another pack: experts {header.kind}, made from {header.source.model}"
             )
 
     def _check_room(self, work: Path) -> None:
-        there = sum(path.stat().st_size for path in work.iterdir()) if work.is_dir() else 0
+        there = _size(work) if work.is_dir() else 0
         need = self.total + MARGIN - there
         free = shutil.disk_usage(work.parent).free
         if need > free:
@@ -262,29 +234,29 @@ class _Job:
         if not isinstance(self.checkpoint, Gguf):
             dense.copy_small(self.checkpoint.folder, work)
         files = tuple(self._dense_files(work, journal))
-        header = self._header(fingerprint(dense_parts(work, files)), files)
+        source = replace(self.header.source, dense=fingerprint(dense_parts(work, files)))
+        header = replace(self.header, source=source, files=files)
         size = (work / DATA).stat().st_size if (work / DATA).exists() else 0
         journal.experts = {
             expert: crc32
             for expert, crc32 in journal.experts.items()
             if self._is_written(expert, crc32, size)
         }
-        todo = [e for e in range(self.experts) if e not in journal.experts]
-        self.done += sum(self._layer(e)[0].stride for e in journal.experts)
-        with Data(work / DATA) as data:
-            data.begin(header)
-            self._experts(todo, data, journal.add_experts)
+        todo = [e for e in range(header.experts) if e not in journal.experts]
+        self.done += sum(header.layer_of(e)[0].stride for e in journal.experts)
+        self._experts(todo, work, header, journal.add_experts)
         header.with_checksums(journal.experts).save(work)
         return len(todo)
 
-    def _is_written(self, expert: int, crc32: tuple[int, ...], size: int) -> bool:
+    def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
         """Whether what a journal says of an expert can be so, in a data file of `size` bytes."""
-        if expert >= self.experts or self._place(expert)[1] > size:
+        if expert_id >= self.header.experts:
             return False
-        return len(crc32) == len(self._layer(expert)[0].runs)
+        layer, expert = self.header.layer_of(expert_id)
+        return layer.place(expert + 1) <= size and len(crc32) == len(layer.runs)
 
     def _dense_files(self, work: Path, journal: Journal) -> Iterator[File]:
-        for name in self._shards():
+        for name in self.shards:
             file = journal.files.get(name)
             path = work / name
             if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
@@ -294,18 +266,11 @@ class _Job:
                 self._advance(file.nbytes)
             yield file
 
-    def _shards(self) -> dict[str, list[str]]:
-        if isinstance(self.checkpoint, Gguf):
-            return {GGUF_NAME: self.names}
-        return dense.shards(self.checkpoint, self.names)
-
     def _copy(self, name: str, folder: Path) -> File:
-        names, path = self._shards()[name], folder / name
+        names, path = self.shards[name], folder / name
         if isinstance(self.checkpoint, Gguf):
             return copy_gguf(self.checkpoint, names, path, self._advance)
         return dense.copy_safetensors(self.checkpoint, names, path, self._advance)
-
-    # ---- repairing
 
     def repair(self, folder: Path) -> int:
         """Make anew what is damaged in a pack. Returns how many experts that were."""
@@ -313,45 +278,25 @@ class _Job:
             raise UsageError(f"{folder}: holds no pack to repair")
         header = read(folder)
         self._check_same(header, folder)
+        damaged = list(Pack(folder, header).damaged())
         files = tuple(
-            file
-            if (folder / file.name).is_file() and crc32_of(folder / file.name) == file.crc32
-            else self._copy(file.name, folder)
-            for file in header.files
+            self._copy(file.name, folder) if file in damaged else file for file in header.files
         )
-        each = ((x, e) for x in header.layers for e in range(x.experts))
+        wrong = [each for each in damaged if isinstance(each, int)]
+        each = ((layer, e) for layer in header.layers for e in range(layer.experts))
         crc32 = {n: layer.checksums(e) for n, (layer, e) in enumerate(each)}
-        wrong = [e for e in crc32 if self._crc32(folder, header, e) != crc32[e]]
-        with Data(folder / DATA) as data:
-            data.begin(header)
-            self._experts(wrong, data, crc32.update)
+        self._experts(wrong, folder, header, crc32.update)
         replace(header, files=files).with_checksums(crc32).save(folder)
         return len(wrong)
 
-    def _crc32(self, folder: Path, header: Header, expert_id: int) -> tuple[int, ...]:
-        layer, expert = header.layer_of(expert_id)
-        with open(folder / DATA, "rb", buffering=0) as stream:
-            stream.seek(layer.place(expert))
-            return checksums(layer.runs, memoryview(stream.read(layer.nbytes)))
-
-    # ---- experts
-
-    def _layer(self, expert_id: int) -> tuple[Layer, int]:
-        """(the layer, the expert's number in it)."""
-        layer = self.catalog.layer_of(expert_id)
-        return self.layers[layer], expert_id - self.catalog.offsets[layer]
-
-    def _place(self, expert_id: int) -> tuple[int, int]:
-        """(first byte, the one after the last)."""
-        layer, expert = self._layer(expert_id)
-        return layer.place(expert), layer.place(expert + 1)
-
     def _experts(
-        self, todo: list[int], data: Data, note: Callable[[dict[int, tuple[int, ...]]], None]
+        self,
+        todo: list[int],
+        folder: Path,
+        header: Header,
+        note: Callable[[dict[int, tuple[int, ...]]], None],
     ) -> None:
         """Make these experts; `note` is told of checksums when the experts are on disk."""
-        if not todo:
-            return
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
@@ -361,13 +306,14 @@ class _Job:
             done.clear()
 
         with (
-            Benches(self.catalog, self.layers, self.makers, data) as benches,
-            closing(benches.make(todo)) as made,  # no thread writes any more when it is closed
+            Data(folder / DATA) as data,
+            closing(make_experts(self.catalog, header.layers, self.makers, data, todo)) as made,
         ):
+            data.begin(header)
             try:
                 for expert, crc in made:
                     done[expert] = crc
-                    stride = self._layer(expert)[0].stride
+                    stride = header.layer_of(expert)[0].stride
                     unsynced += stride
                     self._advance(stride)
                     if unsynced >= SYNC_BYTES or time.monotonic() - at >= SYNC_S:
@@ -375,6 +321,20 @@ class _Job:
                         unsynced, at = 0, time.monotonic()
             finally:  # what is done outlives an interruption
                 flush()
+
+
+def _check_free(folder: Path, what: str) -> None:
+    """OutputError where `folder` is not empty, or something else."""
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise OutputError(f"{folder}: is not empty: {what}")
+    elif folder.exists() or folder.is_symlink():
+        raise OutputError(f"{folder}: is not a folder")
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -60,6 +60,15 @@ def _size(x: np.float32) -> np.int32:
 
 
 @jit
+def _largest(x: F32) -> np.int32:
+    """The largest size."""
+    largest = np.int32(0)
+    for i in range(len(x)):
+        largest = max(largest, _size(x[i]))
+    return largest
+
+
+@jit
 def _as_half(scale: np.float32, bits: int) -> np.float32:
     """The nearest float16 of `bits` significant bits, as float32; not beyond the largest."""
     if scale < TINY:
@@ -77,9 +86,7 @@ def int8(w: F32, group: int, codes: NDArray[np.int8], scales: F32) -> bool:
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
             x = w[row, g * group : (g + 1) * group]
-            largest = np.int32(0)
-            for i in range(group):
-                largest = max(largest, _size(x[i]))
+            largest = _largest(x)
             finite = finite and bool(largest < INFINITE)
             scale = _as_half(np.float32(np.int32(largest).view(np.float32) / np.float32(127)), HALF)
             scales[row, g] = scale
@@ -113,9 +120,7 @@ def nested(
     for row in range(w.shape[0]):
         for g in range(w.shape[1] // group):
             x = w[row, g * group : (g + 1) * group]
-            largest = np.int32(0)
-            for i in range(group):
-                largest = max(largest, _size(x[i]))
+            largest = _largest(x)
             finite = finite and bool(largest < INFINITE)
             scale = _scale_up(np.int32(largest).view(np.float32) / NESTED)
             scales[row, g] = scale * SIXTEEN
@@ -123,10 +128,9 @@ def nested(
             over = ONE / scale if scale > ZERO else ZERO
             for i in range(0, group, 2):
                 a, b = _nested(x[i] * over), _nested(x[i + 1] * over)
-                ha, hb = (a + 8) >> 4, (b + 8) >> 4
                 at = (g * group + i) // 2
-                high[row, at] = np.uint8((ha + 8) | (hb + 8) << 4)
-                low[row, at] = np.uint8((a - 16 * ha + 8) | (b - 16 * hb + 8) << 4)
+                high[row, at] = np.uint8((a + 136) >> 4 | ((b + 136) >> 4) << 4)
+                low[row, at] = np.uint8(((a + 8) & 15) | ((b + 8) & 15) << 4)
     return finite
 
 
@@ -202,9 +206,7 @@ def fp8(w: F32, rows: int, columns: int, codes: NDArray[np.uint8], scales: F32) 
             left, right = across * columns, (across + 1) * columns
             largest = np.int32(0)
             for row in range(down * rows, (down + 1) * rows):
-                x = w[row, left:right]
-                for i in range(columns):
-                    largest = max(largest, _size(x[i]))
+                largest = max(largest, _largest(w[row, left:right]))
             finite = finite and bool(largest < INFINITE)
             scale = np.float32(np.int32(largest).view(np.float32) / np.float32(448))
             scales[down, across] = scale

@@ -1,18 +1,19 @@
-"""What a packed expert looks like, and how it is made of one that lies in a slot."""
+"""What a packed expert and its copy look like, and how they are made of an expert in a slot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd, lcm
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
-from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
+from greenroom.hf.checkpoint.pack.low import NESTED, Low, codes_of, nested_layout
 from greenroom.hf.pack import quantise
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
@@ -33,7 +34,7 @@ def target_layout(kind: str, layout: SlotLayout, module: nn.Module, where: str) 
     if kind == "same":
         return layout
     made: list[tuple[str, tuple[int, ...], str]] = []
-    names = [spec.name for spec in layout.tensors if "." not in spec.name]
+    names = [spec.name for spec in codes_of(layout)]
     for name in names:
         rows, columns = logical(layout.weight(name), bool(module.is_transposed))
         if kind == "fp8":
@@ -64,6 +65,22 @@ def _side(length: int, unit: int) -> int:
     return next((side for side in sides if length % side == 0), length)
 
 
+def low_of(
+    precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
+) -> Low:
+    """The copies of a layer whose experts are packed to `kind`, which gives the layout `exact`.
+    UsageError where they would be no smaller."""
+    nested = (kind, precision) == NESTED
+    layout = nested_layout(exact) if nested else target_layout(precision, source, module, where)
+    low = Low(precision, nested, layout)
+    if low.stride >= exact.nbytes:
+        raise UsageError(
+            f"--miss-precision {precision}: a copy of an expert of {where} would take"
+            f" {low.stride} bytes, the expert takes {exact.nbytes}: it must be smaller"
+        )
+    return low
+
+
 @dataclass(frozen=True)
 class Maker:
     """Makes packed experts of one layer; `where` names it, for messages."""
@@ -74,6 +91,16 @@ class Maker:
     transposed: bool
     where: str
     cutting: Cutting | None = None  # where the target lies in segments
+
+    def with_copy(self, low: Low) -> tuple[Maker, ...]:
+        """What makes copies, and these experts behind them."""
+        if not low.nested:
+            copy = replace(self, kind=low.precision, target=low.layout)
+            return copy, replace(self, target=_moved(self.target, low.stride))
+        rest = _moved(low.rest, low.stride).tensors
+        planes = tuple(replace(spec, name=f"{spec.name}.rest") for spec in rest)
+        both = replace(low.layout, tensors=low.layout.tensors + planes)
+        return (replace(self, kind="nested", target=both),)
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:
         """Fill the target's tensors from the source's, some rows at a time.
@@ -91,44 +118,33 @@ class Maker:
         segments = self.target.segments
         ends = [*(segment.first for segment in segments[1:]), self.cutting.channels]
         for segment, end in zip(segments, ends, strict=True):
-            for spec, own in zip(self.target.tensors, segment.layout.tensors, strict=True):
-                place = replace(own, offset=segment.offset + own.offset)
-                target(place).copy_(self.cutting.part(spec, made[spec], segment.first, end))
+            own_specs = _moved(segment.layout, segment.offset).tensors
+            for spec, own in zip(self.target.tensors, own_specs, strict=True):
+                target(own).copy_(self.cutting.part(spec, made[spec], segment.first, end))
 
     def _whole(self, source: Lookup, target: Lookup, expert: int) -> None:
         if self.kind == "same":
-            for spec in self.source.tensors:
-                target(spec).copy_(source(spec))
+            for spec, own in zip(self.source.tensors, self.target.tensors, strict=True):
+                target(own).copy_(source(spec))
             return
-        for spec in self.source.tensors:
-            if "." not in spec.name:
-                self._matrix(spec.name, source, target, expert)
+        for spec in codes_of(self.source):
+            self._matrix(spec.name, source, target, expert)
 
     def _matrix(self, name: str, source: Lookup, target: Lookup, expert: int) -> None:
-        weight, made = self.source.weight(name), self.target.weight(name)
-        parts, fill = [source(spec) for spec in weight.parts], self._fill(name, target)
+        weight = self.source.weight(name)
+        parts = [source(spec) for spec in weight.parts]
+        made = [target(spec) for spec in self.target.weight(name).parts]
         rows, columns = logical(weight, self.transposed)
-        per = rows // made.parts[1].shape[0]
-        unit = lcm(per, *(rows // len(part) for part in parts[1:]))
+        unit = lcm(*(rows // len(part) for part in (*made, *parts[1:])))
         step = max(1, ROOM // (4 * columns * unit)) * unit
         for row in range(0, rows, step):
             stop = min(row + step, rows)
-            if not fill(self._rows(weight, parts, row, stop), row, stop, per):
+            w = self._rows(weight, parts, row, stop)
+            if not QUANTISERS[self.kind](w, *(_cut(part, row, stop, rows) for part in made)):
                 raise CheckpointError(
                     f"expert {expert} of {self.where}: {name} has weights that are no finite"
                     " numbers"
                 )
-
-    def _fill(self, name: str, target: Lookup) -> Callable[[np.ndarray, int, int, int], bool]:
-        """What fills a matrix: (weights of rows row .. stop, row, stop, rows that share a scale) ->
-        whether all of them were finite numbers."""
-        codes, scale = (target(spec) for spec in self.target.weight(name).parts)
-        quantiser = QUANTISERS[self.kind]
-
-        def fill(w: np.ndarray, row: int, stop: int, per: int) -> bool:
-            return bool(quantiser(w, codes[row:stop], scale[row // per : stop // per]))
-
-        return fill
 
     def _rows(self, weight: WeightSpec, parts: list[Tensor], row: int, stop: int) -> np.ndarray:
         """Outputs row .. stop, [n, inputs] float32: the values that the model computes with."""
@@ -136,29 +152,42 @@ class Maker:
             w = parts[0][:, row:stop].T if self.transposed else parts[0][row:stop]
         else:
             rows, columns = weight.shape
-            cut = [part[row * len(part) // rows : stop * len(part) // rows] for part in parts]
             dtype: torch.dtype = getattr(torch, weight.dtype)
-            w = ENCODINGS[weight.encoding].decode(cut, (stop - row, columns), dtype)
+            own = [_cut(part, row, stop, rows) for part in parts]
+            w = ENCODINGS[weight.encoding].decode(own, (stop - row, columns), dtype)
         return w.float().contiguous().numpy()
 
 
-def _int8(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
-    made = np.empty(scale.shape, np.float32)
-    right = quantise.int8(w, w.shape[1] // made.shape[1], codes.numpy(), made)
-    scale.copy_(torch.from_numpy(made))
-    return bool(right)
+def _moved(layout: SlotLayout, by: int) -> SlotLayout:
+    """The layout with its tensors so many bytes further on."""
+    tensors = (replace(spec, offset=spec.offset + by) for spec in layout.tensors)
+    return replace(layout, tensors=tuple(tensors))
 
 
-def _int4(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
+def _cut(part: Tensor, row: int, stop: int, rows: int) -> Tensor:
+    """What of the codes or scales of a matrix stands for rows `row` .. `stop`."""
+    return part[row * len(part) // rows : stop * len(part) // rows]
+
+
+def _grouped(
+    quantise: Callable[..., bool], w: np.ndarray, codes: Tensor, scale: Tensor, *rest: Tensor
+) -> bool:
     made = np.empty(scale.shape, np.float32)
-    right = quantise.int4(w, w.shape[1] // made.shape[1], codes.numpy(), made)
+    planes = [plane.numpy() for plane in (codes, *rest)]
+    finite = quantise(w, w.shape[1] // made.shape[1], *planes, made)
     scale.copy_(torch.from_numpy(made))
-    return bool(right)
+    return finite
 
 
 def _fp8(w: np.ndarray, codes: Tensor, scale: Tensor) -> bool:
     down, across = len(w) // len(scale), w.shape[1] // scale.shape[1]
-    return bool(quantise.fp8(w, down, across, codes.view(torch.uint8).numpy(), scale.numpy()))
+    return quantise.fp8(w, down, across, codes.view(torch.uint8).numpy(), scale.numpy())
 
 
-QUANTISERS: dict[str, Any] = {"int8": _int8, "int4": _int4, "fp8": _fp8}
+# Kind -> what fills codes, scales and more from rows, and says whether all were finite numbers.
+QUANTISERS: dict[str, Callable[..., bool]] = {
+    "int8": partial(_grouped, quantise.int8),
+    "int4": partial(_grouped, quantise.int4),
+    "nested": partial(_grouped, quantise.nested),
+    "fp8": _fp8,
+}

@@ -10,14 +10,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from greenroom.errors import StoreError, UnknownName, UsageError
-from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
-from greenroom.hf.checkpoint.pack.reading import check_whole
+from greenroom.errors import CheckpointError, StoreError, UnknownName, UsageError
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.reference import expanded, whole_model
-from greenroom.hf.pack import benches
 from greenroom.hf.pack.making import pack
+from greenroom.hf.pack.target import Maker
 from greenroom.runtime.encodings import ENCODINGS
 from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.pack.rig import header, source
@@ -123,9 +122,9 @@ def test_what_was_damaged_is_made_anew(tmp_path):
     (folder / "experts.greenroom").write_bytes(bad)
     pack_of = open_checkpoint(folder).pack
     assert pack_of is not None
-    said = list(pack_of.damaged())
-    assert len(said) == 2
-    assert all("--miss-precision int4 --repair" in line for line in said)
+    assert len(list(pack_of.damaged())) == 2
+    with pytest.raises(CheckpointError, match=r"is damaged .*--miss-precision int4 --repair"):
+        pack_of.check()
     with (
         pytest.raises(StoreError, match="is damaged"),
         streamed(folder, capacity=64) as model,
@@ -134,26 +133,26 @@ def test_what_was_damaged_is_made_anew(tmp_path):
         model(input_ids=ids(4, 40))
     done = pack(str(source()), folder, "int8", precision="int4", repair=True)
     assert done.kept == done.experts - 2
-    check_whole(open_checkpoint(folder))
+    open_checkpoint(folder).pack.check()
     assert (folder / "experts.greenroom").read_bytes() == good
 
 
 def test_an_interrupted_pack_is_gone_on_with(tmp_path, monkeypatch):
-    made = benches.Benches._make
+    real = Maker.__call__
 
-    def broken(self, expert_id):
-        if expert_id == 9:
+    def broken(self, *args):
+        if args[-1] == 5:
             raise KeyboardInterrupt
-        return made(self, expert_id)
+        real(self, *args)
 
-    monkeypatch.setattr(benches.Benches, "_make", broken)
+    monkeypatch.setattr(Maker, "__call__", broken)
     with pytest.raises(KeyboardInterrupt):
         pack(str(source()), tmp_path / "pack", "same", precision="int4")
     monkeypatch.undo()
     done = pack(str(source()), tmp_path / "pack", "same", precision="int4")
     assert done.kept > 0
     assert done.copy_bytes > 0
-    check_whole(open_checkpoint(tmp_path / "pack"))
+    open_checkpoint(tmp_path / "pack").pack.check()
 
 
 @pytest.mark.parametrize(

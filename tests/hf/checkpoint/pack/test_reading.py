@@ -16,7 +16,6 @@ from greenroom.errors import CheckpointError, NotAModel, StoreError, Unsupported
 from greenroom.hf.check.one_layer import compare_layers
 from greenroom.hf.check.verify import verify
 from greenroom.hf.checkpoint.pack.checked import CheckedStore, joined
-from greenroom.hf.checkpoint.pack.reading import check_whole
 from greenroom.hf.checkpoint.resolve import find_checkpoint, open_checkpoint
 from greenroom.hf.load.load import load
 from greenroom.hf.model.draft import Draft
@@ -157,7 +156,7 @@ def test_verify_and_repair(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expert 5 of .* is damaged"):
         verify(str(folder), "25%", tokens=2)
     assert pack(str(source()), folder, "int8", repair=True).kept == 15
-    check_whole(open_checkpoint(folder))
+    open_checkpoint(folder).pack.check()
 
 
 @pytest.mark.slow

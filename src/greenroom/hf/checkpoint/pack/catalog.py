@@ -1,9 +1,10 @@
-"""The catalog of a pack: where its experts lie, whole or cut in two."""
+"""The catalog of a pack: where its experts lie, whole, cut in two, or beside copies of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from greenroom.core.layout import (
@@ -17,125 +18,155 @@ from greenroom.core.layout import (
 )
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.crc import of_run
-from greenroom.hf.checkpoint.pack.format import DATA, Header
-from greenroom.hf.checkpoint.pack.low import as_it_is
+from greenroom.hf.checkpoint.pack.format import DATA, Header, Layer
+from greenroom.hf.checkpoint.pack.low import as_it_is, nesting_of
+from greenroom.runtime.slots.nested import Nesting
+
+Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, bytes, where they go)
 
 
 @dataclass(frozen=True)
 class PackCatalog(Catalog):
     """The experts of a pack, whole or cut in two.
 
-    cuts: of each layer the segments of the top; there are bottoms where it has more. Pieces are
-          then tops, by their experts' ids, and bottoms after them
+    spans: of each layer, the kinds of pieces that are read by themselves. The id of a piece is that
+           of its expert, plus the number of all experts for each kind before its own
+    cuts:  of each layer the segments of the top; there are bottoms where it has more. Pieces are
+           then tops and bottoms
     """
 
-    header: Header | None = None
-    folder: Path = Path()
+    header: Header
+    folder: Path
+    spans: tuple[tuple[Span, ...], ...]
     cuts: tuple[int, ...] = ()
 
     @property
     def pieces(self) -> list[int]:
         """The ids of what is read by itself."""
-        tops = list(range(self.experts))
-        return tops + [self.experts + e for e in tops if self._span(self.experts + e)[1]]
+        kinds = range(len(self.spans[0]) * self.experts)
+        return [piece for piece in kinds if self._at(piece)[2][1]]
+
+    def piece_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of a piece of each kind, by layer."""
+        return tuple(zip(*([n for _, n, _ in layer] for layer in self.spans), strict=True))
 
     def cut_at(self, cuts: Sequence[int]) -> PackCatalog:
         """The same with tops of so many segments, by layer."""
-        return replace(self, cuts=tuple(cuts))
+        spans = []
+        for layout, cut in zip(self.layouts, cuts, strict=True):
+            ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
+            spans.append((_run(0, ends[cut]), _run(ends[cut], layout.nbytes - ends[cut])))
+        return replace(self, spans=tuple(spans), cuts=tuple(cuts))
 
-    def part_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of a top and of a bottom, by layer."""
-        tops = tuple(self._span(first)[1] for first in self.offsets[:-1])
-        whole = tuple(layout.nbytes for layout in self.layouts)
-        return tops, tuple(n - top for n, top in zip(whole, tops, strict=True))
-
-    def _span(self, piece: int) -> tuple[int, int]:
-        """(first byte within its expert, bytes) of a piece."""
-        part, expert = divmod(piece, self.experts)
-        layer = self.layer_of(expert)
-        layout = self.layouts[layer]
-        if not self.cuts:
-            return (0, layout.nbytes) if part == 0 else (layout.nbytes, 0)
-        ends = [segment.offset for segment in layout.segments] + [layout.nbytes]
-        at = ends[self.cuts[layer]]
-        return (0, at) if part == 0 else (at, layout.nbytes - at)
+    def _at(self, piece: int) -> tuple[Layer, int, Span]:
+        """(the layer, the expert's number in it, the span) of a piece."""
+        kind, expert_id = divmod(piece, self.experts)
+        layer = self.layer_of(expert_id)
+        return self.header.layers[layer], expert_id - self.offsets[layer], self.spans[layer][kind]
 
     def extents(self, expert_id: int) -> tuple[Extent, ...]:
-        """Of an expert, or of a piece where experts are cut."""
-        (whole,) = super().extents(expert_id % self.experts)
-        if not self.cuts:
-            return (whole,)
-        begin, n = self._span(expert_id)
-        return (Extent(whole.file, whole.offset + begin, n, (as_it_is(0, 0, n),)),)
+        """Of a piece."""
+        layer, expert, (begin, n, copies) = self._at(expert_id)
+        return (Extent(0, layer.place(expert) + begin, n, copies),)
 
     def checksum(self, piece: int) -> int:
         """The CRC-32 of a piece's bytes."""
-        assert self.header is not None
-        layer, expert = self.header.layer_of(piece % self.experts)
-        begin, n = self._span(piece)
+        layer, expert, (begin, n, _) = self._at(piece)
         return of_run(layer.runs, layer.checksums(expert), begin, begin + n)
 
     @property
     def kind(self) -> str:
         """What the experts were packed to, and of which model."""
-        assert self.header is not None
         return f"{self.header.kind} from {self.header.source.model}"
 
-    def damaged(self, expert_id: int) -> str:
-        """What to say of an expert whose checksum is wrong."""
-        assert self.header is not None
-        layer, expert = self.header.layer_of(expert_id)
+    def damaged(self, piece: int) -> str:
+        """What to say of a piece whose checksum is wrong."""
+        layer, expert, _ = self._at(piece)
         return (
             f"{self.folder / DATA}: expert {expert} of {layer.name} is damaged (its checksum is"
             f" wrong): `{self.header.command(self.folder, '--repair')}` makes it anew"
         )
 
 
-def catalog_of(header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]]) -> PackCatalog:
+@dataclass(frozen=True)
+class CopiesCatalog(PackCatalog):
+    """The catalog of a pack with low-precision copies. Pieces are exact experts, then a copy of
+    each, then, where they are nested, what each copy lacks."""
+
+    nestings: tuple[Nesting, ...] = ()
+
+    @property
+    def low_layers(self) -> tuple[Layer, ...]:
+        """The header's layers, whose `low` says what copies are."""
+        return self.header.layers
+
+    def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of an exact expert, a copy, and what it lacks (nothing where they are not nested),
+        by layer."""
+        made = self.piece_bytes()
+        return made if len(made) == 3 else (*made, ())
+
+
+def catalog_of(
+    header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]] | None = None
+) -> PackCatalog:
     """The catalog of a pack for a model whose expert parameters have these dtypes, by layer.
 
     They are the pack's own unless a user asks for another one: then plain tensors are cast on their
     way into the slot.
     """
-    layouts, copies = [], []
-    for layer, wanted in zip(header.layers, dtypes, strict=True):
-        layout, plan = _slot(layer.layout, wanted)
+    layouts: list[SlotLayout] = []
+    spans: list[tuple[Span, ...]] = []
+    nestings: list[Nesting] = []
+    for number, layer in enumerate(header.layers):
+        layout, copies = _slot(layer.layout, dtypes[number] if dtypes is not None else {})
         if layer.layout.segments and layout is not layer.layout:
             raise UsageError(
                 f"{folder}: a pack in segments computes in {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)
-        copies.append(plan)
-
-    def locate(layer: int, expert: int) -> tuple[Extent, ...]:
-        own = header.layers[layer]
-        return (Extent(0, own.place(expert), own.layout.nbytes, copies[layer]),)
-
-    return PackCatalog(
+        low = layer.low
+        if low is None:
+            spans.append(((0, layer.layout.nbytes, copies),))
+            continue
+        at, n = low.stride, low.beside(layer.layout)
+        if low.nested:
+            nesting, both, rest = nesting_of(low, layer.layout)
+            nestings.append(nesting)
+            spans.append(((0, at + n, both), _run(0, at), (at, n, rest)))
+        else:
+            spans.append((_run(at, n), _run(0, at)))
+    kind = partial(CopiesCatalog, nestings=tuple(nestings)) if header.precision else PackCatalog
+    return kind(
         files=(str(folder / DATA),),
         layers=tuple(layer.name for layer in header.layers),
         offsets=header.offsets,
         layouts=tuple(layouts),
-        locate=locate,
+        locate=lambda layer, expert: (),
         header=header,
         folder=folder,
+        spans=tuple(spans),
     )
+
+
+def _run(begin: int, nbytes: int) -> Span:
+    """Bytes that fill a slot as they are."""
+    return begin, nbytes, (as_it_is(0, 0, nbytes),)
 
 
 def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
     """The layout in slots of what is stored, and the copies that fill it."""
     made = []
     for spec in stored.tensors:
-        plain = spec.name in dtypes and stored.encodings.get(spec.name, PLAIN) == PLAIN
-        made.append((spec.name, spec.shape, dtypes[spec.name] if plain else spec.dtype))
-    dtype = next(iter(dtypes.values()))
+        plain = stored.encodings.get(spec.name, PLAIN) == PLAIN
+        made.append(
+            (spec.name, spec.shape, dtypes.get(spec.name, spec.dtype) if plain else spec.dtype)
+        )
+    dtype = next(iter(dtypes.values()), stored.dtype)
     layout = SlotLayout.pack(made, stored.encodings, dtype)
     if layout.tensors == stored.tensors:
-        n = stored.nbytes
-        if stored.segments and dtype == stored.dtype:
-            layout = stored
-        return layout, (as_it_is(0, 0, n),)
-    return layout, tuple(_cast(a, b) for a, b in zip(stored.tensors, layout.tensors, strict=True))
+        return stored if dtype == stored.dtype else layout, (as_it_is(0, 0, stored.nbytes),)
+    return layout, tuple(map(_cast, stored.tensors, layout.tensors))
 
 
 def _cast(source: TensorSpec, target: TensorSpec) -> Copy:

@@ -11,16 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from greenroom.core.layout import (
-    SlotLayout,
-)
-from greenroom.errors import OutputError
+from greenroom.core.layout import SlotLayout
 from greenroom.hf.checkpoint.pack.low import BLOCK, Low
 from greenroom.trace.container import beside
 
@@ -161,7 +158,7 @@ class Header:
     def identity(self) -> str:
         """64 hexadecimal digits; checksums have no part in it."""
         bare = replace(self, files=(), layers=tuple(replace(x, crc32=()) for x in self.layers))
-        return hashlib.sha256(json.dumps(as_json(bare), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(_content(bare), sort_keys=True).encode()).hexdigest()
 
     def first_block(self) -> bytes:
         """What the data file begins with."""
@@ -186,13 +183,18 @@ class Header:
 
     def save(self, folder: Path) -> None:
         """Write greenroom.json as a whole, or OutputError."""
-        text = json.dumps({**as_json(self), "identity": self.identity}, indent=1)
+        text = json.dumps(as_json(self), indent=1)
         with beside(folder / HEADER) as file:
             file.write(text.encode())
 
 
 def as_json(header: Header) -> dict[str, Any]:
-    """The header as it is written, without its identity."""
+    """The header as it is written."""
+    return {**_content(header), "identity": header.identity}
+
+
+def _content(header: Header) -> dict[str, Any]:
+    """The header without its identity."""
     return {
         "format": KIND,
         "version": header.version,
@@ -201,70 +203,41 @@ def as_json(header: Header) -> dict[str, Any]:
         "source": asdict(header.source),
         "dense": [asdict(file) for file in header.files],
         "data": {"name": DATA, "bytes": header.nbytes},
-        "layers": [
-            {
-                "name": layer.name,
-                "experts": layer.experts,
-                "offset": layer.offset,
-                "stride": layer.stride,
-                "bytes": layer.layout.nbytes,
-                "tensors": [asdict(spec) for spec in layer.layout.tensors],
-                "encodings": dict(layer.layout.encodings),
-                **_segments(layer.layout),
-                **_copy(layer.low),
-                "crc32": list(layer.crc32),
-            }
-            for layer in header.layers
-        ],
+        "layers": [_layer(layer) for layer in header.layers],
     }
 
 
-def _copy(low: Low | None) -> dict[str, Any]:
-    """What is said of copies, where there are any."""
-    if low is None:
-        return {}
-    return {
-        "low": {
-            "precision": low.precision,
-            "nested": low.nested,
-            "bytes": low.layout.nbytes,
-            "tensors": [asdict(spec) for spec in low.layout.tensors],
-            "encodings": dict(low.layout.encodings),
-        }
+def _layer(layer: Layer) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "name": layer.name,
+        "experts": layer.experts,
+        "offset": layer.offset,
+        "stride": layer.stride,
+        **_layout(layer.layout),
     }
-
-
-def _segments(layout: SlotLayout) -> dict[str, Any]:
-    """What is said of segments, where there are any."""
-    if not layout.segments:
-        return {}
-    return {
-        "segments": [
-            {
-                "first": segment.first,
-                "offset": segment.offset,
-                "bytes": segment.layout.nbytes,
-                "tensors": [asdict(spec) for spec in segment.layout.tensors],
-            }
-            for segment in layout.segments
+    if layer.layout.segments:
+        said["segments"] = [
+            {"first": segment.first, "offset": segment.offset, **_tensors(segment.layout)}
+            for segment in layer.layout.segments
         ]
-    }
+    if (low := layer.low) is not None:
+        said["low"] = {"precision": low.precision, "nested": low.nested, **_layout(low.layout)}
+    return {**said, "crc32": list(layer.crc32)}
 
 
-def lay_out(layouts: Sequence[tuple[str, int, SlotLayout, Low | None]]) -> tuple[Layer, ...]:
-    """Where the experts of (name, number of experts, layout, copy) go: layer after layer."""
-    layers: list[Layer] = []
+def _layout(layout: SlotLayout) -> dict[str, Any]:
+    return {**_tensors(layout), "encodings": dict(layout.encodings)}
+
+
+def _tensors(layout: SlotLayout) -> dict[str, Any]:
+    return {"bytes": layout.nbytes, "tensors": [asdict(spec) for spec in layout.tensors]}
+
+
+def lay_out(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """The same layers, one after another in the data file."""
+    made: list[Layer] = []
     end = BLOCK
-    for name, experts, layout, low in layouts:
-        layers.append(Layer(name, experts, end, layout, low=low))
-        end = layers[-1].place(experts)
-    return tuple(layers)
-
-
-def check_free(folder: Path, what: str) -> None:
-    """OutputError where `folder` is not empty, or something else."""
-    if folder.is_dir():
-        if any(folder.iterdir()):
-            raise OutputError(f"{folder}: is not empty: {what}")
-    elif folder.exists() or folder.is_symlink():
-        raise OutputError(f"{folder}: is not a folder")
+    for layer in layers:
+        made.append(replace(layer, offset=end))
+        end = made[-1].place(layer.experts)
+    return tuple(made)

@@ -1,32 +1,22 @@
-"""Read greenroom.json: every name, number and layout in it is checked before it is used."""
+"""Read greenroom.json: names, types and shapes are checked, all else must follow from them."""
 
 from __future__ import annotations
 
-from math import prod
+import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from greenroom.core.layout import (
-    BLOCKS,
-    FLOATS,
-    ITEMSIZE,
-    PLAIN,
-    Segment,
-    SlotLayout,
-    TensorSpec,
-    WeightSpec,
-)
+from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN, Segment, SlotLayout, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.pack import format as pack
-from greenroom.hf.checkpoint.pack.format import File, Header, Layer, Source
-from greenroom.hf.checkpoint.pack.low import BLOCK, NESTED, PRECISIONS, Low, codes_of, nested_layout
-from greenroom.json_file import INT64, JsonObject, Malformed, plain, whole
+from greenroom.hf.checkpoint.pack.format import File, Header, Layer, Source, as_json, lay_out
+from greenroom.hf.checkpoint.pack.low import NESTED, PRECISIONS, Low, codes_of, nested_layout
+from greenroom.json_file import JsonObject, Malformed, plain, whole
 from greenroom.json_file import read as read_json
 from greenroom.runtime.encodings import ENCODINGS
 
-MOST_EXPERTS = 1 << 16  # of a layer
 MOST_AXES = 4  # of a tensor
-CRC32 = (1 << 32) - 1
 
 
 def read(folder: Path) -> Header:
@@ -41,77 +31,59 @@ def read(folder: Path) -> Header:
                 f"{path}: a pack of version {plain(version)}: this greenroom reads {pack.VERSION}"
                 f" to {pack.COPIES}"
             )
-        header = _header(raw)
+        header = parse(raw)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except Malformed as error:
         raise CheckpointError(f"{path}: damaged: not the header of a pack: {error}") from error
-    if kind != pack.KIND or raw.value("identity", None) != header.identity:
+    # Offsets and sizes were not read: they are as this program would write them.
+    if raw.values != json.loads(json.dumps(as_json(header))):
         raise CheckpointError(f"{path}: damaged: its content is not what its identity says")
     return header
 
 
-def _header(raw: JsonObject) -> Header:
-    source, dtype = raw.object("source"), _one_of(raw.text("dtype"), FLOATS)
-    layers = tuple(_layer(JsonObject(x, "a layer"), dtype) for x in _list(raw, "layers"))
+def parse(raw: JsonObject) -> Header:
+    """The header that a file's names, types and shapes make; Malformed where they make none."""
+    dtype = _one_of(raw.text("dtype"), FLOATS)
+    layers = raw.each("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
     header = Header(
         _one_of(raw.text("experts"), pack.KINDS),
         dtype,
-        Source(source.text("model"), source.text("fingerprint"), source.text("dense")),
-        layers,
+        Source(**raw.object("source").fields_of(Source)),
+        lay_out(layers),
         raw.each("dense", _file),
     )
     if not layers or not header.files or len({layer.name for layer in layers}) < len(layers):
         raise Malformed("it has no layers or no dense files, or a layer twice")
     if len({(x.low.precision, x.low.nested) if x.low else None for x in layers}) > 1:
         raise Malformed("only some layers have copies")
-    due = BLOCK
-    for layer in layers:
-        if layer.offset != due or layer.nbytes > INT64 // MOST_EXPERTS:
-            raise Malformed(f"{layer.name} does not begin where the layer before it ends")
-        due = layer.place(layer.experts)
     return header
 
 
 def _file(value: Any, where: str) -> File:
-    entry = JsonObject(value, where)
-    name = entry.text("name")
-    if Path(name).name != name or "\0" in name:
+    file = File(**JsonObject(value, where).fields_of(File))
+    if Path(file.name).name != file.name or "\0" in file.name:
         raise Malformed(f"{where} is no file of this folder")
-    return File(name, entry.whole("nbytes"), entry.whole("crc32", most=CRC32))
+    return file
 
 
 def _layer(raw: JsonObject, dtype: str) -> Layer:
-    whole_layout = _layout(raw, dtype, "segments" in raw)
+    layout = _layout(raw, dtype)
     if "segments" in raw:
-        whole_layout = _with_segments(raw, whole_layout)
-    low = None
-    if "low" in raw:
-        low = _low(raw.object("low"), whole_layout)
-    layer = Layer(
-        raw.text("name"),
-        raw.whole("experts", least=1, most=MOST_EXPERTS),
-        raw.whole("offset"),
-        whole_layout,
-        raw.each("crc32", _crc32),
-        low,
-    )
+        layout = _with_segments(raw, layout)
+    low = _low(raw.object("low"), layout) if "low" in raw else None
+    experts = raw.whole("experts", least=1)
+    layer = Layer(raw.text("name"), experts, 0, layout, raw.each("crc32", whole), low)
     if len(layer.crc32) != layer.experts * len(layer.runs):
         raise Malformed(f"{layer.name} has {len(layer.crc32)} checksums")
     return layer
 
 
-def _crc32(value: Any, where: str) -> int:
-    return whole(value, where, 0, CRC32)
-
-
-def _layout(raw: JsonObject, dtype: str, cut: bool = False) -> SlotLayout:
-    """The layout of an expert or of its copy; where it is `cut`, no byte is at its tensors."""
+def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
+    """The layout of an expert or of its copy."""
     given = raw.object("encodings")
     encodings = {name: _one_of(given.text(name), BLOCKS) for name in given}
-    layout = _packed(raw, encodings, dtype)
-    if not cut:
-        _check_packed(layout, raw.whole("bytes"))
+    layout = SlotLayout.pack(_tensors(raw), encodings, dtype)
     names = {spec.name for spec in layout.tensors}
     companions = {f"{n}.{c}" for n, e in encodings.items() for c in ENCODINGS[e].companions}
     if not {*encodings} <= names or {n for n in names if "." in n} != companions:
@@ -121,26 +93,20 @@ def _layout(raw: JsonObject, dtype: str, cut: bool = False) -> SlotLayout:
     return layout
 
 
-def _packed(raw: JsonObject, encodings: dict[str, str], dtype: str) -> SlotLayout:
-    specs = tuple(_spec(JsonObject(each, "a tensor")) for each in _list(raw, "tensors"))
-    if not specs or len({spec.name for spec in specs}) < len(specs):
+def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """(name, shape, dtype) of each."""
+    made = raw.each("tensors", _tensor)
+    if not made or len({name for name, *_ in made}) < len(made):
         raise Malformed("it has no tensors, or one twice")
-    return SlotLayout(specs, raw.whole("bytes"), encodings, dtype)
+    return made
 
 
-def _spec(entry: JsonObject) -> TensorSpec:
+def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
+    entry = JsonObject(value, where)
     shape = entry.each("shape", whole)
-    dtype = _one_of(entry.text("dtype"), ITEMSIZE)
-    if not 1 <= len(shape) <= MOST_AXES or 0 in shape or prod(shape) > INT64 // MOST_EXPERTS:
+    if not 1 <= len(shape) <= MOST_AXES or 0 in shape:
         raise Malformed(f"a tensor has the shape {list(shape[:8])}")
-    return TensorSpec(entry.text("name"), shape, dtype, entry.whole("offset"))
-
-
-def _check_packed(layout: SlotLayout, nbytes: int) -> None:
-    """Malformed where tensors do not lie one after another, each aligned."""
-    made = SlotLayout.pack([(s.name, s.shape, s.dtype) for s in layout.tensors])
-    if made.tensors != layout.tensors or made.nbytes != nbytes:
-        raise Malformed("its tensors do not lie one after another")
+    return entry.text("name"), shape, _one_of(entry.text("dtype"), ITEMSIZE)
 
 
 def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
@@ -158,25 +124,23 @@ def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
 
 
 def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
-    segments, due, first = list[Segment](), 0, -1
-    for value in _list(raw, "segments"):
-        each = JsonObject(value, "a segment")
-        own = _packed(each, dict(layout.encodings), layout.dtype)
-        _check_packed(own, own.nbytes)
-        segment = Segment(each.whole("first"), each.whole("offset"), own)
-        if segment.offset != due or segment.first <= first or (first < 0 and segment.first):
-            raise Malformed("its segments do not follow one another")
-        segments.append(segment)
-        due, first = due + own.nbytes, segment.first
+    segments: list[Segment] = []
+    end = 0
+    for each in raw.each("segments", JsonObject):
+        own = SlotLayout.pack(_tensors(each), layout.encodings, layout.dtype)
+        segments.append(Segment(each.whole("first"), end, own))
+        end += own.nbytes
+    starts = [segment.first for segment in segments]
+    if starts[:1] != [0] or starts != sorted({*starts}):
+        raise Malformed("its segments do not follow one another")
+    kinds = [(spec.name, spec.dtype) for spec in layout.tensors]
+    for segment in segments:
+        if [(spec.name, spec.dtype) for spec in segment.layout.tensors] != kinds:
+            raise Malformed("its segments are not the expert")
     for spec in layout.tensors:
-        cuts = [{s.name: s for s in segment.layout.tensors} for segment in segments]
-        own_specs = [cut[spec.name] for cut in cuts if spec.name in cut]
-        same = all(s.dtype == spec.dtype for s in own_specs) and len(own_specs) == len(cuts)
-        if not same or sum(s.nbytes for s in own_specs) != spec.nbytes:
+        if sum(segment.layout[spec.name].nbytes for segment in segments) != spec.nbytes:
             raise Malformed(f"its segments are not {spec.name}")
-    if due != layout.nbytes or any(len(s.layout.tensors) > len(layout.tensors) for s in segments):
-        raise Malformed("its segments are not the expert")
-    return SlotLayout(layout.tensors, due, layout.encodings, layout.dtype, tuple(segments))
+    return SlotLayout(layout.tensors, end, layout.encodings, layout.dtype, tuple(segments))
 
 
 def _low(raw: JsonObject, exact: SlotLayout) -> Low:
@@ -202,11 +166,7 @@ def _alike(copy: WeightSpec, exact: WeightSpec) -> bool:
     return turned or copy.shape == exact.shape
 
 
-def _list(raw: JsonObject, name: str) -> list[Any]:
-    return list(raw.each(name, lambda value, where: value))
-
-
-def _one_of(value: str, choices: Any) -> str:
+def _one_of(value: str, choices: Container[str]) -> str:
     if value not in choices:
         raise Malformed(f"there is no {plain(value)}")
     return value

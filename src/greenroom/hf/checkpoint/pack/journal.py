@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,15 @@ from greenroom.json_file import INT64, LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 LONGEST_COMMAND = 1000  # characters
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """OutputError where `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 class Journal:
@@ -33,15 +44,10 @@ class Journal:
         self.path = folder / NAME
         self.experts: dict[int, tuple[int, ...]] = {}
         self.files: dict[str, File] = {}
-        try:
-            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
-            try:
-                self._begin({"command": command, **plan})
-            except BaseException:
-                self._file.close()
-                raise
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+        with ExitStack() as stack, writing(self.path):
+            self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
+            self._begin({"command": command, **plan})
+            stack.pop_all()  # it stays open
 
     def _begin(self, plan: dict[str, Any]) -> None:
         try:
@@ -76,12 +82,10 @@ class Journal:
 
     def _write(self, *lines: str) -> None:
         data = memoryview("".join(f"{line}\n" for line in lines).encode())
-        try:
+        with writing(self.path):
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
         """These experts are on disk, with these checksums."""
@@ -98,28 +102,19 @@ class Journal:
         """Leave the journal as it is."""
         self._file.close()
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def remove(self) -> None:
         """All is done."""
         os.unlink(self.path)
-        self.close()
 
 
 def unfinished(folder: Path) -> str | None:
     """The command that finishes the half-made pack in a folder; None where there is none."""
-    path = folder / NAME
+    path, found = folder / NAME, ""
     if not path.is_file():
         return None
-    try:
-        with open(path, "rb") as file:
-            return _command(_plan(file.readline(LONGEST + 1))) or "greenroom pack"
-    except OSError:
-        return "greenroom pack"
+    with suppress(OSError), open(path, "rb") as file:
+        found = _command(_plan(file.readline(LONGEST + 1)))
+    return found or "greenroom pack"
 
 
 def _plan(line: bytes) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.header import Stored, read_header
-from greenroom.hf.checkpoint.pack.copies import catalog_of
+from greenroom.hf.checkpoint.pack.catalog import catalog_of
+from greenroom.hf.checkpoint.pack.crc import checksums
 from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, File, Header
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import unfinished
-from greenroom.hf.checkpoint.pack.low import codes_of
-from greenroom.hf.checkpoint.quantised import encoded
 
 PIECE = 4 << 20  # bytes read at a time
 BESIDE = ".unfinished"  # after a pack's name, while it is made
@@ -31,31 +30,32 @@ class Pack:
     folder: Path
     header: Header
 
-    def damaged(self) -> Iterator[str]:
-        """A line for each expert, and each file of the dense parts, whose checksum is wrong."""
+    def damaged(self) -> Iterator[File | int]:
+        """The files of the dense parts, then the ids of the experts, whose checksums are wrong."""
         for file in self.header.files:
-            if crc32_of(self.folder / file.name) != file.crc32:
-                mend = self.header.command(self.folder, "--repair")
-                yield f"{self.folder / file.name}: damaged (its checksum is wrong): `{mend}`"
-        catalog = catalog_of(self.header, self.folder, own_dtypes(self.header))
+            path = self.folder / file.name
+            if not path.is_file() or crc32_of(path) != file.crc32:
+                yield file
         with open(self.folder / DATA, "rb", buffering=0) as stream:
-            wrong: set[int] = set()
-            for piece in catalog.pieces:
-                (extent,) = catalog.extents(piece)
-                stream.seek(extent.offset)
-                crc = zlib.crc32(stream.read(extent.length))
-                expert = piece % catalog.experts
-                if crc != catalog.checksum(piece) and expert not in wrong:
-                    wrong.add(expert)
-                    yield catalog.damaged(expert)
+            for number in range(self.header.experts):
+                layer, expert = self.header.layer_of(number)
+                stream.seek(layer.place(expert))
+                found = checksums(layer.runs, memoryview(stream.read(layer.nbytes)))
+                if found != layer.checksums(expert):
+                    yield number
                 os.posix_fadvise(
-                    stream.fileno(), extent.offset, extent.length, os.POSIX_FADV_DONTNEED
+                    stream.fileno(), layer.place(expert), layer.stride, os.POSIX_FADV_DONTNEED
                 )
 
-
-def own_dtypes(header: Header) -> list[dict[str, str]]:
-    """For each layer its matrices' dtypes as stored, so that nothing is cast."""
-    return [{spec.name: spec.dtype for spec in codes_of(layer.layout)} for layer in header.layers]
+    def check(self) -> None:
+        """CheckpointError, naming the first piece that is damaged and what mends it."""
+        for damaged in self.damaged():
+            if isinstance(damaged, int):
+                raise CheckpointError(catalog_of(self.header, self.folder).damaged(damaged))
+            raise CheckpointError(
+                f"{self.folder / damaged.name}: damaged (its checksum is wrong):"
+                f" `{self.header.command(self.folder, '--repair')}`"
+            )
 
 
 def is_pack(folder: Path) -> bool:
@@ -92,12 +92,11 @@ def dense_parts(folder: Path, files: Sequence[File]) -> Checkpoint:
             )
     if files[0].name.endswith(".gguf"):
         return Gguf.open(folder / files[0].name)
-    config = read_config(folder)
+    names = [file.name for file in files]
     stored: dict[str, Stored] = {}
-    for number, file in enumerate(files):
-        stored |= read_header(folder / file.name, number)
-    paths = tuple(str(folder / file.name) for file in files)
-    return Checkpoint(folder, config, paths, encoded(config, stored, folder), stored)
+    for number, name in enumerate(names):
+        stored |= read_header(folder / name, number)
+    return Checkpoint.of(folder, read_config(folder), names, stored)
 
 
 def _check_data(folder: Path, header: Header) -> None:
@@ -129,10 +128,3 @@ def crc32_of(path: Path) -> int:
             crc = zlib.crc32(piece, crc)
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return crc
-
-
-def check_whole(checkpoint: Checkpoint) -> None:
-    """CheckpointError, naming the first piece that is damaged and what mends it."""
-    pack = checkpoint.pack
-    if pack is not None and (said := next(pack.damaged(), None)):
-        raise CheckpointError(said)
