@@ -7,7 +7,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -235,33 +235,28 @@ class OpenAI(Strict):
     service_tier: Literal["auto", "default"] | None = None
 
 
-def tool_told(
-    name: str, description: str | None, parameters: dict[str, Any] | None
-) -> dict[str, Any]:
-    """A tool as chat templates take it."""
-    function = {
-        "name": name,
-        "description": description or "",
-        "parameters": parameters or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
-
-
 class Function(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: Function
-
     def told(self) -> dict[str, Any]:
         """As chat templates take it."""
-        function = self.function
-        return tool_told(function.name, function.description, function.parameters)
+        function = {
+            "name": self.name,
+            "description": self.description or "",
+            "parameters": self.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
 
 
-ToolList = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+class OfFunctions(Strict):
+    """The type of OpenAI's tools: the only one that there is."""
+
+    type: Literal["function"]
+
+
+Items = TypeVar("Items")
+Tools = Annotated[list[Items], Field(max_length=128, fail_fast=True)]
+Turns = Annotated[list[Items], Field(min_length=1, fail_fast=True)]
