@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.progress import Progress, quiet, starting
 from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.measure.entries import Entry
@@ -45,8 +44,7 @@ def main(args: argparse.Namespace) -> None:
     # Others may be a part of some rows only.
     named = ("policy", "prefetch", "predictor", "device")
     check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    with starting(args.model) as progress:
         load, entries = entries_of(args)
         check_early(load)
         stage = play(args, load, how, entries, prompts_of(how), progress)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import columns
-from greenroom.cli.terminal.progress import Progress
+from greenroom.cli.terminal.progress import Progress, starting
 from greenroom.config import show_bytes
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Link
@@ -44,8 +43,7 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     if args.model is not None:
-        check_name(args.model)
-        with Progress(f"{args.model}: starting") as progress:
+        with starting(args.model) as progress:
             return of_model(args, progress)
     with Progress("starting") as progress:
         machine = measure(args.path, args.quick, progress, args.output)

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.progress import quiet, starting
 from greenroom.config import show_bytes
-from greenroom.hf.checkpoint.names import check_name
 
 HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
 
@@ -44,8 +43,7 @@ def add_to(parser: Parser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    with starting(args.model) as progress:
         from greenroom.hf.pack.making import pack
 
         quiet(progress)

@@ -16,10 +16,9 @@ from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target, write_whole
-from greenroom.cli.terminal.progress import Progress
+from greenroom.cli.terminal.progress import Progress, starting
 from greenroom.config import Amount, LoadConfig, changed, flag
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
@@ -69,8 +68,7 @@ def main(args: argparse.Namespace) -> None:
     target = None if args.target_tpot is None else seconds(args.target_tpot)
     if args.output is not None:
         check_target(args.output)
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    with starting(args.model) as progress:
         _plan(args, config, budget, target, progress)
 
 

@@ -90,7 +90,7 @@ def _simulate(
     slots = capacities(config.capacity, int(trace.offsets[-1]))
     ahead = predictors(config, trace)
     study = study_of(config, trace)
-    go = Sweeper(config.ray, progress)
+    go = partial(simulated, config.ray, progress)
     if config.system is not None:
         mine = {name: getattr(config, name) for name in config.given}
         return None, simulate_systems(systems(config.system), mine, study, slots, go), trace
@@ -164,29 +164,26 @@ def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class Sweeper:
-    """Runs the cells of a study, here or on a Ray cluster, and says how far it is."""
+def simulated(
+    ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
+) -> list[Row]:
+    """The cells of a study, here or on a Ray cluster; says how far it is."""
+    from greenroom.sim.sweep import sweep, sweep_on_ray
 
-    def __init__(self, ray: str | None, progress: Progress) -> None:
-        self._ray, self._progress = ray, progress
+    count, what = 0, f"simulating {len(cells)} {what}"
 
-    def __call__(self, study: Study, cells: list[Cell], what: str = "cells") -> list[Row]:
-        from greenroom.sim.sweep import sweep, sweep_on_ray
+    def done() -> None:
+        nonlocal count
+        count += 1
+        progress.say(what, count, len(cells))
 
-        say, count, what = self._progress.say, 0, f"simulating {len(cells)} {what}"
+    def compiling(name: str, number: int, of: int) -> None:
+        progress.say(f"compiling {name}, policy {number + 1} of {of}")
 
-        def done() -> None:
-            nonlocal count
-            count += 1
-            say(what, count, len(cells))
-
-        def compiling(name: str, number: int, of: int) -> None:
-            say(f"compiling {name}, policy {number + 1} of {of}")
-
-        if self._ray is not None:
-            say(f"{what} on Ray", 0, len(cells))
-            return sweep_on_ray(study, cells, self._ray, done)
-        return sweep(study, cells, done=done, compiling=compiling)
+    if ray is not None:
+        progress.say(f"{what} on Ray", 0, len(cells))
+        return sweep_on_ray(study, cells, ray, done)
+    return sweep(study, cells, done=done, compiling=compiling)
 
 
 def command(args: argparse.Namespace, config: SimulateConfig) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress
+from greenroom.cli.terminal.files import add_out, check_target
+from greenroom.cli.terminal.progress import Progress, starting
 from greenroom.config import TrainConfig
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 HELP = "train the predictor `learned` of a model from a recording"
 
@@ -23,20 +23,15 @@ def add_to(parser: Parser) -> None:
         "--trace", metavar="T", required=True, type=Path,
         help="a recording of this model, made with --gate-inputs",
     )  # fmt: skip
-    parser.add_argument(
-        "-o", "--out", metavar="P", required=True, type=Path, help="the predictor to write"
-    )
+    add_out(parser, "the predictor to write")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_options(parser, TrainConfig, "training")
 
 
 def main(args: argparse.Namespace) -> None:
     config = take(args, TrainConfig)
-    if args.out.is_dir() or not args.out.resolve().parent.is_dir():
-        raise UsageError(f"{args.out}: is a folder, or in none: name a file for the predictor")
-
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    check_target(args.out)
+    with starting(args.model) as progress:
         said = _train(args, config, progress)
     print(json.dumps(said) if args.json else _report(args.out, said))
 

@@ -13,10 +13,9 @@ from greenroom.cli.bench import play, prompts_of, table
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress
+from greenroom.cli.terminal.progress import Progress, starting
 from greenroom.config import ContestConfig, LoadConfig, changed, flag
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.measure.entries import Entry
@@ -56,8 +55,7 @@ def main(args: argparse.Namespace) -> None:
             " --substitute-below; greenroom bench measures what they give"
         )
     check_early(load)
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    with starting(args.model) as progress:
         _tune(args, load, how, progress)
 
 
