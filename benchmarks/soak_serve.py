@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common import commit, machine, note
+from passes import replay
 
 from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError
 from greenroom.hf.kv.batch import Batch
 from greenroom.runtime.memory.system import rss_bytes
-from greenroom.server.engine.journal import Journal, Pass, Reuse, replay
+from greenroom.server.engine.journal import Journal, Pass, Reuse
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import Busy, Finished, Request, Sampling, Token
 from greenroom.server.engine.start import start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,10 @@ from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.progress import collect_garbage, model_progress, quiet
 from greenroom.cli.terminal.session import Session, Terminal
 from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.server.chat.backend import Talker
@@ -69,9 +67,8 @@ def _local(
     args: argparse.Namespace, load: LoadConfig, sampling: SamplingConfig
 ) -> tuple[Talker, str]:
     check_early(load)
-    check_name(args.model)
     need_extra("chat")
-    with Progress(f"{args.model}: starting") as progress:
+    with model_progress(args.model) as progress:
         compile_ahead(args.model, load)
 
         from greenroom.server.chat.local import Voice, loaded
@@ -88,6 +85,5 @@ def _local(
         except Exception:
             engine.stop(0.0)
             raise
-    gc.freeze()  # what is there now stays: only what answers leave is worth a look
-    gc.enable()
+    collect_garbage()
     return talker, name_of(args.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from dataclasses import asdict
@@ -15,15 +14,13 @@ from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.progress import Progress, model_progress, open_model
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.text.generate import Answer
-    from greenroom.plan.history.records import Loss
     from greenroom.runtime.driver.stats import Stats
 
 HELP = "answer a prompt with a model that need not fit in memory"
@@ -31,6 +28,17 @@ SYSTEM = (
     f"put the parts together as a paper does: {', '.join(SYSTEMS)}; options given beside it"
     " override its row"
 )
+
+ANSWER_FIELDS = (
+    "text", "token_ids", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s", "tpot_p95_s",
+    "tpot_p99_s", "tokens_per_s",
+)  # fmt: skip
+STATS_FIELDS = (
+    "capacity", "capacity_least", "capacity_most", "expert_requests", "expert_hits", "hit_ratio",
+    "bytes_read", "stall_s", "peak_rss_bytes", "memory_bytes", "budget_bytes", "policy", "kernels",
+    "prefetch", "stalls", "links",
+)  # fmt: skip
+OPTIONAL_FIELDS = ("split", "lesser", "co_compute")  # where there are any
 
 
 def add_to(parser: Parser) -> None:
@@ -71,9 +79,8 @@ def main(args: argparse.Namespace) -> None:
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
     if args.timeline is not None:
         check_target(args.timeline)
-    check_name(args.model)
-    compile_ahead(args.model, load)
-    with Progress(f"{args.model}: starting") as progress:
+    with model_progress(args.model) as progress:
+        compile_ahead(args.model, load)
         _run(args, load, sampling, prompt, progress)
 
 
@@ -97,20 +104,11 @@ def _run(
 ) -> None:
     from greenroom.cli.terminal.live import LiveLine, status
     from greenroom.hf.check.loss import loss_line, loss_of
-    from greenroom.hf.load.load import load_with
-    from greenroom.hf.load.report import startup_line
     from greenroom.hf.text.generate import answer
 
-    quiet(progress)
-    model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
-    gc.freeze()  # what is there now stays: only what an answer leaves is worth a look
-    gc.enable()
     out = _Out(shown=not args.json)
-    try:
-        progress.clear()
-        print(startup_line(args.model, model, load, args.verbose), file=sys.stderr, flush=True)
+    with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
         greenroom = model.greenroom
-        greenroom.reset_stats()
         greenroom.timeline(args.timeline is not None)
         with out, LiveLine(greenroom.stats, shown=args.live) as live:
 
@@ -118,36 +116,26 @@ def _run(
                 out.write(text)
                 live.update()
 
+            context = greenroom.parts.context
             result = answer(
-                model,
-                tokenizer,
-                prompt,
-                sampling,
-                raw=args.raw,
-                context=greenroom.parts.context,
-                on_text=show,
+                model, tokenizer, prompt, sampling, raw=args.raw, context=context, on_text=show
             )
         stats, timeline = greenroom.stats(), greenroom.timeline(False)
         loss = loss_of(greenroom.parts)
-    finally:
-        model.greenroom.detach()
     if verdict := stats.prefetch["verdict"]:
         print(verdict, file=sys.stderr)
+    inexact = stats.lesser is not None
     if args.json:
-        print(json.dumps({**as_json(result, stats), **_lost(stats, loss)}))
+        cost = {"quality": None if loss is None else asdict(loss)} if inexact else {}
+        print(json.dumps({**as_json(result, stats), **cost}))
     else:
         if args.live:
             print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
-        if stats.lesser is not None:
+        if inexact:
             print(loss_line(args.model, loss), file=sys.stderr)
     if timeline is not None:
         timeline.save(args.timeline)
-
-
-def _lost(stats: Stats, loss: Loss | None) -> dict[str, Any]:
-    """What inexact misses cost, where there may be some; None where that was not measured."""
-    return {} if stats.lesser is None else {"quality": None if loss is None else asdict(loss)}
 
 
 class _Out:
@@ -195,36 +183,9 @@ def _from_stdin() -> str:
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
     """What `--json` prints."""
-    return {
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "ttft_s": result.ttft_s,
-        "tpot_s": result.tpot_s,
-        "tpot_p95_s": result.tpot_p95_s,
-        "tpot_p99_s": result.tpot_p99_s,
-        "tokens_per_s": result.tokens_per_s,
-        "capacity": stats.capacity,
-        "capacity_least": stats.capacity_least,
-        "capacity_most": stats.capacity_most,
-        "expert_requests": stats.expert_requests,
-        "expert_hits": stats.expert_hits,
-        "hit_ratio": stats.hit_ratio,
-        "bytes_read": stats.bytes_read,
-        "stall_s": stats.stall_s,
-        "peak_rss_bytes": stats.peak_rss_bytes,
-        "memory_bytes": stats.memory_bytes,
-        "budget_bytes": stats.budget_bytes,
-        "policy": stats.policy,
-        "kernels": stats.kernels,
-        "prefetch": stats.prefetch,
-        "stalls": stats.stalls,
-        "links": stats.links,
-        **({"split": stats.split} if stats.split is not None else {}),
-        **({"lesser": stats.lesser} if stats.lesser is not None else {}),
-        **({"co_compute": stats.co_compute} if stats.co_compute is not None else {}),
-    }
+    found = {name: getattr(result, name) for name in ANSWER_FIELDS}
+    found |= {name: stats[name] for name in STATS_FIELDS}
+    return found | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
 
 
 def closing_line(result: Answer, stats: Stats) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import logging
 import time
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from greenroom.cli.early.checks import check_early
 from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.progress import Progress, collect_garbage, quiet
 from greenroom.config import LoadConfig, ServeConfig
 from greenroom.errors import GreenroomError, UsageError
 from greenroom.hf.checkpoint.names import check_name
@@ -123,8 +122,7 @@ class Watch:
             return
         before, self._state = self._state, state
         if state == "ready":
-            gc.freeze()  # what is there now stays: only what answers leave is worth a look
-            gc.enable()
+            collect_garbage()
             self._warm = self._service.warm()
         elif state == "failed" and before == "loading":
             raise GreenroomError(why)

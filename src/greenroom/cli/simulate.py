@@ -15,7 +15,7 @@ from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.study.table import table
 from greenroom.cli.study.timing import timing
-from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import (
     PINS,
@@ -47,7 +47,7 @@ TEXTS = {
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
-    add("--json", action="store_true", help="print an object, or a list of them for several cells")
+    add_json(parser, "a JSON object, or a list of them for several cells")
     add("--report", metavar="FILE", type=Path, help="write one HTML page with curves and tables")
     add_options(parser, SimulateConfig, texts=TEXTS)
     parser.show("json", "report")
@@ -88,7 +88,7 @@ def _simulate(
     slots = capacities(config.capacity, int(trace.offsets[-1]))
     ahead = predictors(config, trace)
     study = study_of(config, trace)
-    go = Sweeper(config.ray, progress)
+    go = partial(run_cells, config.ray, progress)
     if config.system is not None:
         mine = {name: getattr(config, name) for name in config.given}
         return None, simulate_systems(systems(config.system), mine, study, slots, go), trace
@@ -153,29 +153,26 @@ def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class Sweeper:
-    """Runs the cells of a study, here or on a Ray cluster, and says how far it is."""
+def run_cells(
+    ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
+) -> list[Row]:
+    """The cells of a study, here or on a Ray cluster; says how far it is."""
+    from greenroom.sim.sweep import sweep, sweep_on_ray
 
-    def __init__(self, ray: str | None, progress: Progress) -> None:
-        self._ray, self._progress = ray, progress
+    count, what = 0, f"simulating {len(cells)} {what}"
 
-    def __call__(self, study: Study, cells: list[Cell], what: str = "cells") -> list[Row]:
-        from greenroom.sim.sweep import sweep, sweep_on_ray
+    def done() -> None:
+        nonlocal count
+        count += 1
+        progress.say(what, count, len(cells))
 
-        say, count, what = self._progress.say, 0, f"simulating {len(cells)} {what}"
+    def compiling(name: str, number: int, of: int) -> None:
+        progress.say(f"compiling {name}, policy {number + 1} of {of}")
 
-        def done() -> None:
-            nonlocal count
-            count += 1
-            say(what, count, len(cells))
-
-        def compiling(name: str, number: int, of: int) -> None:
-            say(f"compiling {name}, policy {number + 1} of {of}")
-
-        if self._ray is not None:
-            say(f"{what} on Ray", 0, len(cells))
-            return sweep_on_ray(study, cells, self._ray, done)
-        return sweep(study, cells, done=done, compiling=compiling)
+    if ray is not None:
+        progress.say(f"{what} on Ray", 0, len(cells))
+        return sweep_on_ray(study, cells, ray, done)
+    return sweep(study, cells, done=done, compiling=compiling)
 
 
 def command(args: argparse.Namespace, config: SimulateConfig) -> str:

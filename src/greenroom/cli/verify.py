@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from greenroom.cli.options.fields import add_model, add_options, given
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.run import text_of
-from greenroom.cli.terminal.progress import Progress, quiet
+from greenroom.cli.terminal.files import add_json
+from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import INEXACT, LoadConfig, flag, options_in
 from greenroom.errors import UsageError, VerifyError
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.hf.check.verify import Verdict
@@ -29,6 +29,9 @@ TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
 LESSER = tuple(each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT)
 QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
+FIELDS = (
+    "identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared", "kernels",
+)  # fmt: skip
 TEXTS = {
     "kernels": "judge these beside transformers' eager",
     "kv": "keep keys and values so; like --kernels, of the model alone and not of"
@@ -63,7 +66,7 @@ def add_to(parser: Parser) -> None:
         "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
     )
     add_options(parser, LoadConfig, "quality", names=("kv", *LESSER), texts=TEXTS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    add_json(parser)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -74,19 +77,14 @@ def main(args: argparse.Namespace) -> None:
     if name := next((each for each in wrong if each in own | given(args).keys()), None):
         which = "does not go with" if args.quality is not None else "is for"
         raise UsageError(f"{flag(name)} {which} --quality")
-    if args.quality is not None:
-        _quality(args)
-    else:
-        _proof(args)
-
-
-def _quality(args: argparse.Namespace) -> None:
     if args.tokens is not None and args.tokens < 2:
         raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
-
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
-        _measured(args, progress)
+    if args.prompt is not None:
+        text_of(args.prompt)
+    with model_progress(args.model) as progress:
+        quiet(progress)
+        work = _quality if args.quality is not None else _proof
+        work(args, progress)
 
 
 def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
@@ -101,12 +99,11 @@ def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]
     return say
 
 
-def _measured(args: argparse.Namespace, progress: Progress) -> None:
+def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
     from greenroom.hf.check.loss import keep_loss
     from greenroom.hf.check.quality import quality, text_in
 
-    quiet(progress)
     lesser = {name: value for name, value in given(args).items() if name in LESSER}
     found = quality(
         args.model,
@@ -135,23 +132,14 @@ def _measured(args: argparse.Namespace, progress: Progress) -> None:
         print(f"inexact: {inexact_line(found.lesser)}")
 
 
-def _proof(args: argparse.Namespace) -> None:
-    prompt = None if args.prompt is None else text_of(args.prompt)
-
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
-        _judged(args, prompt, progress)
-
-
-def _judged(args: argparse.Namespace, prompt: str | None, progress: Progress) -> None:
+def _proof(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.hf.check.verify import PROMPT, verify
 
-    quiet(progress)
     verdict = verify(
         args.model,
         args.cache,
         tokens=TOKENS if args.max_new_tokens is None else args.max_new_tokens,
-        prompt=PROMPT if prompt is None else prompt,
+        prompt=PROMPT if args.prompt is None else args.prompt,
         dtype=args.dtype,
         kernels=args.kernels,
         layers=True if args.layers else None,
@@ -160,22 +148,10 @@ def _judged(args: argparse.Namespace, prompt: str | None, progress: Progress) ->
     progress.clear()
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "identical": verdict.identical,
-                    "max_logit_difference": verdict.max_logit_difference,
-                    "grouped_mm_difference": verdict.grouped_mm_difference,
-                    "tokens_compared": verdict.tokens_compared,
-                    "compared": "logits" if verdict.whole else "layers",
-                    "layer_difference": verdict.layer_differences[0],
-                    "grouped_mm_layer_difference": verdict.layer_differences[1],
-                    "layers_as_stored": verdict.as_stored,
-                    "kernels": verdict.kernels,
-                    "failed": failed,
-                }
-            )
-        )
+        found = {name: getattr(verdict, name) for name in FIELDS}
+        found["compared"] = "logits" if verdict.whole else "layers"
+        found["layer_difference"], found["grouped_mm_layer_difference"] = verdict.layer_differences
+        print(json.dumps({**found, "layers_as_stored": verdict.as_stored, "failed": failed}))
     else:
         print(_difference(verdict))
     if failed:

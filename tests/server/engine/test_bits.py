@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
 import pytest
 
 from greenroom.server.engine.journal import Journal, Reuse
 from greenroom.server.engine.requests import Sampling
+from tests.benchmarks.harness import FOLDER
 from tests.models import cached_tiny
 from tests.server.engine.conftest import MIXED
 from tests.server.rig import Served, draw
+
+REPLAY = runpy.run_path(str(FOLDER / "passes.py"))["replay"]
 
 
 def replayed(folder: Any, journal: Journal, **options: Any) -> dict[int, list[int]]:
     """The tokens of a journal's requests in the same passes, over another cache of experts."""
     from greenroom.hf.kv.batch import Batch
-    from greenroom.server.engine.journal import replay
     from greenroom.server.engine.tokens.sampling import Sampler
 
     other = Served(folder, **options)
     try:
         own = other.engine.model.generation_config
         samplers = {n: Sampler(r, own, 320) for n, r in journal.requests.items()}
-        found = replay(Batch(other.engine.model), journal, samplers)
+        found = REPLAY(Batch(other.engine.model), journal, samplers)
         return {number: [token.id for token in tokens] for number, tokens in found.items()}
     finally:
         other.close()

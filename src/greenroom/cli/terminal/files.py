@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from greenroom.errors import OutputError
+
+
+def add_out(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, type=Path, help=text)
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what}, nothing else")
 
 
 def check_target(path: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+
+from greenroom.config import LoadConfig
+from greenroom.hf.checkpoint.names import check_name
 
 EVERY_S = 5.0  # between two lines in a file
 CLEAR = "\r\x1b[2K"
@@ -72,6 +77,40 @@ class _Above(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._progress.clear()
         print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def model_progress(model: str) -> Iterator[Progress]:
+    """The progress of a command with a model, whose name is checked first."""
+    check_name(model)
+    with Progress(f"{model}: starting") as progress:
+        yield progress
+
+
+@contextlib.contextmanager
+def open_model(
+    source: str, config: LoadConfig, progress: Progress, verbose: bool
+) -> Iterator[tuple[Any, Any]]:
+    """(a model, its tokenizer), until the command needs them no more; the start-up line is said."""
+    from greenroom.hf.load.load import load_with
+    from greenroom.hf.load.report import startup_line
+
+    quiet(progress)
+    model, tokenizer = load_with(source, config, progress=progress.of(source))
+    collect_garbage()
+    try:
+        progress.clear()
+        print(startup_line(source, model, config, verbose), file=sys.stderr, flush=True)
+        model.greenroom.reset_stats()
+        yield model, tokenizer
+    finally:
+        model.greenroom.detach()
+
+
+def collect_garbage() -> None:
+    """What is there now stays: only what answers leave is worth a look."""
+    gc.freeze()
+    gc.enable()
 
 
 def _time(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.study.timing import costs_of
-from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.files import add_out, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import BUDGETS, BudgetsConfig
 from greenroom.errors import UsageError
@@ -26,9 +26,7 @@ VERSION = 1
 def add_to(parser: Parser) -> None:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
     add_options(parser, BudgetsConfig)
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", required=True, type=Path, help="the JSON file to write"
-    )
+    add_out(parser, "the JSON file to write")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.files import add_out, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import Amount
 from greenroom.errors import UsageError
@@ -21,13 +21,9 @@ def add_to(parser: Parser) -> None:
     add("--task", metavar="LABEL[,LABEL...]", required=True,
         help="labels of requests; of several a run keeps the one that is nearest to each prompt;"
         " all takes every label of the trace")  # fmt: skip
-    add(
-        "--share",
-        metavar="SHARE",
-        default="10%",
-        help="of every layer's experts (default: %(default)s)".replace("%(default)s", "10%%"),
-    )
-    add("-o", "--out", metavar="FILE", required=True, type=Path, help="the JSON file to write")
+    add("--share", metavar="SHARE", default="10%",
+        help="of every layer's experts (default: 10%%)")  # fmt: skip
+    add_out(parser, "the JSON file to write")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,29 +1,11 @@
-"""The trace that a command writes: its option, its check, and what is said of it."""
+"""What is said of the trace that a command has written."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
     from greenroom.trace import Trace
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--out", metavar="OUT", required=True, type=Path, help="the trace to write"
-    )
-
-
-def check_out(path: Path) -> None:
-    """Before anything is computed: UsageError where the trace could not be written."""
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder; name a file for the trace")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}")
 
 
 def contents(trace: Trace) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, quiet
-from greenroom.cli.trace.out import add_out, check_out, contents
+from greenroom.cli.terminal.files import add_out, check_target
+from greenroom.cli.terminal.progress import Progress, model_progress, open_model
+from greenroom.cli.trace.out import contents
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
-from greenroom.hf.checkpoint.names import check_name
 
 if TYPE_CHECKING:
     from greenroom.runtime.driver.stats import Stats
@@ -28,7 +28,7 @@ def add_to(parser: Parser) -> None:
         "--prompts", metavar="FILE", required=True, type=Path,
         help="a prompt a line, or JSON lines with prompt or messages, and label",
     )  # fmt: skip
-    add_out(parser)
+    add_out(parser, "the trace to write")
     add_options(parser, RecordConfig, "what to record")
     add_options(parser, SamplingConfig, "sampling")
     add_verbose(parser)
@@ -39,13 +39,12 @@ def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     recording = take(args, RecordConfig)
     check_early(load)
-    check_out(args.out)
+    check_target(args.out)
 
     from greenroom.trace.prompts import read_prompts
 
     prompts = read_prompts(args.prompts)
-    check_name(args.model)
-    with Progress(f"{args.model}: starting") as progress:
+    with model_progress(args.model) as progress:
         stats = _recorded(args, load, sampling, recording, prompts, progress)
 
     from greenroom.trace import load as load_trace
@@ -68,16 +67,12 @@ def _recorded(
     progress: Progress,
 ) -> Stats:
     """Load the model, have it answer the prompts, write the trace."""
-    from greenroom.hf.load.load import load_with
-    from greenroom.hf.load.report import startup_line
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import choices
     from greenroom.trace.journal import journal_of
 
     if recording.predict is not None:
         choices(recording.predict)  # a name that is wrong is found before a model is loaded
-    quiet(progress)
-    model, tokenizer = load_with(args.model, load, progress=progress.of(args.model))
     began = False
 
     def recorded(done: int, tokens: int) -> None:
@@ -89,14 +84,13 @@ def _recorded(
         progress.say("recording requests", done, len(prompts))
 
     try:
-        progress.clear()
-        print(startup_line(args.model, model, load, args.verbose), file=sys.stderr, flush=True)
-        model.greenroom.reset_stats()
-        record(
-            model, tokenizer, prompts, args.out,
-            sampling=sampling, recording=recording, name=args.model, on_request=recorded,
-        )  # fmt: skip
-        stats: Stats = model.greenroom.stats()
+        with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
+            record(
+                model, tokenizer, prompts, args.out,
+                sampling=sampling, recording=recording, name=args.model, on_request=recorded,
+            )  # fmt: skip
+            stats: Stats = model.greenroom.stats()
+            return stats
     except BaseException as error:
         if began and (journal := journal_of(args.out)).exists():
             kept = f"what was recorded is in {journal}: the same command goes on"
@@ -106,6 +100,3 @@ def _recorded(
                 progress.clear()
                 print(kept, file=sys.stderr)
         raise
-    finally:
-        model.greenroom.detach()
-    return stats

@@ -7,8 +7,9 @@ from typing import Any
 
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import add_out, check_target
 from greenroom.cli.terminal.progress import Progress
-from greenroom.cli.trace.out import add_out, check_out, contents
+from greenroom.cli.trace.out import contents
 from greenroom.config import TopicsConfig, ZipfConfig
 
 HELP = "make a synthetic trace"
@@ -20,14 +21,14 @@ def add_to(parser: Parser) -> None:
     for kind, config in (("zipf", ZipfConfig), ("topics", TopicsConfig)):
         text = " ".join((config.__doc__ or "").split()).replace("%", "%%")
         made = kinds.add_parser(kind, help=text.partition(":")[0], description=text)
-        add_out(made)
+        add_out(made, "the trace to write")
         add_options(made, config, kind)
         made.set_defaults(main=main, config=config)
 
 
 def main(args: argparse.Namespace) -> None:
     options = take(args, args.config)
-    check_out(args.out)
+    check_target(args.out)
 
     with Progress(f"making {args.out}"):
         from greenroom.trace import save, synth

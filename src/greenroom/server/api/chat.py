@@ -9,22 +9,22 @@ from fastapi import APIRouter
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
-from greenroom.server.api.shared.calls import call_grammar
 from greenroom.server.api.shared.chunks import Chunks
 from greenroom.server.api.shared.conversation import (
+    JsonForm,
     arguments_of,
     call,
-    check_tools,
-    prompt_of,
+    chat_job,
     thinking,
 )
-from greenroom.server.api.shared.formats import json_grammar
 from greenroom.server.api.shared.usage import logprobs
 from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.params import (
     Choice,
+    Function,
+    FunctionType,
     Name,
     OpenAI,
     Sampled,
@@ -33,7 +33,8 @@ from greenroom.server.http.params import (
     Strict,
     Text,
     Tokens,
-    ToolList,
+    Tools,
+    Turns,
     choice_of,
     choice_schema,
 )
@@ -123,15 +124,19 @@ class ResponseFormat(Strict):
             raise ValueError("response_format.json_schema belongs to the type json_schema")
         return self
 
-    def grammar(self) -> str | None:
+    def form(self) -> JsonForm | None:
         if self.type == "text":
             return None
         schema = self.json_schema.schema_ if self.json_schema else None
-        return json_grammar(schema, "response_format.json_schema.schema")
+        return JsonForm("response_format", "response_format.json_schema.schema", schema)
+
+
+class Tool(FunctionType):
+    function: Function
 
 
 class ChatRequest(OpenAI, Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Turns[Message]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -139,7 +144,7 @@ class ChatRequest(OpenAI, Sampled):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: ToolList | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -172,26 +177,19 @@ class ChatRequest(OpenAI, Sampled):
 
     def job(self, dialogue: Dialogue) -> Job:
         """What the engine is asked. ApiError where this model cannot do it."""
-        grammar = self.response_format.grammar() if self.response_format else None
-        choice = self.tool_choice or Choice()
-        if any(message.role == "tool" or message.tool_calls for message in self.messages):
-            check_tools(dialogue, "messages of the role tool")
-        messages = [one.told(f"messages.{i}") for i, one in enumerate(self.messages)]
-        options = thinking(dialogue, self.reasoning_effort, "reasoning_effort")
-        form = None if grammar is None else "response_format"
-        ids, tools = prompt_of(dialogue, messages, self.tools, choice, options, form)
-        if tools:
-            strict = {tool.function.name for tool in self.tools or () if tool.function.strict}
-            grammar = call_grammar(dialogue, ids, tools, choice, strict)
-        return Job(
-            prompts=(ids,),
+        return chat_job(
+            dialogue,
+            [one.told(f"messages.{i}") for i, one in enumerate(self.messages)],
+            tools=[tool.function for tool in self.tools or ()],
+            choice=self.tool_choice,
+            form=self.response_format.form() if self.response_format else None,
+            options=thinking(dialogue, self.reasoning_effort, "reasoning_effort"),
+            calls="messages of the role tool",
             sampling=self.sampling(),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stops=self.stop or (),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=grammar,
-            tools=tools or None,
             one_call=self.parallel_tool_calls is False,
         )
 
@@ -200,98 +198,48 @@ BODIES = (ChatRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/chat/completions", ChatRequest, Shown)
+    return route(service, "/v1/chat/completions", ChatRequest, ChatBuilder)
 
 
-class Shown(Chunks):
+class ChatBuilder(Chunks):
     """Answers in the form of chat completions."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    says = "delta"
 
-    async def whole(self) -> dict[str, Any]:
-        """One object with all choices."""
-        heard = [Heard() for _ in range(self._answers.job.n)]
-        reasons = [""] * len(heard)
-        async for index, said in self._answers:
-            if isinstance(said, End):
-                reasons[index] = self._ended(said)
-            else:
-                heard[index].add(said, self._answers.dialogue)
-        choices = [
-            {
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        for index in range(self._answers.count):
+            self._choices.append({
                 "index": index,
-                "message": one.message(),
-                "logprobs": {"content": one.logprobs} if self._body.logprobs else None,
-                "finish_reason": reason,
-            }
-            for index, (one, reason) in enumerate(zip(heard, reasons, strict=True))
-        ]
-        return self._object(choices)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """A chunk a delta; the last has the usage where it is wanted."""
-        count = self._answers.job.n
-        calls = [0] * count
-        for index in range(count):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+                "message": {"role": "assistant", "content": None, "refusal": None},
+                "logprobs": {"content": []} if self._body.logprobs else None,
+            })  # fmt: skip
+            yield self._piece(index, {"role": "assistant", "content": ""})
         async for index, said in self._answers:
             if isinstance(said, End):
-                yield self._chunk(index, {}, finish_reason=self._ended(said))
-                continue
-            delta: dict[str, Any] = {}
-            if said.text:
-                delta["content"] = said.text
-            if said.reasoning:
-                delta["reasoning_content"] = said.reasoning
-            if said.call:
-                delta["tool_calls"] = [{"index": calls[index], **_call(said.call)}]
-                calls[index] += 1
-            shown = None
-            if self._body.logprobs:
-                shown = {"content": logprobs(self._answers.dialogue, said.tokens)}
-            yield self._chunk(index, delta, shown)
-        yield self._closing()
+                message = self._choices[index]["message"]
+                if "tool_calls" not in message:
+                    message["content"] = message["content"] or ""
+                yield self._piece(index, {}, reason=self._ended(index, said))
+            else:
+                yield self._add(index, said)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        shown: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        return self._event(
-            {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
-        )
-
-
-class Heard:
-    """One choice, put together from what came."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self.logprobs: list[dict[str, Any]] = []
-
-    def add(self, delta: Delta, dialogue: Dialogue) -> None:
-        self._text += [delta.text] * bool(delta.text)
-        self._reasoning += [delta.reasoning] * bool(delta.reasoning)
-        self._calls += [delta.call] if delta.call else []
-        if any(token.logprob is not None for token in delta.tokens):
-            self.logprobs += logprobs(dialogue, delta.tokens)
-
-    def message(self) -> dict[str, Any]:
-        text = "".join(self._text)
-        found: dict[str, Any] = {
-            "role": "assistant",
-            "content": text if text or not self._calls else None,
-            "refusal": None,
-        }
-        if self._reasoning:
-            found["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            found["tool_calls"] = [_call(made) for made in self._calls]
-        return found
+    def _add(self, index: int, said: Delta) -> dict[str, Any]:
+        """A piece of a choice, which is added to the choice."""
+        choice = self._choices[index]
+        message, shown = choice["message"], None
+        texts = {"content": said.text, "reasoning_content": said.reasoning}
+        delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
+        for name, text in delta.items():
+            message[name] = (message.get(name) or "") + text
+        if said.call:
+            made, calls = _call(said.call), message.setdefault("tool_calls", [])
+            delta["tool_calls"] = [{"index": len(calls), **made}]
+            calls.append(made)
+        if self._body.logprobs:
+            shown = {"content": logprobs(self._answers.dialogue, said.tokens)}
+            choice["logprobs"]["content"] += shown["content"]
+        return self._piece(index, delta, shown)
 
 
 def _call(made: ToolCall) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from greenroom.server.api.shared.chunks import Chunks
 from greenroom.server.api.shared.usage import finite
 from greenroom.server.engine.requests import Token
 from greenroom.server.engine.tokens.reader import Delta, End
-from greenroom.server.http.answers import Answers, Job
+from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import OpenAI, Sampled, Stop, StreamOptions
@@ -112,47 +112,37 @@ BODIES = (CompletionRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/completions", CompletionRequest, Shown)
+    return route(service, "/v1/completions", CompletionRequest, CompletionBuilder)
 
 
-class Shown(Chunks):
+class CompletionBuilder(Chunks):
     """Answers in the form of completions."""
 
-    prefix, kind = "cmpl-", "text_completion"
+    prefix, kind, says = "cmpl-", "text_completion", "text"
     chunk_kind = kind
 
-    def __init__(self, service: Service, body: CompletionRequest, answers: Answers) -> None:
-        super().__init__(service, body, answers)
-        job = answers.job
-        self._count = len(job.prompts) * job.n
-        self._offsets = [Offsets() for _ in range(self._count)]
-
-    async def whole(self) -> dict[str, Any]:
-        texts = [[self._echo(index)] for index in range(self._count)]
-        reasons = [""] * self._count
-        tokens: list[list[tuple[Token, int]]] = [[] for _ in range(self._count)]
-        async for index, said in self._answers:
-            if isinstance(said, End):
-                reasons[index] = self._ended(said)
-                continue
-            texts[index].append(said.text)
-            tokens[index] += self._placed(index, said)
-        return self._object([
-            self._choice(index, "".join(texts[index]), tokens[index], reasons[index])
-            for index in range(self._count)
-        ])  # fmt: skip
-
-    async def events(self) -> AsyncIterator[bytes]:
-        for index in range(self._count):
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        count = self._answers.count
+        self._offsets = [Offsets() for _ in range(count)]
+        self._choices = [self._piece(index, "", self._logprobs([])) for index in range(count)]
+        for index in range(count):
             if self._body.logprobs is None and (text := self._echo(index)):
-                yield self._chunk(index, text, [], None)
+                yield self._add(index, text, None)
         async for index, said in self._answers:
             if isinstance(said, End):
-                yield self._chunk(index, "", [], self._ended(said))
+                yield self._piece(index, "", self._logprobs([]), self._ended(index, said))
             else:
+                shown = self._logprobs(self._placed(index, said))
                 text = self._echo(index) if said.prompt else said.text
-                yield self._chunk(index, text, self._placed(index, said), None)
-        yield self._closing()
+                yield self._add(index, text, shown)
+
+    def _add(self, index: int, text: str, shown: dict[str, Any] | None) -> dict[str, Any]:
+        """A piece of a choice, which is added to the choice."""
+        choice = self._choices[index]
+        choice["text"] += text
+        for name, values in (shown or {}).items():
+            choice["logprobs"][name] += values
+        return self._piece(index, text, shown)
 
     def _echo(self, index: int) -> str:
         if not self._body.echo:
@@ -170,18 +160,9 @@ class Shown(Chunks):
             return list(zip(said.prompt, at, strict=True))
         return [(token, offsets.next(dialogue, token.id)) for token in said.tokens]
 
-    def _chunk(
-        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
-    ) -> bytes:
-        return self._event(self._choice(index, text, tokens, reason))
-
-    def _choice(
-        self, index: int, text: str, tokens: list[tuple[Token, int]], reason: str | None
-    ) -> dict[str, Any]:
-        shown = self._logprobs(tokens) if self._body.logprobs is not None else None
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
-
-    def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
+    def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
         return {
             "tokens": [self._text(token.id) for token, _ in tokens],
             "token_logprobs": [self._own(token) for token, _ in tokens],

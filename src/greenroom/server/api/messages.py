@@ -11,25 +11,25 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.json_file import Malformed, parse
-from greenroom.server.api.shared.calls import call_grammar
-from greenroom.server.api.shared.conversation import call, check_tools, prompt_of, thinking
-from greenroom.server.api.shared.formats import json_grammar
+from greenroom.server.api.shared.conversation import JsonForm, call, chat_job, thinking
 from greenroom.server.engine.requests import Sampling
 from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.answers import Answers, Job
-from greenroom.server.http.endpoints import route
+from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.http.params import (
     CallId,
     Choice,
+    Function,
     Name,
     Share,
     Strict,
     Text,
     Tokens,
+    Tools,
+    Turns,
     by_type,
     tag,
-    tool_told,
 )
 from greenroom.server.http.routes import body_of, described, new_id, served_of
 from greenroom.server.http.service import Service
@@ -84,8 +84,7 @@ Block = Annotated[
     by_type(),
 ]
 Blocks = Annotated[
-    list[Block],
-    Field(min_length=1, fail_fast=True),
+    Turns[Block],
     BeforeValidator(lambda it: [{"type": "text", "text": it}] if isinstance(it, str) else it),
 ]
 
@@ -124,16 +123,10 @@ class Turn(Strict):
         return found
 
 
-class AnthropicTool(Strict):
-    name: Name
-    description: str | None = None
-    input_schema: dict[str, Any]
+class AnthropicTool(Function):
+    parameters: dict[str, Any] = Field(alias="input_schema")
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    strict: bool | None = None
-
-    def told(self) -> dict[str, Any]:
-        return tool_told(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(Strict):
@@ -165,6 +158,9 @@ class Format(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
+    def form(self) -> JsonForm:
+        return JsonForm("output_config.format", "output_config.format.schema", self.schema_)
+
 
 class OutputConfig(Strict):
     effort: EFFORTS | None = None
@@ -179,38 +175,38 @@ class CountRequest(Strict):
     """What a prompt is made of."""
 
     model: Annotated[str, Field(max_length=512)]
-    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    messages: Turns[Turn]
     system: Text | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
-    def prompt(self, dialogue: Dialogue) -> tuple[tuple[int, ...], list[dict[str, Any]]]:
-        """(its tokens, the tools). ApiError where this model cannot be told."""
-        if self._choice.forced and not self.tools:
+    def job(self, dialogue: Dialogue, **job: Any) -> Job:
+        """What the engine is asked. ApiError where this model cannot be asked so."""
+        choice = self.tool_choice.choice if self.tool_choice else Choice()
+        if choice.forced and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         messages = [told for turn in self.messages for told in turn.told()]
-        if any(told["role"] == "tool" or "tool_calls" in told for told in messages):
-            check_tools(dialogue, "tool_use and tool_result blocks")
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        resume = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         config = self.output_config or OutputConfig()
         options = thinking(dialogue, config.effort, "output_config.effort")
         if self.thinking and self.thinking.type == "disabled":
             options |= thinking(dialogue, "none", "thinking")
-        form = "output_config.format" if config.format else None
-        return prompt_of(dialogue, messages, self.tools, self._choice, options, form, resume)
-
-    def ids(self, dialogue: Dialogue) -> tuple[int, ...]:
-        return self.prompt(dialogue)[0]
-
-    @property
-    def _choice(self) -> Choice:
-        return self.tool_choice.choice if self.tool_choice else Choice()
+        return chat_job(
+            dialogue,
+            messages,
+            tools=self.tools,
+            choice=choice,
+            form=config.format.form() if config.format else None,
+            options=options,
+            calls="tool_use and tool_result blocks",
+            resume=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
+            **job,
+        )
 
 
 class MessagesRequest(CountRequest):
@@ -229,38 +225,27 @@ class MessagesRequest(CountRequest):
     diagnostics: None = None
     inference_geo: None = None
 
-    def job(self, dialogue: Dialogue) -> Job:
-        one = self.tool_choice is not None and bool(self.tool_choice.disable_parallel_tool_use)
-        ids, tools = self.prompt(dialogue)
-        return Job(
-            prompts=(ids,),
+    def job(self, dialogue: Dialogue, **job: Any) -> Job:
+        return super().job(
+            dialogue,
             sampling=Sampling(self.temperature, self.top_p, self.top_k),
             max_tokens=self.max_tokens,
             stops=tuple(self.stop_sequences or ()),
-            grammar=self._grammar(dialogue, ids, tools),
-            tools=tools or None,
-            one_call=one,
+            one_call=bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use),
         )
-
-    def _grammar(
-        self, dialogue: Dialogue, ids: tuple[int, ...], tools: list[dict[str, Any]]
-    ) -> str | None:
-        if self.output_config and self.output_config.format:
-            return json_grammar(self.output_config.format.schema_, "output_config.format.schema")
-        strict = {tool.name for tool in self.tools or () if tool.strict}
-        return call_grammar(dialogue, ids, tools, self._choice, strict) if tools else None
 
 
 BODIES = (MessagesRequest, CountRequest)
 
 
 def router(service: Service) -> APIRouter:
-    routes = route(service, "/v1/messages", MessagesRequest, Shown, "create")
+    routes = route(service, "/v1/messages", MessagesRequest, MessageBuilder, "create")
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=described(CountRequest))
     async def count(request: Request) -> dict[str, int]:
         body = await body_of(request, service, CountRequest)
-        return {"input_tokens": len(await service.prepare(body.ids, served_of(request)))}
+        job = await service.prepare(body.job, served_of(request))
+        return {"input_tokens": len(job.prompts[0])}
 
     return routes
 
@@ -284,66 +269,52 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-class Shown:
+class MessageBuilder(ResponseBuilder):
     """An answer in the form of messages."""
 
     def __init__(self, service: Service, body: MessagesRequest, answers: Answers) -> None:
-        self._answers = answers
+        super().__init__(service, body, answers)
         self._message: dict[str, Any] = {
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
-            "model": service.name,
+            "model": self._model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {"input_tokens": answers.prompt_tokens, "output_tokens": 0},
         }
 
-    async def whole(self) -> dict[str, Any]:
-        blocks: list[dict[str, Any]] = []
-        async for _, said in self._answers:
-            if isinstance(said, End):
-                ended = {**self._ended(said), "usage": self._usage(said)}
-                return {**self._message, "content": blocks, **ended}
-            empty = block_of(said)
-            if not empty:
-                continue
-            if said.call:
-                blocks.append({**empty, "input": _input(said.call.arguments)})
-                continue
-            if not blocks or blocks[-1]["type"] != empty["type"]:
-                blocks.append(empty)
-            blocks[-1][empty["type"]] += said.text or said.reasoning
-        raise ApiError(500, "the engine gave no end")
-
-    async def events(self) -> AsyncIterator[bytes]:
-        yield _event({"type": "message_start", "message": self._message})
-        index, kind = -1, None
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self._message}
+        blocks: list[dict[str, Any]] = self._message["content"]
+        kind = None  # of the block that grows
         async for _, said in self._answers:
             empty = {} if isinstance(said, End) else block_of(said)
             if kind and (isinstance(said, End) or (empty and (said.call or empty["type"] != kind))):
-                yield _event({"type": "content_block_stop", "index": index})
+                yield {"type": "content_block_stop", "index": len(blocks) - 1}
                 kind = None
             if isinstance(said, End):
-                delta = self._ended(said)
-                yield _event({"type": "message_delta", "delta": delta, "usage": self._usage(said)})
+                reason = "stop_sequence" if said.stop is not None else REASONS[said.reason]
+                ended = {"stop_reason": reason, "stop_sequence": said.stop}
+                self._message |= {**ended, "usage": self._usage(said)}
+                yield {"type": "message_delta", "delta": ended, "usage": self._usage(said)}
                 continue
             if not empty:
                 continue
             if kind is None:
-                index, kind = index + 1, empty["type"]
-                start = {"type": "content_block_start", "index": index, "content_block": empty}
-                yield _event(start)
-            yield _event({"type": "content_block_delta", "index": index, "delta": _delta(said)})
-        yield _event({"type": "message_stop"})
+                kind, at = empty["type"], len(blocks)
+                blocks.append(empty)
+                yield {"type": "content_block_start", "index": at, "content_block": {**empty}}
+            delta = _add(blocks[-1], said)
+            yield {"type": "content_block_delta", "index": len(blocks) - 1, "delta": delta}
+        yield {"type": "message_stop"}
+
+    def result(self) -> dict[str, Any]:
+        return self._message
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body(ANTHROPIC_PATH, self._answers.request_id), "error")
-
-    def _ended(self, end: End) -> dict[str, Any]:
-        reason = "stop_sequence" if end.stop is not None else REASONS[end.reason]
-        return {"stop_reason": reason, "stop_sequence": end.stop}
 
     def _usage(self, end: End) -> dict[str, Any]:
         reused = end.finished.reused_tokens
@@ -355,13 +326,11 @@ class Shown:
         }
 
 
-def _delta(said: Delta) -> dict[str, Any]:
+def _add(block: dict[str, Any], said: Delta) -> dict[str, Any]:
+    """A part of a content block, which is added to the block."""
     if said.call:
-        return {"type": "input_json_delta", "partial_json": json.dumps(_input(said.call.arguments))}
-    if said.reasoning:
-        return {"type": "thinking_delta", "thinking": said.reasoning}
-    return {"type": "text_delta", "text": said.text}
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return event(data, data["type"])
+        block["input"] = _input(said.call.arguments)
+        return {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    kind, text = block["type"], said.text or said.reasoning
+    block[kind] += text
+    return {"type": f"{kind}_delta", kind: text}

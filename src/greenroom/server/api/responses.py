@@ -11,35 +11,36 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, mod
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import EFFORTS
-from greenroom.server.api.shared.calls import call_grammar
 from greenroom.server.api.shared.conversation import (
+    JsonForm,
     arguments_of,
     call,
-    check_tools,
-    prompt_of,
+    chat_job,
     thinking,
 )
-from greenroom.server.api.shared.formats import json_grammar
 from greenroom.server.api.shared.output import Output
 from greenroom.server.engine.tokens.reader import End
 from greenroom.server.http.answers import Answers, Job
-from greenroom.server.http.endpoints import route
+from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import (
     CallId,
     Choice,
+    Function,
+    FunctionType,
     Name,
     OpenAI,
     Sampled,
     Strict,
     Tokens,
+    Tools,
+    Turns,
     by_type,
     choice_of,
     choice_schema,
     tag,
     text_of,
     text_schema,
-    tool_told,
 )
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
@@ -60,12 +61,15 @@ class ReasoningText(Strict):
     text: str
 
 
-class InMessage(Strict):
+class InItem(Strict):
+    id: str | None = None
+    status: Status | None = None
+
+
+class InMessage(InItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputText
-    id: str | None = None
-    status: Status | None = None
     phase: None = None
 
     def told(self, where: str) -> dict[str, Any]:
@@ -73,36 +77,30 @@ class InMessage(Strict):
         return {"role": role, "content": self.content}
 
 
-class InCall(Strict):
+class InCall(InItem):
     type: Literal["function_call"]
     call_id: CallId
     name: Name
     arguments: str
-    id: str | None = None
-    status: Status | None = None
 
     def told(self, where: str) -> dict[str, Any]:
         made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
         return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
-class InOutput(Strict):
+class InOutput(InItem):
     type: Literal["function_call_output"]
     call_id: CallId
     output: InputText
-    id: str | None = None
-    status: Status | None = None
 
     def told(self, where: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-class InReasoning(Strict):
+class InReasoning(InItem):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    id: str | None = None
-    status: Status | None = None
     encrypted_content: None = None
 
     def told(self, where: str) -> dict[str, Any]:
@@ -118,21 +116,13 @@ Item = Annotated[
     by_type(default="message"),
 ]
 Items = Annotated[
-    list[Item],
-    Field(min_length=1, fail_fast=True),
+    Turns[Item],
     BeforeValidator(lambda it: [{"role": "user", "content": it}] if isinstance(it, str) else it),
 ]
 
 
-class ResponsesTool(Strict):
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def told(self) -> dict[str, Any]:
-        return tool_told(self.name, self.description, self.parameters)
+class ResponsesTool(Function, FunctionType):
+    pass
 
 
 class Format(Strict):
@@ -148,8 +138,10 @@ class Format(Strict):
             raise ValueError("text.format.schema belongs to the type json_schema")
         return self
 
-    def grammar(self) -> str | None:
-        return None if self.type == "text" else json_grammar(self.schema_, "text.format.schema")
+    def form(self) -> JsonForm | None:
+        if self.type == "text":
+            return None
+        return JsonForm("text.format", "text.format.schema", self.schema_)
 
 
 class TextConfig(Strict):
@@ -171,7 +163,7 @@ class ResponsesRequest(OpenAI, Sampled):
     input: Items
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Tools[ResponsesTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -195,10 +187,6 @@ class ResponsesRequest(OpenAI, Sampled):
     prompt_cache_options: None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.include)
-
     @model_validator(mode="after")
     def _fits(self) -> ResponsesRequest:
         if self.top_logprobs is not None and not self.include:
@@ -210,35 +198,28 @@ class ResponsesRequest(OpenAI, Sampled):
     def job(self, dialogue: Dialogue) -> Job:
         """What the engine is asked. ApiError where this model cannot do it."""
         form = self.text.format if self.text else None
-        grammar = form.grammar() if form else None
-        choice = self.tool_choice or Choice()
         effort = self.reasoning.effort if self.reasoning else None
-        options = thinking(dialogue, effort, "reasoning.effort")
-        bound = None if grammar is None else "text.format"
-        messages = self._messages(dialogue)
-        ids, tools = prompt_of(dialogue, messages, self.tools, choice, options, bound)
-        if tools:
-            strict = {tool.name for tool in self.tools or () if tool.strict}
-            grammar = call_grammar(dialogue, ids, tools, choice, strict)
-        return Job(
-            prompts=(ids,),
+        return chat_job(
+            dialogue,
+            self._messages(),
+            tools=self.tools,
+            choice=self.tool_choice,
+            form=form.form() if form else None,
+            options=thinking(dialogue, effort, "reasoning.effort"),
+            calls="function_call and function_call_output items",
             sampling=self.sampling(),
             max_tokens=self.max_output_tokens,
             top_logprobs=(self.top_logprobs or 0) if self.include else None,
-            grammar=grammar,
-            tools=tools or None,
             one_call=self.parallel_tool_calls is False,
         )
 
-    def _messages(self, dialogue: Dialogue) -> list[dict[str, Any]]:
+    def _messages(self) -> list[dict[str, Any]]:
         """Items as messages: what one turn thought, said and called is one message."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
         for index, item in enumerate(self.input):
             told = item.told(f"input.{index}")
-            if told["role"] == "tool" or "tool_calls" in told:
-                check_tools(dialogue, f"{item.type} items")
             last = found[-1] if found else None
             if last and last["role"] == told["role"] == "assistant":
                 found[-1] = _joined(last, told)
@@ -264,21 +245,21 @@ BODIES = (ResponsesRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/responses", ResponsesRequest, Shown, "create")
+    return route(service, "/v1/responses", ResponsesRequest, ResponsesBuilder, "create")
 
 
-class Shown:
+class ResponsesBuilder(ResponseBuilder):
     """An answer in the form of responses."""
 
     def __init__(self, service: Service, body: ResponsesRequest, answers: Answers) -> None:
-        self._body, self._answers = body, answers
+        super().__init__(service, body, answers)
         self._sequence = 0
-        self._output = Output(answers.dialogue, body.wants_logprobs)
+        self._output = Output(answers.dialogue, bool(body.include))
         self._response: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": service.name,
+            "model": self._model,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -302,30 +283,26 @@ class Shown:
             "background": False,
         }
 
-    async def whole(self) -> dict[str, Any]:
-        async for _, said in self._answers:
-            if isinstance(said, End):
-                list(self._output.end(said))
-                return self._ended(said)
-            list(self._output.add(said))
-        raise ApiError(500, "the engine gave no end")
-
-    async def events(self) -> AsyncIterator[bytes]:
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event({"type": kind, "response": self._response})
+            yield {"type": kind, "response": self._response}
         async for _, said in self._answers:
             grown = self._output.end(said) if isinstance(said, End) else self._output.add(said)
             for data in grown:
-                yield self._event(data)
+                yield data
             if isinstance(said, End):
-                ended = self._ended(said)
-                yield self._event({"type": f"response.{ended['status']}", "response": ended})
+                self._response = self._ended(said)
+                kind = f"response.{self._response['status']}"
+                yield {"type": kind, "response": self._response}
+
+    def result(self) -> dict[str, Any]:
+        return self._response
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of an answer that broke off."""
         told = {"code": "server_error", "message": str(error)}
         response = {**self._response, "status": "failed", "error": told}
-        return self._event({"type": "response.failed", "response": response})
+        return self.event({"type": "response.failed", "response": response})
 
     def _ended(self, end: End) -> dict[str, Any]:
         cut = end.reason == "length"
@@ -345,7 +322,7 @@ class Shown:
             "usage": usage,
         }
 
-    def _event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: dict[str, Any]) -> bytes:
         self._sequence += 1
         return event({**data, "sequence_number": self._sequence - 1}, data["type"])
 

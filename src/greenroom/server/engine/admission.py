@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 from greenroom.config import Amount, ServeConfig
@@ -17,17 +16,6 @@ from greenroom.server.engine.prefixes import LEAST, Ids, Kept, Prefixes, as_ids,
 from greenroom.server.engine.sequence import Sequence
 
 WORTH = 64  # tokens that are worth waiting for, where somebody is about to read them
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Keys and values that are there: of one that runs, or `kept`."""
-
-    number: int
-    ids: Ids
-    cache: Any
-    exact: int
-    kept: Kept | None = None
 
 
 class Admission:
@@ -106,12 +94,12 @@ class Admission:
         ids = as_ids(sequence.ids)
         sources = list(self._sources(running)) if self._reuses(sequence) else []
         best = max((*sources, _NOTHING), key=lambda source: self._usable(source, ids))
-        tokens = self._usable(best, ids)
-        taken = best.kept is not None and tokens == best.ids.size
-        if best.kept is not None and taken:
-            sequence.cache = self.prefixes.take(best.kept)
-        elif best.kept is not None:
-            self.prefixes.used(best.kept)
+        tokens, over = self._usable(best, ids), best in self.prefixes
+        taken = over and tokens == best.ids.size
+        if taken:
+            sequence.cache = self.prefixes.take(best)
+        elif over:
+            self.prefixes.used(best)
         self._make_room()
         if not tokens:
             return
@@ -129,14 +117,13 @@ class Admission:
         """Keys and values that were computed before have no logits, which scores are made of."""
         return sequence.scores is None and not self._config.no_prefix_reuse
 
-    def _sources(self, running: Many[Sequence]) -> Iterator[Source]:
+    def _sources(self, running: Many[Sequence]) -> Iterator[Kept]:
         for each in running:
             if each.computed:
-                yield Source(each.number, each.read(), each.cache, each.exact)
-        for kept in self.prefixes:
-            yield Source(kept.number, kept.ids, kept.cache, kept.exact, kept)
+                yield Kept(each.read(), each.cache, 0, each.exact, each.number)
+        yield from self.prefixes
 
-    def _usable(self, source: Source, ids: Ids) -> int:
+    def _usable(self, source: Kept, ids: Ids) -> int:
         """Tokens of a prompt whose keys and values can be had from a source. The last one is
         computed anyhow: its logits are wanted."""
         tokens = min(common(source.ids, ids), ids.size - 1)
@@ -144,7 +131,7 @@ class Admission:
             tokens = self._cut(min(tokens, source.exact))
         if tokens < LEAST:
             return 0
-        if source.kept is not None and tokens == source.ids.size:
+        if tokens == source.ids.size and source in self.prefixes:
             return tokens
         return tokens if self._batch.plain and kv.whole(source.cache, tokens) else 0
 
@@ -166,4 +153,4 @@ class Admission:
         self.prefixes.shrink(self.limit - self.reserved)
 
 
-_NOTHING = Source(-1, as_ids(()), None, 0)
+_NOTHING = Kept(as_ids(()), None)

@@ -10,7 +10,6 @@ reads at the memory's speed. The entry that was used longest ago goes first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +24,12 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """The keys and values of a request that is over: `ids` [n] are the tokens that they are of,
-    `exact` of them were read in the passes that a request alone would have read them in."""
+    """The keys and values of a request that is over, or runs: `ids` [n] are the tokens that they
+    are of, `exact` of them were read in the passes that a request alone would have read them in."""
 
     ids: Ids
     cache: Any
-    nbytes: int
+    nbytes: int = 0
     exact: int = 0
     number: int = -1  # of the sequence that left it
 
@@ -47,8 +46,7 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._kept: OrderedDict[int, Kept] = OrderedDict()  # by id, used longest ago first
-        self._next = 0
+        self._kept: list[Kept] = []  # used longest ago first
         self.nbytes = 0
         self.evicted = 0
 
@@ -56,45 +54,40 @@ class Prefixes:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Kept]:
-        return iter(self._kept.values())
+        return iter(self._kept)
 
     def used(self, kept: Kept) -> None:
         """An entry was copied from."""
-        self._kept.move_to_end(self._key(kept))
+        self._kept.remove(kept)
+        self._kept.append(kept)
 
     def take(self, kept: Kept) -> Any:
         """Its cache, which is the request's from here on."""
-        self._forget(self._key(kept))
+        self._kept.remove(kept)
+        self.nbytes -= kept.nbytes
         return kept.cache
 
     def keep(self, kept: Kept) -> bool:
         """Keep an entry, in place of those that it begins with; False where there is no room."""
         if kept.nbytes > self.limit or kept.ids.size < LEAST:
             return False
-        for key, other in list(self._kept.items()):
+        for other in list(self._kept):
             shared = common(other.ids, kept.ids)
             if shared == kept.ids.size and other.exact >= kept.exact:
-                self._kept.move_to_end(key)
+                self.used(other)
                 return False  # it is there already
             if shared == other.ids.size:
-                self._forget(key)
+                self.take(other)
         self.shrink(self.limit - kept.nbytes)
-        self._kept[self._next] = kept
-        self._next += 1
+        self._kept.append(kept)
         self.nbytes += kept.nbytes
         return True
 
     def shrink(self, nbytes: int) -> None:
         """Keep no more than so many bytes; the entry that was used longest ago goes first."""
         while self._kept and self.nbytes > max(0, nbytes):
-            self._forget(next(iter(self._kept)))
+            self.take(self._kept[0])
             self.evicted += 1
-
-    def _forget(self, key: int) -> None:
-        self.nbytes -= self._kept.pop(key).nbytes
-
-    def _key(self, kept: Kept) -> int:
-        return next(key for key, value in self._kept.items() if value is kept)
 
 
 def as_ids(ids: Sequence[int]) -> Ids:

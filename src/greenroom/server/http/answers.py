@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from greenroom.server.engine.requests import (
     PromptTokens,
     Request,
     Sampling,
-    Ticket,
     Token,
 )
+from greenroom.server.engine.sequence import Sequence
 from greenroom.server.engine.tokens.reader import Delta, End, Reader
 from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.request_log import Served
@@ -39,7 +39,7 @@ class Job:
     """`n` answers to each of some prompts; `plain` reads them as text alone."""
 
     prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
@@ -94,19 +94,19 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
-        self._tickets: list[Ticket] = []
-        self._count = len(job.prompts) * job.n
-        if self._count > service.most_answers:
+        self._tickets: list[Sequence] = []
+        self.count = len(job.prompts) * job.n
+        if self.count > service.most_answers:
             most = service.most_answers
-            raise ApiError(400, f"{self._count} answers at once: at most {most}", param="n")
+            raise ApiError(400, f"{self.count} answers at once: at most {most}", param="n")
         ends = tuple(service.engine.end_ids)
-        self._readers = [job.reader(dialogue, index, ends) for index in range(self._count)]
+        self._readers = [job.reader(dialogue, index, ends) for index in range(self.count)]
         self._left = self._taken = self._tokens = 0
 
     def submit(self) -> None:
         """Hand all to the engine, or none."""
         try:
-            for index in range(self._count):
+            for index in range(self.count):
                 self._tickets.append(
                     self._service.engine.submit(self._request(index), partial(self._tell, index))
                 )

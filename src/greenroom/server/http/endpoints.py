@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -12,21 +12,49 @@ from greenroom.server.http.answers import Answers, begin
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.routes import body_of, described, served_of
 from greenroom.server.http.service import Service
-from greenroom.server.http.streams import EventStream, told, whole
+from greenroom.server.http.streams import EventStream, event, told, whole
 
 
-class Shown(Protocol):
-    """The answers to a request in the form of an API."""
+class ResponseBuilder:
+    """The answers to a request in the form of an API: parts, and the object they add up to."""
 
-    def __init__(self, service: Service, body: Any, answers: Answers) -> None: ...
-    async def whole(self) -> dict[str, Any]: ...
-    def events(self) -> AsyncIterator[bytes]: ...
+    def __init__(self, service: Service, body: Any, answers: Answers) -> None:
+        self._model, self._body, self._answers = service.name, body, answers
+
+    def parts(self) -> AsyncIterator[dict[str, Any]]:
+        """What is sent of answers as they come."""
+        raise NotImplementedError
+
+    def result(self) -> dict[str, Any]:
+        """What all parts add up to."""
+        raise NotImplementedError
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        """A part as it is sent."""
+        return event(data, data["type"])
+
+    def closing(self) -> bytes:
+        """What is sent after all parts."""
+        return b""
+
     def failed(self, error: ApiError) -> bytes:
         """The last event of answers that broke off."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.parts():
+            pass
+        return self.result()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        async for data in self.parts():
+            yield self.event(data)
+        if closing := self.closing():
+            yield closing
 
 
 def route(
-    service: Service, path: str, model: Any, shown_as: type[Shown], name: str = "answer"
+    service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
     """POST `path` with a body of `model`; `name` is what OpenAPI's document calls it."""
     routes = APIRouter()
@@ -36,7 +64,7 @@ def route(
         body = await body_of(request, service, model)
         served = served_of(request)
         answers = await begin(service, served, body.job)
-        shown = shown_as(service, body, answers)
+        shown = builder(service, body, answers)
         if not body.stream:
             return JSONResponse(await whole(request, answers, shown.whole()))
         return EventStream(told(shown.events(), service, served, shown.failed), answers, served)

@@ -7,7 +7,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -211,17 +211,10 @@ class Sampled(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % (1 << 63),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            logit_bias=self.logit_bias or (),
-        )
+        given = self.model_dump(include=set(Sampled.model_fields), exclude_none=True)
+        if "seed" in given:
+            given["seed"] %= 1 << 63
+        return Sampling(**given)
 
 
 class OpenAI(Strict):
@@ -235,33 +228,28 @@ class OpenAI(Strict):
     service_tier: Literal["auto", "default"] | None = None
 
 
-def tool_told(
-    name: str, description: str | None, parameters: dict[str, Any] | None
-) -> dict[str, Any]:
-    """A tool as chat templates take it."""
-    function = {
-        "name": name,
-        "description": description or "",
-        "parameters": parameters or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
-
-
 class Function(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: Function
-
     def told(self) -> dict[str, Any]:
         """As chat templates take it."""
-        function = self.function
-        return tool_told(function.name, function.description, function.parameters)
+        function = {
+            "name": self.name,
+            "description": self.description or "",
+            "parameters": self.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
 
 
-ToolList = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+class FunctionType(Strict):
+    """The type of OpenAI's tools: the only one that there is."""
+
+    type: Literal["function"]
+
+
+Items = TypeVar("Items")
+Tools = Annotated[list[Items], Field(max_length=128, fail_fast=True)]
+Turns = Annotated[list[Items], Field(min_length=1, fail_fast=True)]

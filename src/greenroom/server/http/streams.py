@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from greenroom.errors import GreenroomError
@@ -85,48 +84,43 @@ async def told(
         yield say(known)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they come. Whatever way it ends, the answers are let go."""
 
     def __init__(self, events: AsyncIterator[bytes], answers: Answers, served: Served) -> None:
-        self.status_code, self.background = 200, None
-        self._events, self._answers, self._served = events, answers, served
-        self._last = time.monotonic()
-        self.init_headers(
-            {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        super().__init__(
+            _with_beats(events),
+            headers={"cache-control": "no-cache"},
+            media_type="text/event-stream",
         )
+        self._answers, self._served = answers, served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        sending = asyncio.ensure_future(self._send(send))
-        gone, beat = (
-            asyncio.ensure_future(hung_up(receive)),
-            asyncio.ensure_future(self._beat(send)),
-        )
+        complete = False
+
+        async def sending(message: Message) -> None:
+            nonlocal complete
+            complete = complete or message.get("more_body") is False
+            await send(message)
+
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                self._served.status = GONE
+            await super().__call__(scope, receive, sending)
         finally:
-            done = sending.done() and not sending.cancelled()
-            await _drop(gone, beat, sending)
+            if not complete:
+                self._served.status = GONE
             await self._answers.leave()
-        if done:
-            sending.result()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send) -> None:
-        async for data in self._events:
-            await self._write(send, data)
 
-    async def _beat(self, send: Send) -> None:
-        """A long prompt says nothing for a while, which proxies could take for the end."""
-        while True:
-            await asyncio.sleep(BEAT_S / 3)
-            if time.monotonic() - self._last >= BEAT_S:
-                await self._write(send, b": waiting\n\n")
-
-    async def _write(self, send: Send, data: bytes) -> None:
-        self._last = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+async def _with_beats(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A long prompt says nothing for a while, which proxies could take for the end."""
+    while True:
+        coming = asyncio.ensure_future(anext(events, b""))
+        try:
+            while not (await asyncio.wait({coming}, timeout=BEAT_S))[0]:
+                yield b": waiting\n\n"
+        finally:
+            if not coming.done():
+                await _drop(coming)
+        if not (data := coming.result()):
+            return
+        yield data

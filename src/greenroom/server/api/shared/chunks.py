@@ -5,46 +5,59 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from greenroom.server.api.shared.usage import FINISH, usage
+from greenroom.server.api.shared.usage import usage
 from greenroom.server.engine.tokens.reader import End
 from greenroom.server.http.answers import Answers
+from greenroom.server.http.endpoints import ResponseBuilder
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import DONE, event
 
 
-class Chunks:
-    """The parts that both APIs have; `kind` is the object's, `prefix` its id's."""
+class Chunks(ResponseBuilder):
+    """The parts that both APIs have; `kind` is the object's, `prefix` its id's, and `says` where in
+    a chunk its text is."""
 
-    prefix = kind = chunk_kind = ""
+    prefix = kind = chunk_kind = says = ""
 
     def __init__(self, service: Service, body: Any, answers: Answers) -> None:
-        self._body, self._answers = body, answers
+        super().__init__(service, body, answers)
         self._ends: list[End] = []
+        self._choices: list[dict[str, Any]] = []
         self._head = {
             "id": new_id(self.prefix),
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
-            "model": service.name,
+            "model": self._model,
         }
         wanted = body.stream_options
         self._with_usage = wanted is not None and bool(wanted.include_usage)
 
-    def _ended(self, end: End) -> str:
-        """Note an answer's end; why it ended."""
+    def _piece(
+        self, index: int, said: Any, shown: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        """A part of a choice; `shown` are its log-probabilities."""
+        return {"index": index, self.says: said, "logprobs": shown, "finish_reason": reason}
+
+    def _ended(self, index: int, end: End) -> str:
+        """Note the end of a choice; why it ended."""
         self._ends.append(end)
-        return FINISH[end.reason]
+        self._choices[index]["finish_reason"] = end.reason
+        return end.reason
+
+    def result(self) -> dict[str, Any]:
+        return self._object(self._choices)
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         used = usage(self._answers.prompt_tokens, self._ends)
         return {**self._head, "choices": choices, "usage": used}
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def event(self, data: dict[str, Any]) -> bytes:
         rest: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        return event({**self._head, "choices": [choice], **rest})
+        return event({**self._head, "choices": [data], **rest})
 
-    def _closing(self) -> bytes:
+    def closing(self) -> bytes:
         """The end of the events, after the usage where it is wanted."""
         return (event(self._object([])) if self._with_usage else b"") + DONE
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from greenroom.hf.text.dialogue import Dialogue
+from greenroom.server.api.shared.calls import call_grammar
+from greenroom.server.api.shared.formats import json_grammar
+from greenroom.server.http.answers import Job
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import Choice
+from greenroom.server.http.params import Choice, Function
 
 Messages = list[dict[str, Any]]
 
@@ -52,31 +55,49 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
                    param=param, code="unsupported_value")  # fmt: skip
 
 
-def prompt_of(
+class JsonForm(NamedTuple):
+    """The JSON that an answer must be: of a schema, or any object. `param` asks for it, and names
+    the schema at `where`."""
+
+    param: str
+    where: str
+    schema: dict[str, Any] | None
+
+
+def chat_job(
     dialogue: Dialogue,
     messages: Messages,
-    tools: Sequence[Any] | None,
-    choice: Choice,
+    *,
+    tools: Sequence[Function] | None,
+    choice: Choice | None,
+    form: JsonForm | None,
     options: dict[str, Any],
-    form: str | None,
+    calls: str,
     resume: bool = False,
-) -> tuple[tuple[int, ...], Messages]:
-    """(a prompt's tokens, the tools that its answer may call, as templates take them).
+    **job: Any,
+) -> Job:
+    """What the engine is asked in a conversation. ApiError where this model cannot be asked so.
 
-    `form` is the parameter that binds the answer to a grammar, if one does. ApiError where this
-    model cannot be asked so.
+    tools:   functions that the answer may call, as `choice` says
+    options: what the template is told beside the conversation
+    calls:   what the API calls messages that are calls or their results
+    resume:  go on with the last message
+    job:     the rest of the job
     """
+    choice = choice or Choice()
+    if any(told["role"] == "tool" or "tool_calls" in told for told in messages):
+        check_tools(dialogue, calls)
     usable = [tool.told() for tool in tools or ()] if choice.kind != "none" else []
+    grammar = None if form is None else json_grammar(form.schema, form.where)
     if usable:
         check_tools(dialogue)
         if form is not None:
             raise ApiError(400, "tools cannot be called in JSON mode: send one of tools and"
-                           f" {form}", param=form)  # fmt: skip
-    if form is not None or choice.forced:  # it can say nothing else
-        options = options or _without_thinking(dialogue)
-    return tuple(dialogue.chat(messages, usable, resume, **options)), usable
-
-
-def _without_thinking(dialogue: Dialogue) -> dict[str, Any]:
-    """What the template is told where an answer has no room for reasoning."""
-    return {"enable_thinking": False} if dialogue.reads("enable_thinking") else {}
+                           f" {form.param}", param=form.param)  # fmt: skip
+    if (form is not None or choice.forced) and dialogue.reads("enable_thinking"):
+        options = options or {"enable_thinking": False}  # it can say nothing else
+    ids = tuple(dialogue.chat(messages, usable, resume, **options))
+    if usable:
+        strict = {tool.name for tool in tools or () if tool.strict}
+        grammar = call_grammar(dialogue, ids, usable, choice, strict)
+    return Job((ids,), grammar=grammar, tools=usable or None, **job)

@@ -9,7 +9,6 @@ from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.engine.requests import Token
 from greenroom.server.engine.tokens.reader import End
 
-FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 LEAST = -9999.0  # JSON has no infinity
 
 
