@@ -9,8 +9,7 @@ from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import Setting, places, predictor
 from greenroom.predictors.noisy_oracle import promoe
-from greenroom.predictors.replay import Predicted, accuracy, replay
-from greenroom.predictors.token import Token
+from tests.predictors.replay import Predicted, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, decode, said
 
 TWO = Shape((4, 4), 1)  # guesses name two experts
@@ -56,7 +55,7 @@ def test_token_without_ids_knows_popularity():
 
 def test_tokens_not_met_for_longest_leave(monkeypatch):
     monkeypatch.setattr(places, "MOST_BYTES", 2 * TWO.layers * 4 * 2)
-    it = Token(TWO)
+    it = predictor("token").make(Setting(TWO))
     used = {5: 0, 6: 1, 7: 2}
 
     def meet(id_: int) -> int:

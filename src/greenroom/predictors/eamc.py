@@ -17,18 +17,16 @@ policies/moe_infinity.py, which evicts by the same pEAM; there, a request has on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
+from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, for_all, taken
+from greenroom.predictors.learner import Arrays, Floats, as_ids, for_all
+from greenroom.predictors.none import Nothing
+from greenroom.predictors.places import filled
 
 
 @jit
@@ -112,17 +110,16 @@ class Collection:
         self.whole[:] = 0
 
 
-class Eamc:
+class Eamc(Nothing):
     name = "eamc"
 
-    def __init__(self, shape: Shape, distance: int, capacity: int, by_request: bool) -> None:
-        self.distance: int | None = distance
-        self._ahead, self._by_request = distance, by_request
-        self._layers, self._width = shape.layers, shape.width
-        self._most = max(shape.experts_per_layer)
-        self._begin = np.cumsum([0, *shape.experts_per_layer])
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._by_request = setting.options["matching"] == "request"
+        self._begin = np.cumsum([0, *self._shape.experts_per_layer])
         self._parts = {
-            part: Collection(int(self._begin[-1]), capacity) for part in ("prefill", "decode")
+            part: Collection(int(self._begin[-1]), int(setting.options["capacity"]))
+            for part in ("prefill", "decode")
         }
         self._now = self._parts["decode"]
         self._request, self._tokens = -1, 1
@@ -147,44 +144,38 @@ class Eamc:
         if layer < 0:
             return []
         now = self._now
-        scores = np.empty((self._ahead, self._most), np.float32)
+        scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
         expect(now.counts, now.dots, now.squares, now.size, now.eam, self._begin, layer, scores)
-        named = top(scores, self._width, 0.0)
+        named = top(scores, self._shape.width, 0.0)
         order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
         return [
-            for_all(Guess(layer + 1 + i, named[i : i + 1]), self._layers, self._tokens)
+            for_all(Guess(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens)
             for i in map(int, order)
         ]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
+    def state(self) -> Arrays:
         kept = {}
         for name, part in self._parts.items():
             kept[f"{name}.collection"] = part.counts[:, : part.size].T.copy()
             kept[f"{name}.request"] = part.whole.copy()
         return kept
 
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, state: Arrays) -> None:
         for name, part in self._parts.items():
             key = f"{name}.collection"
             saved = state.get(key, np.empty(0))
             part.size = min(len(saved), part.squares.size)
             collection = np.zeros((part.size, len(part.whole)), np.int64)
-            taken(key, state, collection)
-            taken(f"{name}.request", state, part.whole)
+            filled(key, state, collection)
+            filled(f"{name}.request", state, part.whole)
             part.counts[:, : part.size] = collection.T
             part.squares[: part.size] = (collection * collection).sum(axis=1)
         self._request = -1
 
 
-def make(setting: Setting) -> Eamc:
-    options = setting.options
-    by_request = options["matching"] == "request"
-    return Eamc(setting.shape, setting.ahead, int(options["capacity"]), by_request)
-
-
 eamc = Kind(
     "eamc",
-    make,
+    Eamc,
     "what similar prompts used (MoE-Infinity)",
     distance=2,
     options=(

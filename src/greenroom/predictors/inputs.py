@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from greenroom.core.predictor import Guess, Ids, Inputs, PassBegins, Seen, Shape
+from greenroom.core.predictor import Guess, Ids, Inputs, PassBegins, Seen
 from greenroom.predictors.none import Nothing
 
 
@@ -14,10 +14,7 @@ class FromInputs(Nothing):
     For layers of the next pass the inputs are those of this pass's last token.
     """
 
-    def __init__(self, shape: Shape, distance: int) -> None:
-        self.distance: int | None = distance
-        self._ahead, self._shape = distance, shape
-        self._inputs: Inputs | None = None
+    _inputs: Inputs | None = None
 
     def begin(self, at: PassBegins) -> None:
         self._inputs = None

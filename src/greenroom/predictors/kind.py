@@ -46,14 +46,14 @@ class Setting:
 
     @property
     def ahead(self) -> int:
-        """The distance, for kinds that have one. UsageError where the model has fewer layers."""
-        assert self.distance is not None
-        if self.distance > self.shape.layers:
+        """The distance, 0 for kinds that have none. UsageError where the model has fewer layers."""
+        distance = self.distance or 0
+        if distance > self.shape.layers:
             raise UsageError(
                 f"the model has {self.shape.layers} MoE layers:"
-                f" predictors cannot look {self.distance} ahead"
+                f" predictors cannot look {distance} ahead"
             )
-        return self.distance
+        return distance
 
 
 Make = Callable[[Setting], Predictor]

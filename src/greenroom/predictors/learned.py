@@ -26,8 +26,8 @@ from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
 from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats
 
+Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32
 FEW = 4  # tokens; more are multiplied by NumPy
 
@@ -82,9 +82,15 @@ class Learned(FromInputs):
 
     name = "learned"
 
-    def __init__(self, shape: Shape, networks: list[Network], distance: int) -> None:
-        super().__init__(shape, distance)
-        self._networks = networks
+    def __init__(self, setting: Setting) -> None:
+        if setting.learned is None:
+            raise UsageError(
+                "predictor learned needs the file of `greenroom train-predictor`, and runs beside"
+                " the model that it was trained for"
+            )
+        super().__init__(setting)
+        self._networks, self._ahead = networks_of(setting.learned, setting.shape)
+        self.distance = self._ahead
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
         ranked: Ids = top(self._scores(self._networks[target], rows), self._shape.width)
@@ -131,18 +137,9 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
     return found, int(distance[0])
 
 
-def make(setting: Setting) -> Learned:
-    if setting.learned is None:
-        raise UsageError(
-            "predictor learned needs the file of `greenroom train-predictor`, and runs beside the"
-            " model that it was trained for"
-        )
-    return Learned(setting.shape, *networks_of(setting.learned, setting.shape))
-
-
 learned = Kind(
     "learned",
-    make,
+    Learned,
     "small networks, trained by `greenroom train-predictor`",
     frozenset({"inputs", "file"}),
 )

@@ -22,19 +22,17 @@ that of `early`, so that either is as good as it can be alone (stagewise, as in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.learner import Arrays, Floats, PathLearner, guesses_of_pass
 from greenroom.predictors.places import Places
-from greenroom.predictors.ranks import Floats, guess, same, taken
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)
@@ -71,16 +69,6 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 
 @jit
-def source(layer: int, distance: int, m: int, layers: int) -> tuple[int, int]:
-    """(tokens back, layer) of link m; more than one token back is not kept."""
-    at = layer - distance - m
-    back = 0
-    while at < 0:
-        at, back = at + layers, back + 1
-    return back, at
-
-
-@jit
 def logits_of(
     model: Model, path: Ids, token: int, place: int, layer: int, distance: int,
     early: Floats, passed: Floats,
@@ -96,10 +84,11 @@ def logits_of(
             early[expert] += known[expert]
     add(path[token - 1, layer], model.last[layer], early)
     passed[:] = early
+    layers = path.shape[1]
     for m in range(LINKS):
-        back, at = source(layer, distance, m, path.shape[1])
-        if back <= 1:
-            add(path[token - back, at], model.link[m, layer], passed)
+        at = layers + layer - distance - m  # from the token before on; what is before is not kept
+        if at >= 0:
+            add(path[token - 1 + at // layers, at % layers], model.link[m, layer], passed)
 
 
 @jit
@@ -153,10 +142,16 @@ def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance
             for expert in range(size):
                 known[expert] += ID_RATE * early[expert]
         move(path[token - 1, layer], model.last[layer], early, LINK_RATE)
+        layers = path.shape[1]
         for m in range(LINKS):
-            back, at = source(layer, distance, m, path.shape[1])
-            if back <= 1:
-                move(path[token - back, at], model.link[m, layer], passed, LINK_RATE)
+            at = layers + layer - distance - m
+            if at >= 0:
+                move(
+                    path[token - 1 + at // layers, at % layers],
+                    model.link[m, layer],
+                    passed,
+                    LINK_RATE,
+                )
 
 
 def untaught(shape: Shape) -> Floats:
@@ -167,30 +162,25 @@ def untaught(shape: Shape) -> Floats:
     return bias
 
 
-class RoutingPath:
+class RoutingPath(PathLearner):
     name = "routing-path"
+    _known: Places
 
-    def __init__(self, shape: Shape, distance: int) -> None:
-        self.distance: int | None = distance
-        self._width, self._ahead = shape.width, distance
-        layers, size = shape.layers, max(shape.experts_per_layer)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        bias = untaught(self._shape)
+        layers, size = bias.shape
         self._known = Places((layers, size), np.float32)
         self._model = Model(
-            untaught(shape),
+            bias,
             np.zeros((layers, size, size), np.float32),
             np.zeros((LINKS, layers, size, size), np.float32),
             self._known.rows,
         )
-        self._path = np.full((2, layers, shape.top_k), -1, np.int64)
         self._places = np.full(1, -1, np.int64)
-        self._request = -1
 
     def begin(self, at: PassBegins) -> None:
-        before = self._path[-1]
-        self._path = np.full((at.tokens + 1, *before.shape), -1, np.int64)
-        if at.request == self._request:
-            self._path[0] = before
-        self._request = at.request
+        super().begin(at)
         self._places = self._known.of(at.token_ids, at.tokens)
 
     def observe(self, seen: Seen) -> None:
@@ -200,42 +190,24 @@ class RoutingPath:
         learn(self._model, path, self._places, first, seen.layer, self._ahead)
 
     def predict(self, layer: int) -> list[Guess]:
-        tokens, (layers, size) = self._places.size, self._model.bias.shape
+        tokens, (layers, size), width = self._places.size, self._model.bias.shape, self._shape.width
         if layer < 0:
             scores = np.empty((layers * tokens, size), np.float32)
             expect_all(self._model, self._path, self._places, self._ahead, scores)
-            named = top(scores, self._width)
-            return [Guess(i, rows) for i, rows in enumerate(named.reshape(layers, tokens, -1))]
+            return guesses_of_pass(scores, layers, width, -np.inf)
         beyond, target = divmod(layer + self._ahead, layers)
         first, rows = (tokens + 1, 1) if beyond else (1, tokens)
         scores = np.empty((rows, size), np.float32)
         expect(self._model, self._path, self._places, first, target, True, self._ahead, scores)
-        return [guess(layer + self._ahead, scores, self._width, -np.inf)]
+        return [Guess(layer + self._ahead, top(scores, width))]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        model = self._model
-        return {
-            "distance": np.array([self._ahead]),
-            "bias": model.bias.copy(),
-            "last": model.last.copy(),
-            "link": model.link.copy(),
-            **self._known.state(),
-        }
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        same("distance", state, self._ahead)
-        for name in ("bias", "last", "link"):
-            taken(name, state, getattr(self._model, name))
-        self._known.restore(state)
-
-
-def make(setting: Setting) -> RoutingPath:
-    return RoutingPath(setting.shape, setting.ahead)
+    def _arrays(self) -> Arrays:
+        return {name: getattr(self._model, name) for name in ("bias", "last", "link")}
 
 
 routing_path = Kind(
     "routing-path",
-    make,
+    RoutingPath,
     "the token's whole path, learned online and corrected as layers pass (ExpertFlow)",
     frozenset({"token_ids"}),
     distance=2,
