@@ -29,14 +29,6 @@ class Recorded(Nothing):
         super().__init__(setting)
         self.name, self._rows, self._nothing, shape = name, rows, nothing, setting.shape
         self._at, self._known_late = PassBegins(-1, 0, 0, False), True
-        if rows.ndim != 3 or rows.shape[1] != shape.layers:
-            raise UsageError(
-                f"{name} has predictions {list(rows.shape)}, not [tokens, {shape.layers}, width]:"
-                " the trace is of another model"
-            )
-        most = np.where(rows == nothing, 0, rows).max(axis=(0, 2), initial=0)
-        if (most >= shape.experts_per_layer).any():
-            raise UsageError(f"{name} names experts that the model does not have")
 
     def begin(self, at: PassBegins) -> None:
         if at.first + at.tokens > len(self._rows):

@@ -17,7 +17,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids
 from greenroom.core.stream import Stream
 from greenroom.policies.opt import next_uses
-from greenroom.sim.replay import check_stream, layers_of, step_parts
+from greenroom.sim.replay import layers_of, step_parts
 
 
 class Curve(NamedTuple):
@@ -48,7 +48,6 @@ def opt_curve(
 
 def _curve(stream: Stream, offsets: Ints, scope: Scope, reset: bool, future: bool) -> Curve:
     layer = layers_of(offsets)
-    check_stream(stream, layer)
     layers, most = len(offsets) - 1, np.diff(offsets).tolist()
     per_layer = scope != "shared"
     least = layers if per_layer else 1
@@ -77,7 +76,6 @@ def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
     """The slots with which each request is a hit where every layer has LRU of its own, [N]; 0 where
     it never is. Arguments as for `lru_curve`."""
     layer = layers_of(offsets)
-    check_stream(stream, layer)
     hits = np.zeros((len(offsets) - 1, layer.size + 1), np.int64)
     found = np.zeros(stream.pieces.size, np.int64)
     for part in parts_of(stream, reset):

@@ -19,6 +19,7 @@ from greenroom.core.transfers.queue import staging_seats
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Points = tuple[Ints, Floats]  # tokens, and seconds of so many
 
 
 def step_times(
@@ -39,8 +40,8 @@ def step_times(
         missed,
         rows,
         tokens,
-        *_points(costs.expert),
-        *_points(costs.dense),
+        _points(costs.expert),
+        _points(costs.dense),
         np.array([link.bandwidth for link in costs.links]),
         np.array([link.latency for link in costs.links]),
         np.array(costs.lanes),
@@ -53,14 +54,15 @@ def step_times(
     return found
 
 
-def _points(work: Work) -> tuple[Ints, Floats]:
+def _points(work: Work) -> Points:
     tokens, seconds = zip(*work.points, strict=True)
     return np.array(tokens, np.int64), np.array(seconds, np.float64)
 
 
 @jit
-def _work(at: Ints, seconds: Floats, tokens: int) -> float:
+def _work(points: Points, tokens: int) -> float:
     """`Work.seconds`."""
+    at, seconds = points
     above = np.searchsorted(at, tokens)
     if above == 0:
         return float(seconds[0])
@@ -76,10 +78,8 @@ def _step_times(
     missed: Bools,
     rows: NDArray[np.int32],
     tokens: Ints,
-    expert_at: Ints,
-    expert_seconds: Floats,
-    dense_at: Ints,
-    dense_seconds: Floats,
+    expert: Points,
+    dense: Points,
     bandwidth: Floats,
     latency: Floats,
     lanes: Ints,
@@ -96,13 +96,13 @@ def _step_times(
     seated = np.zeros(seats)  # when each seat's last chunk has left it, in turn
     size = expert_bytes // chunks
     for s in range(tokens.size):
-        dense = _work(dense_at, dense_seconds, tokens[s])
+        layer = _work(dense, tokens[s])
         free[:] = 0.0
         landed[:], seated[:], turn[:] = 0.0, 0.0, 0
         seat, stall, slowed, now = 0, 0.0, 0.0, 0.0
         for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
             if not missed[i]:
-                now += _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
+                now += _work(expert, rows[i] if rows.size else 1)
         compute = now
         for i in range(starts[s], starts[s + 1]):
             if not missed[i]:
@@ -120,9 +120,9 @@ def _step_times(
             wait = max(0.0, there - now)
             stall += wait
             now += wait
-            seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1) + handling
+            seconds = _work(expert, rows[i] if rows.size else 1) + handling
             slowed += wake * min(wait, COOLED)
             now += seconds
             compute += seconds
-        out[s] = dense + now + slowed, stall, dense + compute + slowed
+        out[s] = layer + now + slowed, stall, layer + compute + slowed
     return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,29 +79,24 @@ def times(
     costs: Costs,
     expert_bytes: int,
     *,
-    scope: Scope = "shared",
-    pin: str = "step",
-    seed: int = 0,
-    reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    **how: Any,
 ) -> Times:
     """Time a trace; `stream` is its requests in `runtime` order, `expert_bytes` an expert's size.
 
-    An expert comes in chunks of at most `chunk_bytes`. UsageError as `replay`.
+    An expert comes in chunks of at most `chunk_bytes`. `how` is served (`scope`, `pin`, `seed`,
+    `reset`), and UsageError, are as of `replay`.
     """
-    offsets = trace.offsets
-    missed, slots = _decisions(stream, offsets, capacity, policy, scope, pin, seed, reset)
-    each = Chunked(offsets, expert_bytes, chunk_bytes, costs)
+    missed, slots = _decisions(stream, trace.offsets, capacity, policy, **how)
+    each = Chunked(trace.offsets, expert_bytes, chunk_bytes, costs)
     seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
     ends = np.zeros(trace.passes + 1)
     np.add.at(ends, stream.token + 1, seconds)
-    ttft, gaps = by_request(trace, ends[1:])
     misses = int(missed.sum())
     return Times(
         missed.size,
         misses,
-        ttft,
-        gaps,
+        *by_request(trace, ends[1:]),
         float(seconds.sum()),
         float(stall.sum()),
         float(compute.sum()),
@@ -126,20 +122,18 @@ def _decisions(
     offsets: Ints,
     capacity: int,
     policy: Policy,
-    scope: Scope,
-    pin: str,
-    seed: int,
-    reset: bool,
+    scope: Scope = "shared",
+    pin: str = "step",
+    **how: Any,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
     """Which requests are misses, [N], and their slots [N] where a step may use a slot twice."""
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
-    if pin == "step" and (sizes.size == 0 or sizes.max() <= least):
-        options = {"scope": scope, "pin": pin, "seed": seed, "reset": reset, "detail": True}
-        missed = replay(stream, offsets, capacity, policy, **options).missed  # type: ignore[arg-type]
-        assert missed is not None
-        return missed, None
-    return step_by_step(stream, offsets, capacity, policy, scope, pin, seed, reset)
+    if pin != "step" or sizes.max(initial=0) > least:
+        return step_by_step(stream, offsets, capacity, policy, scope, pin, **how)
+    found = replay(stream, offsets, capacity, policy, scope=scope, pin=pin, detail=True, **how)
+    assert found.missed is not None
+    return found.missed, None
 
 
 def step_by_step(
@@ -227,9 +221,10 @@ def _seconds(
     found = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks
     )
-    for s in range(0 if slots is None else stream.layer.size):
+    if slots is None:
+        return found
+    for s in range(stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        assert slots is not None
         own = slots[part][slots[part] >= 0]
         if np.unique(own).size < own.size:
             step = TraceStep(
