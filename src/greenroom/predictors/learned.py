@@ -55,10 +55,9 @@ def doubled(values: Halves) -> Floats:
 
 
 @jit(fastmath=True)  # sums in any order, so that they are vectors
-def forward(
-    x: Inputs, up: Halves, up_bias: Floats, down: Floats, down_bias: Floats, scores: Floats
-) -> None:
+def forward(x: Inputs, network: Network, scores: Floats) -> None:
     """`scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's first cache."""
+    up, up_bias, down, down_bias = network
     hidden = np.empty(up.shape[0], np.float32)
     bits = np.empty(up.shape[1], np.uint32)
     row = bits.view(np.float32)
@@ -97,13 +96,12 @@ class Learned(FromInputs):
         return ranked
 
     def _scores(self, network: Network, x: Inputs) -> Floats:
-        up, up_bias, down, down_bias = network
         if len(x) > FEW:
-            hidden = np.maximum(x @ doubled(up).T + up_bias, np.float32(0))
-            result: Floats = hidden @ down.T + down_bias
+            hidden = np.maximum(x @ doubled(network.up).T + network.up_bias, np.float32(0))
+            result: Floats = hidden @ network.down.T + network.down_bias
             return result
-        scores = np.empty((len(x), len(down)), np.float32)
-        forward(np.ascontiguousarray(x), up, up_bias, down, down_bias, scores)
+        scores = np.empty((len(x), len(network.down)), np.float32)
+        forward(np.ascontiguousarray(x), network, scores)
         return scores
 
 

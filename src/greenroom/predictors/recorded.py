@@ -27,7 +27,7 @@ class Recorded(Nothing):
 
     def __init__(self, name: str, rows: NDArray[Any], nothing: int, setting: Setting) -> None:
         super().__init__(setting)
-        self.name, self._rows, self._nothing, shape = name, rows, nothing, setting.shape
+        self.name, self._rows, self._nothing = name, rows, nothing
         self._at, self._known_late = PassBegins(-1, 0, 0, False), True
 
     def begin(self, at: PassBegins) -> None:

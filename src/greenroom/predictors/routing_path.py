@@ -40,12 +40,16 @@ LEARNT = 64  # tokens of a pass: the last ones, so that long prompts take no lon
 
 
 class Model(NamedTuple):
-    """L layers, E experts in the largest."""
+    """What is learned, and the pass that it is applied to: T tokens, L layers, E experts in the
+    largest."""
 
     bias: Floats  # [L, E], -inf where a layer has no such expert
     last: Floats  # [L, E, E]
     link: Floats  # [LINKS, L, E, E]
     known: Floats  # [places, L, E]
+    path: Ids  # [T + 1, L, K]: row 0 is the token before the pass
+    places: Ids  # [T] in `known`, or -1
+    distance: int
 
 
 @jit
@@ -69,72 +73,65 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 
 @jit
-def logits_of(
-    model: Model, path: Ids, token: int, place: int, layer: int, distance: int,
-    early: Floats, passed: Floats,
-) -> None:  # fmt: skip
-    """Both logits [E] of a layer, for the token of that row of `path` [T + 1, L, K]: row 0 is the
-    token before the pass, and row T + 1, which is not there, the one after it.
+def logits_of(model: Model, token: int, layer: int, early: Floats, passed: Floats) -> None:
+    """Both logits [E] of a layer, for the token of that row of the path; row T + 1, which is not
+    there, is the token after the pass.
     """
-    for expert in range(early.size):
-        early[expert] = model.bias[layer, expert]
+    path, layers = model.path, model.path.shape[1]
+    place = model.places[token - 1] if token <= model.places.size else -1
+    early[:] = model.bias[layer]
     if place >= 0:
         known = model.known[place, layer]
         for expert in range(early.size):
             early[expert] += known[expert]
     add(path[token - 1, layer], model.last[layer], early)
     passed[:] = early
-    layers = path.shape[1]
     for m in range(LINKS):
-        at = layers + layer - distance - m  # from the token before on; what is before is not kept
+        at = layers + layer - model.distance - m  # from the token before on
         if at >= 0:
             add(path[token - 1 + at // layers, at % layers], model.link[m, layer], passed)
 
 
 @jit
-def expect(
-    model: Model, path: Ids, places: Ids, first: int, layer: int, corrected: bool, distance: int,
-    scores: Floats,
-) -> None:  # fmt: skip
-    """`scores` [rows, E] of a layer, for the tokens from that row of `path` on."""
+def expect(model: Model, first: int, layer: int, corrected: bool, scores: Floats) -> None:
+    """`scores` [rows, E] of a layer, for the tokens from that row of the path on."""
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):
-        token = first + i
-        place = places[token - 1] if token <= places.size else -1
         if corrected:
-            logits_of(model, path, token, place, layer, distance, other, scores[i])
+            logits_of(model, first + i, layer, other, scores[i])
         else:
-            logits_of(model, path, token, place, layer, distance, scores[i], other)
+            logits_of(model, first + i, layer, scores[i], other)
 
 
 @jit
-def expect_all(model: Model, path: Ids, places: Ids, distance: int, scores: Floats) -> None:
+def expect_all(model: Model, scores: Floats) -> None:
     """`scores` [L * T, E], of all layers when a pass begins; those of a layer lie together."""
-    tokens = places.size
-    for layer in range(path.shape[1]):
+    tokens = model.places.size
+    for layer in range(model.path.shape[1]):
         rows = scores[layer * tokens : (layer + 1) * tokens]
-        expect(model, path, places, 1, layer, layer < distance, distance, rows)
+        expect(model, 1, layer, layer < model.distance, rows)
 
 
 @jit
-def error(logits: Floats, used: Ids, step: Floats) -> None:
-    """What was used less what was expected, [E]: the gradient of the logistic loss, downwards."""
+def error(logits: Floats, used: Ids) -> None:
+    """Replace logits [E] by what was used less what they say: the gradient of the logistic loss,
+    downwards."""
     for expert in range(logits.size):
-        step[expert] = -1 / (1 + exp(-logits[expert]))
+        logits[expert] = -1 / (1 + exp(-logits[expert]))
     for i in range(used.size):
-        step[used[i]] += 1
+        logits[used[i]] += 1
 
 
 @jit
-def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance: int) -> None:
+def learn(model: Model, first: int, layer: int) -> None:
     """Move the weights towards what the tokens from row `first` on used in a layer."""
-    size = model.bias.shape[1]
+    size, layers, path = model.bias.shape[1], model.path.shape[1], model.path
     early, passed = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(first, path.shape[0]):
-        place, used = places[token - 1], path[token, layer]
-        logits_of(model, path, token, place, layer, distance, early, passed)
-        error(early, used, early)
-        error(passed, used, passed)
+        place, used = model.places[token - 1], path[token, layer]
+        logits_of(model, token, layer, early, passed)
+        error(early, used)
+        error(passed, used)
         for expert in range(size):
             model.bias[layer, expert] += BIAS_RATE * early[expert]
         if place >= 0:
@@ -142,16 +139,11 @@ def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance
             for expert in range(size):
                 known[expert] += ID_RATE * early[expert]
         move(path[token - 1, layer], model.last[layer], early, LINK_RATE)
-        layers = path.shape[1]
         for m in range(LINKS):
-            at = layers + layer - distance - m
+            at = layers + layer - model.distance - m
             if at >= 0:
-                move(
-                    path[token - 1 + at // layers, at % layers],
-                    model.link[m, layer],
-                    passed,
-                    LINK_RATE,
-                )
+                row = path[token - 1 + at // layers, at % layers]
+                move(row, model.link[m, layer], passed, LINK_RATE)
 
 
 def untaught(shape: Shape) -> Floats:
@@ -176,29 +168,34 @@ class RoutingPath(PathLearner):
             np.zeros((layers, size, size), np.float32),
             np.zeros((LINKS, layers, size, size), np.float32),
             self._known.rows,
+            self._path,
+            np.full(1, -1, np.int64),
+            self._ahead,
         )
-        self._places = np.full(1, -1, np.int64)
 
     def begin(self, at: PassBegins) -> None:
         super().begin(at)
-        self._places = self._known.of(at.token_ids, at.tokens)
+        places = self._known.of(at.token_ids, at.tokens)
+        self._model = self._model._replace(path=self._path, places=places)
 
     def observe(self, seen: Seen) -> None:
-        path = self._path
-        path[1:, seen.layer] = seen.experts
-        first = max(1, len(path) - LEARNT)
-        learn(self._model, path, self._places, first, seen.layer, self._ahead)
+        self._path[1:, seen.layer] = seen.experts
+        learn(self._model, max(1, len(self._path) - LEARNT), seen.layer)
 
     def predict(self, layer: int) -> list[Guess]:
-        tokens, (layers, size), width = self._places.size, self._model.bias.shape, self._shape.width
+        tokens, (layers, size), width = (
+            len(self._path) - 1,
+            self._model.bias.shape,
+            self._shape.width,
+        )
         if layer < 0:
             scores = np.empty((layers * tokens, size), np.float32)
-            expect_all(self._model, self._path, self._places, self._ahead, scores)
+            expect_all(self._model, scores)
             return guesses_of_pass(scores, layers, width, -np.inf)
         beyond, target = divmod(layer + self._ahead, layers)
         first, rows = (tokens + 1, 1) if beyond else (1, tokens)
         scores = np.empty((rows, size), np.float32)
-        expect(self._model, self._path, self._places, first, target, True, self._ahead, scores)
+        expect(self._model, first, target, True, scores)
         return [Guess(layer + self._ahead, top(scores, width))]
 
     def _arrays(self) -> Arrays:

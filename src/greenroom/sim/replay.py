@@ -59,7 +59,8 @@ def replay(
     starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
     alone. `detail` asks for `missed`. From step s on the pieces of each (s, pieces) of `kept`, and
     no longer those of the one before, stay once they are there (not with `reset`). Releases the
-    GIL. UsageError for a capacity, scope, pin, piece or step that cannot be; a stream is as `trace.stream` makes it.
+    GIL. UsageError for a capacity, scope or pin that cannot be; a stream is as `trace.stream` makes
+    it.
     """
     check_pin(pin)
     layer = layers_of(offsets)

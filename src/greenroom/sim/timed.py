@@ -174,7 +174,10 @@ def step_by_step(
 
 
 class Chunked:
-    """Times single steps: the scheduler and its clock, with a cache that is told what to say."""
+    """Times single steps: the scheduler and its clock; it stands in the place of their cache, and
+    says what becomes of a step's requests."""
+
+    served: Served
 
     def __init__(self, offsets: Ints, expert_bytes: int, chunk_bytes: int, costs: Costs) -> None:
         layers, experts = len(offsets) - 1, int(offsets[-1])
@@ -182,8 +185,8 @@ class Chunked:
         self.chunks = max(1, -(-expert_bytes // chunk_bytes))
         pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
         scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
-        self._script = _Script(layers)
-        scheduler.placement.cache = self._script  # type: ignore[assignment]
+        self.capacity = layers
+        scheduler.placement.cache = self  # type: ignore[assignment]
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
@@ -192,22 +195,12 @@ class Chunked:
         given = np.unique(np.where(slots < 0, own, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
         self._clock.scheduler.placement.place = np.arange(step.experts.size)
-        self._script.served = Served(
-            given, hits, np.full_like(given, -1), False, int((hits == 0).sum())
-        )
+        self.served = Served(given, hits, np.full_like(given, -1), False, int((hits == 0).sum()))
         clock = self._clock
         before = clock.now, clock.stall, clock.compute
         clock.run(step)
         after = clock.now, clock.stall, clock.compute
         return np.subtract(after, before)
-
-
-class _Script:
-    """Stands in the cache's place: what becomes of a step's requests is given."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.served: Served
 
     def serve(self, *_: object, **__: object) -> Served:
         return self.served
