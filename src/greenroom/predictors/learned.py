@@ -24,8 +24,8 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
-from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.next_gate import FromInputs
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32

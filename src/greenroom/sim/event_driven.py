@@ -92,17 +92,6 @@ class EventRun:
     goodpred: float | None
     options: EventOptions
 
-    @classmethod
-    def of(cls, trace: Trace, clock: Clock, passes: Floats, options: EventOptions) -> EventRun:
-        """From the clock at the end, and the seconds of each pass."""
-        scheduler, counts = clock.scheduler, clock.scheduler.counts
-        times = Times(
-            counts.requests, counts.misses, *by_request(trace, passes), clock.now, clock.stall,
-            clock.compute, clock.bytes_moved,
-        )  # fmt: skip
-        accuracy, ahead = scheduler.lookahead.accuracy, scheduler.placement.buffer.size
-        return cls(times, counts, ahead, accuracy.share(), accuracy.good(), options)
-
     def as_json(self) -> dict[str, Any]:
         options = self.options
         lesser, co_compute = options.lesser is not None, options.co_compute
@@ -162,7 +151,13 @@ def simulate_events(
     every = passes(trace, stream, tails=options.lesser is not None)
     clock = Clock(empty(), costs, foresight)
     spent = _play(every, clock, empty if options.reset else None)
-    return EventRun.of(trace, clock, spent, options)
+    counts, lookahead = clock.scheduler.counts, clock.scheduler.lookahead
+    found = Times(
+        counts.requests, counts.misses, *by_request(trace, spent), clock.now, clock.stall,
+        clock.compute, clock.bytes_moved,
+    )  # fmt: skip
+    size, accuracy = clock.scheduler.placement.buffer.size, lookahead.accuracy
+    return EventRun(found, counts, size, accuracy.share(), accuracy.good(), options)
 
 
 def _play(
