@@ -57,6 +57,11 @@ def test_cells_with_prefetching_beside_others():
     assert oracle["seconds"] < plain["seconds"]
 
 
+def test_a_part_of_the_trace_that_its_first_tokens_are_not_in():
+    cells = [Cell("static:part=second-half", 8)]
+    assert sweep(Study.of(TRACE, "natural"), cells)[0]["misses"] > 0
+
+
 @pytest.mark.timeout(300)
 def test_long_cells_with_prefetching_run_in_processes(monkeypatch: pytest.MonkeyPatch):
     threads = sweep(TIMED, AHEAD)
