@@ -20,10 +20,11 @@ from dataclasses import replace
 import numpy as np
 from common import MODELS, limit, options, percent, recordings, table
 
-from greenroom.core.predictor import Guess, Predictor, Shape
+from greenroom.core.predictor import Guess, Predictor, Seen, Shape
 from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.predictors.replay import Routing, accuracy, replay
-from greenroom.trace import Trace
+from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.sim.event_driven import passes
+from greenroom.trace import Trace, stream
 
 DISTANCES = (1, 2, 4, 8)
 NAMES = ["popularity", "token", "markov", "eamc", "routing-path"]
@@ -31,12 +32,6 @@ NAMES = ["popularity", "token", "markov", "eamc", "routing-path"]
 
 def shape_of(trace: Trace) -> Shape:
     return Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
-
-
-def routing_of(trace: Trace) -> Routing:
-    return Routing(
-        trace.experts, trace.pass_starts, trace.pass_prefill, trace.request_starts, trace.token_ids
-    )
 
 
 def token_by_token(trace: Trace) -> Trace:
@@ -77,11 +72,23 @@ class Timed:
         return timed
 
 
+def replay(it: Predictor, trace: Trace, shape: Shape) -> np.ndarray:
+    """[tokens, layers, width] what the predictor says of a trace, as a recording would have it."""
+    beside, said = Forecasts({"it": it}, shape), []
+    for at, steps in passes(trace, stream(trace, "runtime")):
+        beside.begin(at)
+        for step in steps:
+            beside.layer(Seen(step.layer, step.chosen))
+        said.append(beside.end()["it"])
+    return np.concatenate(said)
+
+
 def measure(it: Predictor, trace: Trace) -> float:
-    """Accuracy of the second half of the requests."""
+    """Accuracy of the second half of the requests: the mean over layers."""
     since = int(trace.request_starts[trace.requests // 2])
-    told = replay(it, routing_of(trace), shape_of(trace))
-    return float(accuracy(told.experts, trace.experts, since).mean())
+    expected = replay(it, trace, shape_of(trace))[since:, :, : trace.top_k, None]
+    used = trace.experts[since:, :, None].astype(np.int64)
+    return float((expected == used).any(axis=2).mean())
 
 
 def row(name: str, trace: Trace) -> list[str]:
@@ -101,9 +108,9 @@ def cost(name: str, trace: Trace) -> float:
     """Microseconds a layer at the default distance, everything compiled."""
     it = Timed(predictor(name).make(Setting(shape_of(trace))))
     some = trace.head(600)
-    replay(it, routing_of(some.head(300)), shape_of(some))
+    replay(it, some.head(300), shape_of(some))
     it.seconds = 0.0
-    replay(it, routing_of(some), shape_of(some))
+    replay(it, some, shape_of(some))
     return it.seconds / some.tokens / some.layers * 1e6
 
 

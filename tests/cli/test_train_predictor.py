@@ -14,10 +14,10 @@ import torch
 from greenroom.cli import main
 from greenroom.core.predictor import Shape
 from greenroom.predictors import Setting, predictor
-from greenroom.predictors.replay import Routing, replay
 from greenroom.trace import Trace, load, save
 from tests.cli.conftest import Ran, Run
 from tests.models import cached_tiny
+from tests.predictors.replay import Routing, replay
 
 FEW = ("--cache", "100%", "--max-new-tokens", 40, "--kernels", "eager", "--temperature", 1)
 

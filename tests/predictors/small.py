@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.predictor import Guess, Inputs, PassBegins, Predictor, Seen, Shape
-from greenroom.predictors.replay import Routing, passes
+from tests.predictors.replay import Routing, passes
 
 SHAPE = Shape((6, 4, 7), 2)
 HIDDEN = 3

@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.predictor import Predictor
 from greenroom.errors import UsageError
 from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.predictors.replay import Predicted, Routing, accuracy, replay
+from tests.predictors.replay import Predicted, Routing, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, flat, routing, said
 
 # Those that are made from a file are tested beside what writes the file.

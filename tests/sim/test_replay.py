@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,28 +64,6 @@ def test_names_that_are_not_known():
         replay(STREAM, OFFSETS, 4, policy("lru"), pin="all")
     with pytest.raises(BudgetError, match="each of 3 layers: 2"):
         replay(STREAM, OFFSETS, 2, policy("lru"), scope="per-layer")
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([0, 12], "step 0 .layer 0. asks for expert 12, of 12"),
-        ([0, -1], "step 0 .layer 0. asks for expert -1, of 12"),
-        ([0, 4], "step 0 .layer 0. asks for expert 4, which is of layer 1"),
-        ([3, 1, 3], "step 0 .layer 0. asks twice for expert 3"),
-    ],
-)
-def test_steps_that_cannot_be(pieces, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        replay(as_stream([Step(pieces, 0, 0, 0, 0, [], [])]), OFFSETS, 4, policy("lru"))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("field", ["starts", "now", "layer", "token", "request", "rows"])
-def test_arrays_that_do_not_fit(field):
-    wrong = STREAM._replace(**{field: np.zeros(5, getattr(STREAM, field).dtype)})
-    with pytest.raises(UsageError, match="arrays do not fit"):
-        replay(wrong, OFFSETS, 4, policy("lru"))
 
 
 @pytest.mark.parametrize(

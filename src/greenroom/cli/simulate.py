@@ -141,16 +141,10 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
 def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     """The predictors that were asked for, each tried on the trace before anything takes long."""
     from greenroom.predictors import OFF
-    from greenroom.sim.foresight import automatic, foresight_of
+    from greenroom.sim.foresight import tried
     from greenroom.sim.study import names
 
-    if config.prefetch is None:
-        return [OFF]
-    found = [automatic(trace) if name == "auto" else name for name in names(config.prefetch)]
-    for name in found:
-        if name != OFF:
-            foresight_of(trace, name, config.seed)
-    return list(dict.fromkeys(found))
+    return tried(trace, names(config.prefetch or OFF), config.seed)
 
 
 def run_cells(

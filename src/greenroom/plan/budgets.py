@@ -31,11 +31,14 @@ Tables = Sequence[Floats]
 
 def miss_tables(stream: Stream, offsets: Ints, *, reset: bool = False) -> list[Floats]:
     """Each layer's misses of LRU at every number of slots; `offsets` [L + 1] are dense ids."""
-    depths, layer = lru_depths(stream, offsets, reset=reset), _layer_of_requests(stream)
+    depths, layer = (
+        lru_depths(stream, offsets, reset=reset),
+        np.repeat(stream.layer, np.diff(stream.starts)),
+    )
     tables = []
-    for number, (begin, end) in enumerate(pairwise(np.asarray(offsets).tolist())):
+    for number, experts in enumerate(np.diff(offsets).tolist()):
         mine = depths[layer == number]
-        hits = np.bincount(mine[mine > 0], minlength=end - begin + 1)
+        hits = np.bincount(mine[mine > 0], minlength=experts + 1)
         tables.append(mine.size - np.cumsum(hits).astype(np.float64))
     return tables
 
@@ -52,21 +55,17 @@ def exposed_tables(
     compute = costs.expert.seconds(1)
     depths, sizes = lru_depths(stream, offsets, reset=reset), np.diff(stream.starts)
     tables = []
-    for number, (begin, end) in enumerate(pairwise(np.asarray(offsets).tolist())):
+    for number, experts in enumerate(np.diff(offsets).tolist()):
         steps = (stream.layer == number) & (sizes > 0)
         mine = depths[np.repeat(steps, sizes)]
         starts = np.cumsum(sizes[steps]) - sizes[steps]
-        asked, table = sizes[steps], np.zeros(end - begin + 1)
-        for slots in range(end - begin + 1):
+        asked, table = sizes[steps], []
+        for slots in range(experts + 1):
             missed = (mine > slots) | (mine == 0)
             misses = np.add.reduceat(missed, starts, dtype=np.int64) if starts.size else asked
-            table[slots] = np.maximum(0.0, misses * load - (asked - misses) * compute).sum()
-        tables.append(table)
+            table.append(np.maximum(0.0, misses * load - (asked - misses) * compute).sum())
+        tables.append(np.array(table))
     return tables
-
-
-def _layer_of_requests(stream: Stream) -> NDArray[np.int32]:
-    return np.repeat(stream.layer, np.diff(stream.starts))
 
 
 def optimal(tables: Tables, capacity: int) -> list[int]:
@@ -112,18 +111,16 @@ def marginal(tables: Tables, capacity: int) -> list[int]:
 
 def _hull(table: Floats) -> list[tuple[float, int]]:
     """The lower hull of a table as (gain of each slot, slots), the largest gain first."""
+
+    def slope(a: int, b: int) -> float:
+        return float(table[b] - table[a]) / (b - a)
+
     corners: list[int] = []
     for slots in range(table.size):
-        while len(corners) > 1 and _slope(table, corners[-2], slots) <= _slope(
-            table, corners[-2], corners[-1]
-        ):
+        while len(corners) > 1 and slope(corners[-2], slots) <= slope(corners[-2], corners[-1]):
             corners.pop()
         corners.append(slots)
-    return [(-_slope(table, a, b), b - a) for a, b in pairwise(corners)]
-
-
-def _slope(table: Floats, a: int, b: int) -> float:
-    return float(table[b] - table[a]) / (b - a)
+    return [(-slope(a, b), b - a) for a, b in pairwise(corners)]
 
 
 def _check(tables: Tables, capacity: int) -> int:

@@ -125,8 +125,8 @@ class Estimator:
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
         every = list(zip(self.evidence.traces, self._streams, strict=True))
         runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
-        means = [float(run.gaps.mean()) for run in runs]
-        first, trace = runs[0], self.evidence.traces[0]
+        means = [float(run.gaps.mean()) for run, _ in runs]
+        (first, tokens), trace = runs[0], self.evidence.traces[0]
         return Estimate(
             setting,
             capacity,
@@ -135,33 +135,39 @@ class Estimator:
             max(means) * (1 + self.band),
             float(np.median(first.ttft)) if trace.pass_prefill.any() else None,
             first.misses / max(1, first.requests),
-            first.token_bytes,
-            first.stall,
+            first.bytes_moved / tokens,
+            first.stall / max(1e-12, first.seconds),
             first.gaps,
         )
 
-    def _run(self, setting: Setting, capacity: int, trace: Trace, steps: Stream) -> _Run:
+    def _run(
+        self, setting: Setting, capacity: int, trace: Trace, steps: Stream
+    ) -> tuple[Times, int]:
+        """(times of a simulation, of which gaps and TTFT are of the whole trace; the tokens that
+        the rest is of)."""
         made = choose(setting.policy, capacity, self.model.experts)
         reactive = times(
             trace, steps, capacity, made, self.costs, self.model.expert_bytes,
             scope=scope_of(setting.scope),
         )  # fmt: skip
-        found = _Run.of(reactive, trace)
+        found = reactive, trace.tokens
         if setting.split != OFF or setting.miss_precision != OFF or self.host:
-            found = self._played(replace(setting, prefetch=OFF), capacity, trace, found)
+            found = self._played(replace(setting, prefetch=OFF), capacity, trace, reactive)
         if setting.prefetch == OFF:
             return found
-        ahead = self._played(setting, capacity, trace, found)
+        ahead = self._played(setting, capacity, trace, found[0])
         guarded = setting.prefetch == AUTO
-        return found if guarded and ahead.gaps.sum() >= found.gaps.sum() else ahead
+        return found if guarded and ahead[0].gaps.sum() >= found[0].gaps.sum() else ahead
 
-    def _played(self, setting: Setting, capacity: int, trace: Trace, other: _Run) -> _Run:
+    def _played(
+        self, setting: Setting, capacity: int, trace: Trace, other: Times
+    ) -> tuple[Times, int]:
         """Event by event: what the first passes gain over another run is taken of all."""
         part = trace.head(_first(trace, PLAYED))
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
         shares = split_of(setting.split)
         assert not isinstance(shares, str)  # a plan has shares to split at
-        played = simulate_events(
+        found = simulate_events(
             part, stream(part, "runtime"), capacity, policy(setting.policy), self.costs,
             self.model.expert_bytes, name,
             EventOptions(
@@ -170,10 +176,10 @@ class Estimator:
                 host=0 if setting.split != OFF or setting.miss_precision != OFF else self.host,
             ),
         ).times  # fmt: skip
-        found = _Run.of(played, part)
         n = found.gaps.size
         factor = float(found.gaps.sum() / other.gaps[:n].sum())
-        return replace(found, gaps=np.append(found.gaps, other.gaps[n:] * factor), ttft=other.ttft)
+        gaps = np.append(found.gaps, other.gaps[n:] * factor)
+        return replace(found, gaps=gaps, ttft=other.ttft), part.tokens
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """What stands for a run's predictor over a trace: its recording where there is one."""
@@ -199,23 +205,3 @@ def _first(trace: Trace, passes: int) -> int:
     decodes = np.flatnonzero(~trace.pass_prefill)
     last = int(decodes[min(passes, decodes.size) - 1])
     return int(trace.pass_starts[last + 1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What is taken of a simulation: TTFTs, times of decode passes, counts, bytes a token, and the
-    share of stalls."""
-
-    ttft: Floats
-    gaps: Floats
-    requests: int
-    misses: int
-    token_bytes: float
-    stall: float
-
-    @classmethod
-    def of(cls, found: Times, trace: Trace) -> _Run:
-        return cls(
-            found.ttft, found.gaps, found.requests, found.misses,
-            found.bytes_moved / trace.tokens, found.stall / max(1e-12, found.seconds),
-        )  # fmt: skip

@@ -8,7 +8,8 @@ from html import escape
 from greenroom.config import show_bytes
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.planner import Plan, Point, Target
-from greenroom.sim.report import card, document, show_time
+from greenroom.plan.words import HEADER, line_of
+from greenroom.sim.report import card, document, show_time, table_rows
 
 WIDE, HIGH = 1000, 500
 
@@ -94,13 +95,8 @@ def _curve(plan: Plan) -> str:
 
 
 def _points(points: Sequence[Point]) -> str:
-    rows = [
-        (show_bytes(p.memory), f"{p.estimate.capacity:,}", show_time(p.estimate.tpot),
-         f"{show_time(p.estimate.low)} to {show_time(p.estimate.high)}",
-         f"{p.estimate.miss_ratio:.1%}")
-        for p in points
-    ]  # fmt: skip
-    return _rows(("memory", "experts in it", "TPOT", "range", "miss ratio"), rows)
+    rows = [(*line_of(p)[:4], f"{p.estimate.miss_ratio:.1%}") for p in points]
+    return _rows((*HEADER[:4], "miss ratio"), rows)
 
 
 def _table(compared: Sequence[Estimate]) -> str:
@@ -113,11 +109,7 @@ def _table(compared: Sequence[Estimate]) -> str:
 
 
 def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide"><table>{table_rows(header, *rows)}</table></div>'
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> str:

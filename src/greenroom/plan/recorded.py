@@ -56,16 +56,15 @@ def activity_of(trace: Trace, predictions: str | None = None) -> Activity:
     if predictions is not None and predictions not in trace.predictions:
         raise UnknownName("predictions", predictions, trace.predictions)
     made = trace.predictions.get(predictions or next(iter(trace.predictions), ""))
-    activity = Activity(trace.experts_per_layer.tolist())
-    prefill = np.repeat(trace.pass_prefill, np.diff(trace.pass_starts))
-    tokens = np.flatnonzero(~prefill) if not prefill.all() else np.arange(trace.tokens)
-    for token in tokens.tolist():
-        for layer in range(trace.layers):
+    activity, decoded = Activity(trace.experts_per_layer.tolist()), ~trace.pass_prefill
+    tokens = np.repeat(decoded | ~decoded.any(), np.diff(trace.pass_starts))
+    for token in np.flatnonzero(tokens).tolist():
+        for layer, experts in enumerate(trace.experts[token].astype(np.int64)):
             expected = None
             if made is not None:
                 row = made.experts[token, layer]
                 expected = row[row < np.iinfo(row.dtype).max].astype(np.int64)
-            activity.token(layer, trace.experts[token, layer].astype(np.int64), expected)
+            activity.token(layer, experts, expected)
     return activity
 
 

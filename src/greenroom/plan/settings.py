@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -37,14 +37,9 @@ class Setting:
 
     def options(self) -> dict[str, Any]:
         """As `LoadConfig` has them."""
-        found = {"policy": self.policy, "scope": self.scope, "prefetch": self.prefetch}
-        more = {
-            "split": self.split,
-            "miss_precision": self.miss_precision,
-            "low_below": self.low_below,
-            "co_compute": self.co_compute,
-        }
-        return found | {name: value for name, value in more.items() if value not in (OFF, None)}
+        always = ("policy", "scope", "prefetch")
+        values = asdict(self).items()
+        return {n: value for n, value in values if n in always or value not in (OFF, None)}
 
     def flags(self) -> str:
         named = self.options().items()

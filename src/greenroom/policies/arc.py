@@ -12,81 +12,55 @@ from typing import NamedTuple
 
 import numpy as np
 
-from greenroom.core.pieces import Ints
 from greenroom.core.policy import Floats, Now, Policy, Setup, State, compiled
 from greenroom.policies import lists
-from greenroom.policies.lists import Lists
+from greenroom.policies.lists import Queues
 
 T1, T2, B1, B2 = 0, 1, 2, 3
 
 
 class Own(NamedTuple):
-    lists: Lists  # T1, T2, B1 and B2 of each group, the newest in front
-    inside: Ints  # [P] T1, T2, B1, B2 or -1
-    size: Ints  # [4 * groups]
+    queues: Queues  # T1, T2, B1 and B2
     target: Floats  # [groups] p
 
 
 def memory(setup: Setup) -> Own:
-    return Own(
-        lists.empty(setup.pieces, 4 * setup.groups),
-        np.full(setup.pieces, -1, np.int64),
-        np.zeros(4 * setup.groups, np.int64),
-        np.zeros(setup.groups),
-    )
-
-
-@compiled
-def leave(state: State, own: Own, piece: int) -> None:
-    """Take a piece out of its list."""
-    own.size[4 * state.group_of[piece] + own.inside[piece]] -= 1
-    own.inside[piece] = -1
-    lists.unlink(own.lists, piece)
-
-
-@compiled
-def enter(state: State, own: Own, piece: int, which: int) -> None:
-    """Put a piece at the front of a list of its group."""
-    i = 4 * state.group_of[piece] + which
-    own.size[i] += 1
-    own.inside[piece] = which
-    lists.push(own.lists, state.slot_of.size + i, piece)
+    return Own(lists.empty_queues(setup), np.zeros(setup.groups))
 
 
 @compiled
 def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    leave(state, own, piece)
-    enter(state, own, piece, T2)
+    group = state.group_of[piece]
+    lists.leave(own.queues, group, piece)
+    lists.enter(own.queues, group, piece, T2)
 
 
 @compiled
 def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    if own.inside[piece] >= 0:
+    queues, group = own.queues, state.group_of[piece]
+    if queues.inside[piece] >= 0:
         on_hit(state, own, piece, now)
         return
-    enter(state, own, piece, T1)
-    group = state.group_of[piece]
-    size = own.size[4 * group : 4 * group + 4]
-    head = state.slot_of.size + 4 * group
-    slots = state.first[group + 1] - state.first[group]
+    lists.enter(queues, group, piece, T1)
+    size, slots = queues.size[group], state.first[group + 1] - state.first[group]
     if size[T1] + size[B1] > slots and size[B1] > 0:
-        leave(state, own, own.lists.before[head + B1])
+        lists.forget_oldest(queues, group, B1)
     if size.sum() > 2 * slots and size[B2] > 0:
-        leave(state, own, own.lists.before[head + B2])
+        lists.forget_oldest(queues, group, B2)
 
 
 @compiled
 def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    ghost = B1 if own.inside[piece] == T1 else B2
-    leave(state, own, piece)
-    enter(state, own, piece, ghost)
+    group, ghost = state.group_of[piece], B1 if own.queues.inside[piece] == T1 else B2
+    lists.leave(own.queues, group, piece)
+    lists.enter(own.queues, group, piece, ghost)
 
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    size = own.size[4 * group : 4 * group + 4]
+    queues, size = own.queues, own.queues.size[group]
     slots = state.first[group + 1] - state.first[group]
-    ghost = own.inside[piece] if piece >= 0 else -1
+    ghost = queues.inside[piece] if piece >= 0 else -1
     if ghost == B1:
         own.target[group] = min(own.target[group] + max(size[B2] / size[B1], 1.0), float(slots))
     elif ghost == B2:
@@ -94,10 +68,9 @@ def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     target = own.target[group]
     full = ghost < 0 and size[T1] >= slots  # case IV A: there is nothing but T1
     once = size[T1] > 0 and (full or size[T1] > target or (ghost == B2 and size[T1] == target))
-    head = state.slot_of.size + 4 * group
-    chosen = lists.last(own.lists, head + (T1 if once else T2), state)
+    chosen = lists.oldest(queues, group, T1 if once else T2, state)
     if chosen < 0:
-        chosen = lists.last(own.lists, head + (T2 if once else T1), state)
+        chosen = lists.oldest(queues, group, T2 if once else T1, state)
     return int(chosen)
 
 

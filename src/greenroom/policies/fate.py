@@ -8,47 +8,26 @@ layer to the piece requested least recently.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
-from greenroom.policies import lists, llru
-
-
-class Own(NamedTuple):
-    layers: llru.Own
-    weight: Floats  # [L] 1 + bias * l / L
+from greenroom.core.policy import Now, Option, Policy, Setup, State, compiled
+from greenroom.policies import lists
+from greenroom.policies.llru import Own, on_evict, on_hit, on_insert
+from greenroom.policies.llru import memory as unweighted
 
 
 def memory(setup: Setup) -> Own:
     weight = 1 + setup.options["bias"] * np.arange(setup.layers) / setup.layers
-    return Own(llru.memory(setup), weight)
-
-
-@compiled
-def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    llru.on_insert(state, own.layers, piece, now)
-
-
-@compiled
-def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    llru.on_hit(state, own.layers, piece, now)
-
-
-@compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    llru.on_evict(state, own.layers, piece, now)
+    return unweighted(setup)._replace(weight=weight)
 
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    last, begin = own.layers.last, own.layers.begin
     best, most = -1, -1.0
-    for layer in range(begin[group], begin[group + 1]):
-        oldest = lists.last(own.layers.lists, last.size + layer, state)
+    for layer in range(own.begin[group], own.begin[group + 1]):
+        oldest = lists.last(own.lists, own.last.size + layer, state)
         if oldest >= 0:
-            age = (now.clock - last[oldest]) * own.weight[layer]
+            age = (now.clock - own.last[oldest]) * own.weight[layer]
             if age >= most:
                 best, most = oldest, age
     return int(best)

@@ -25,6 +25,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
+from greenroom.policies import scan
 
 
 class Own(NamedTuple):
@@ -35,9 +36,10 @@ class Own(NamedTuple):
 
 
 def memory(setup: Setup) -> Own:
-    begin = np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
     alpha = np.array([setup.options["alpha"]], np.float64)
-    return Own(np.zeros(setup.pieces), np.zeros(setup.pieces, np.int64), begin, alpha)
+    return Own(
+        np.zeros(setup.pieces), np.zeros(setup.pieces, np.int64), scan.layer_starts(setup), alpha
+    )
 
 
 @compiled
@@ -62,29 +64,16 @@ def on_step(state: State, own: Own, pieces: Ids, rows: Rows, weights: Weights, n
 
 
 @compiled
-def on_use(state: State, own: Own, piece: int, now: Now) -> None:
-    own.index[piece] = now.index
-
-
-@compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    best, least = -1, np.inf
-    for slot in range(state.first[group], state.first[group + 1]):
-        resident = state.piece_in[slot]
-        if resident < 0 or state.pinned[resident] > 0:
-            continue
-        score = own.score[resident]
-        if score < least or (score == least and own.index[resident] < own.index[best]):
-            best, least = resident, score
-    return int(best)
+    return int(scan.lowest(state, group, own.score, own.index))
 
 
 hybrimoe = Policy(
     "hybrimoe",
     memory,
     victim,
-    on_use,
-    on_use,
+    scan.on_use,
+    scan.on_use,
     on_step=on_step,
     weighs=True,
     options=(Option("alpha", 0.05, "weight of the newest score", 1e-6, 1),),

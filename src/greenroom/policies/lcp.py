@@ -3,6 +3,10 @@
 mu is the piece's requests since the start (they survive eviction), nu the tokens since its last
 request. MoEpic, section 3.3, equation 4; rho 0.25 and omega 128 are its defaults. Ties go to the
 piece requested least recently.
+
+Residents are ranked by a key that ranks as P does at any time. Pieces lie in blocks of about
+sqrt(P). A block's bound is never above its smallest key, so that a key, which only rises while a
+piece stays, is changed by one write, and a bound is put right only when its block is searched.
 """
 
 from __future__ import annotations
@@ -14,47 +18,98 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
-from greenroom.policies import ranks
-from greenroom.policies.ranks import Ranks
 
 NEAR = 1e-9
+NONE = np.inf  # the key of what is not resident
 
 
 class Own(NamedTuple):
-    ranks: Ranks  # key: log2 mu + last * fade, which ranks as P does at any time
+    """P pieces in B blocks of G groups; pieces of a block have consecutive ids."""
+
+    key: Floats  # [P] log2 mu + last * fade
+    tie: Ints  # [P] index of the last request
+    block_of: Ints  # [P]
+    begin: Ints  # [B + 1] block b has the pieces begin[b] .. begin[b + 1] - 1
+    blocks: Ints  # [G + 1] group g has the blocks blocks[g] .. blocks[g + 1] - 1
+    bound: Floats  # [B]
+    bound_tie: Ints  # [B]
     count: Ints  # type: ignore[assignment]  # [P] mu
     last: Ints  # [P] token of the last request
     numbers: Floats  # rho, omega, fade = log2(1 / rho) / omega
 
 
 def memory(setup: Setup) -> Own:
+    side = max(8, int(np.sqrt(setup.pieces)))
+    sizes = np.bincount(setup.group_of, minlength=setup.groups)
+    ends = np.cumsum(sizes)
+    begins = [
+        b
+        for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)
+        for b in range(end - size, end, side)
+    ]
+    begin = np.array([*begins, setup.pieces], np.int64)
     rho, omega = setup.options["rho"], setup.options["omega"]
     none = np.zeros(setup.pieces, np.int64)
-    numbers = np.array([rho, omega, log2(1 / rho) / omega])
-    return Own(ranks.empty(setup), none, none.copy(), numbers)
-
-
-@compiled
-def count(own: Own, piece: int, now: Now) -> float:
-    """Note a request; the piece's key."""
-    own.count[piece] += 1
-    own.last[piece] = now.token
-    return float(np.log2(own.count[piece]) + now.token * own.numbers[2])
+    return Own(
+        key=np.full(setup.pieces, NONE),
+        tie=none,
+        block_of=np.repeat(np.arange(len(begins), dtype=np.int64), np.diff(begin)),
+        begin=begin,
+        blocks=np.searchsorted(begin, np.concatenate([[0], ends])).astype(np.int64),
+        bound=np.full(len(begins), NONE),
+        bound_tie=np.zeros(len(begins), np.int64),
+        count=none.copy(),
+        last=none.copy(),
+        numbers=np.array([rho, omega, log2(1 / rho) / omega]),
+    )
 
 
 @compiled
 def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
-    ranks.rise(own.ranks, piece, count(own, piece, now), now.index)
+    own.count[piece] += 1
+    own.last[piece], own.tie[piece] = now.token, now.index
+    own.key[piece] = np.log2(own.count[piece]) + now.token * own.numbers[2]
 
 
 @compiled
 def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
-    ranks.place(own.ranks, piece, count(own, piece, now), now.index)
+    on_hit(state, own, piece, now)
+    block, key, tie = own.block_of[piece], own.key[piece], own.tie[piece]
+    if key < own.bound[block] or (key == own.bound[block] and tie < own.bound_tie[block]):
+        own.bound[block], own.bound_tie[block] = key, tie
 
 
 @compiled
 def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    ranks.drop(own.ranks, piece)
+    own.key[piece] = NONE
+
+
+@compiled
+def lowest(own: Own, group: int, state: State) -> int:
+    """The resident with the smallest key that is not pinned, or -1."""
+    first, end = own.blocks[group], own.blocks[group + 1]
+    likely = first
+    for block in range(first + 1, end):
+        if own.bound[block] < own.bound[likely]:
+            likely = block
+    best, best_key, best_tie = -1, NONE, 0
+    for i in range(first - 1, end):
+        block = likely if i < first else i
+        bound, bound_tie = own.bound[block], own.bound_tie[block]
+        if bound > best_key or (bound == best_key and bound_tie >= best_tie):
+            continue
+        if i == likely:
+            continue
+        bound, bound_tie = NONE, 0
+        for piece in range(own.begin[block], own.begin[block + 1]):
+            key, tie = own.key[piece], own.tie[piece]
+            if key < bound or (key == bound and tie < bound_tie):
+                bound, bound_tie = key, tie
+            better = key < best_key or (key == best_key and tie < best_tie)
+            if better and state.pinned[piece] == 0:
+                best, best_key, best_tie = piece, key, tie
+        own.bound[block], own.bound_tie[block] = bound, bound_tie
+    return best
 
 
 @compiled
@@ -65,19 +120,18 @@ def priority(own: Own, piece: int, now: Now) -> float:
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    chosen = ranks.lowest(own.ranks, group, state)
+    chosen = lowest(own, group, state)
     if chosen < 0:
         return -1
     # Logarithms round, and could part what is equal: near the smallest, P itself decides.
-    r = own.ranks
-    near = r.key[chosen] + NEAR
+    near = own.key[chosen] + NEAR
     least = np.inf
-    for block in range(r.blocks[group], r.blocks[group + 1]):
-        if r.bound[block] <= near:
-            for other in range(r.begin[block], r.begin[block + 1]):
-                if r.key[other] <= near and state.pinned[other] == 0:
+    for block in range(own.blocks[group], own.blocks[group + 1]):
+        if own.bound[block] <= near:
+            for other in range(own.begin[block], own.begin[block + 1]):
+                if own.key[other] <= near and state.pinned[other] == 0:
                     value = priority(own, other, now)
-                    if value < least or (value == least and r.tie[other] < r.tie[chosen]):
+                    if value < least or (value == least and own.tie[other] < own.tie[chosen]):
                         least, chosen = value, other
     return int(chosen)
 

@@ -19,10 +19,12 @@ from greenroom.policies.buckets import Buckets
 class Own(NamedTuple):
     buckets: Buckets  # key: requests
     count: Ints  # type: ignore[assignment]  # [P] requests
+    age: Ints  # [G] of a group's last victim's key, where keys grow by it (LFUDA)
 
 
 def memory(setup: Setup) -> Own:
-    return Own(buckets.empty(setup), np.zeros(setup.pieces, np.int64))
+    counts, ages = np.zeros(setup.pieces, np.int64), np.zeros(setup.groups, np.int64)
+    return Own(buckets.empty(setup), counts, ages)
 
 
 @compiled

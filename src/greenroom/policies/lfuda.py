@@ -8,26 +8,10 @@ requested least recently.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-
-from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.core.policy import Now, Policy, State, compiled
 from greenroom.policies import buckets
-from greenroom.policies.buckets import Buckets
-
-
-class Own(NamedTuple):
-    buckets: Buckets  # key: K
-    count: Ints  # type: ignore[assignment]  # [P] C
-    age: Ints  # [G] A
-
-
-def memory(setup: Setup) -> Own:
-    return Own(
-        buckets.empty(setup), np.zeros(setup.pieces, np.int64), np.zeros(setup.groups, np.int64)
-    )
+from greenroom.policies.lfu import Own, memory, on_evict
+from greenroom.policies.lfu import victim as least_used
 
 
 @compiled
@@ -50,13 +34,8 @@ def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
 
 
 @compiled
-def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    buckets.drop(own.buckets, piece)
-
-
-@compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    chosen = buckets.lowest(own.buckets, group, state)
+    chosen = least_used(state, own, group, piece, now)
     if chosen >= 0:
         own.age[group] = own.buckets.key[own.buckets.bucket_of[chosen]]
     return int(chosen)

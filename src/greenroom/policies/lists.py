@@ -57,3 +57,58 @@ def last(lists: Lists, head: int, state: State) -> int:
             return int(piece)
         piece = lists.before[piece]
     return -1
+
+
+QUEUES = 4  # that a group has at most
+
+
+class Queues(NamedTuple):
+    """Several queues a group, numbered 0 .. QUEUES - 1, the newest in front; each knows its size.
+    Residents are in them, and pieces that a policy remembers."""
+
+    lists: Lists
+    inside: Ints  # [P] the queue that a piece is in, or -1
+    size: Ints  # [G, QUEUES]
+
+
+def empty_queues(setup: Setup) -> Queues:
+    """Queues with nothing in them."""
+    return Queues(
+        empty(setup.pieces, QUEUES * setup.groups),
+        np.full(setup.pieces, -1, np.int64),
+        np.zeros((setup.groups, QUEUES), np.int64),
+    )
+
+
+@compiled
+def head_of(queues: Queues, group: int, which: int) -> int:
+    """The head of a queue's list."""
+    return int(queues.inside.size + QUEUES * group + which)
+
+
+@compiled
+def leave(queues: Queues, group: int, piece: int) -> None:
+    """Take a piece out of its queue."""
+    queues.size[group, queues.inside[piece]] -= 1
+    queues.inside[piece] = -1
+    unlink(queues.lists, piece)
+
+
+@compiled
+def enter(queues: Queues, group: int, piece: int, which: int) -> None:
+    """Put a piece that is in no queue at the front of one."""
+    queues.size[group, which] += 1
+    queues.inside[piece] = which
+    push(queues.lists, head_of(queues, group, which), piece)
+
+
+@compiled
+def forget_oldest(queues: Queues, group: int, which: int) -> None:
+    """Take the oldest piece out of a queue that is not empty."""
+    leave(queues, group, queues.lists.before[head_of(queues, group, which)])
+
+
+@compiled
+def oldest(queues: Queues, group: int, which: int, state: State) -> int:
+    """The oldest piece of a queue that is not pinned, or -1."""
+    return int(last(queues.lists, head_of(queues, group, which), state))

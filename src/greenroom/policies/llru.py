@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Policy, Setup, State, compiled
+from greenroom.core.policy import Floats, Now, Policy, Setup, State, compiled
 from greenroom.policies import lists
 from greenroom.policies.lists import Lists
 
@@ -23,6 +23,7 @@ class Own(NamedTuple):
     layer: Ints  # [P]
     last: Ints  # [P] clock of the last request
     begin: Ints  # [G + 1] group g has the layers begin[g] .. begin[g + 1] - 1
+    weight: Floats  # [L] of a layer's ages, where a policy goes by them (Fate)
 
 
 def memory(setup: Setup) -> Own:
@@ -32,6 +33,7 @@ def memory(setup: Setup) -> Own:
         setup.layer,
         np.zeros(setup.pieces, np.int64),
         np.array(begin, np.int64),
+        np.ones(setup.layers),
     )
 
 
@@ -54,7 +56,7 @@ def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
-    layers = own.lists.after.size - own.last.size
+    layers = own.weight.size
     best, most = -1, -1
     for layer in range(own.begin[group], own.begin[group + 1]):
         oldest = lists.last(own.lists, own.last.size + layer, state)

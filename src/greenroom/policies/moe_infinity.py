@@ -31,6 +31,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
+from greenroom.policies import scan
 
 EPS = 1e-3
 SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4
@@ -41,8 +42,7 @@ class Own(NamedTuple):
 
     prompt: Ints  # [P] EAM of this prompt
     current: Ints  # [P] EAM that is matched
-    collection: Ints  # [C, P]
-    counts: Ints  # [P, C] the same, so that one piece's counts are together
+    counts: Ints  # [P, C] EAMs of the collection; one piece's counts are together
     dots: Ints  # [C] products of the current EAM with each of the collection
     squares: Ints  # [C] squared lengths of those in the collection
     scores: Floats  # [C, P] the scores that each would give as pEAM
@@ -56,11 +56,9 @@ class Own(NamedTuple):
 
 def memory(setup: Setup) -> Own:
     pieces, capacity = setup.pieces, setup.options["capacity"]
-    begin = np.searchsorted(setup.layer, np.arange(setup.layers + 1)).astype(np.int64)
     return Own(
         prompt=np.zeros(pieces, np.int64),
         current=np.zeros(pieces, np.int64),
-        collection=np.zeros((capacity, pieces), np.int64),
         counts=np.zeros((pieces, capacity), np.int64),
         dots=np.zeros(capacity, np.int64),
         squares=np.ones(capacity, np.int64),
@@ -68,7 +66,7 @@ def memory(setup: Setup) -> Own:
         mixed=np.zeros(pieces),
         summed=np.zeros(pieces, np.int64),
         index=np.zeros(pieces, np.int64),
-        begin=begin,
+        begin=scan.layer_starts(setup),
         numbers=np.array([0, -1, -2, setup.options["matching"] == "request", 1], np.int64),
     )
 
@@ -102,7 +100,7 @@ def nearest(own: Own, eam: Ints) -> int:
     for place in range(own.numbers[SIZE]):
         dot = 0
         for piece in range(eam.size):
-            dot += eam[piece] * own.collection[place, piece]
+            dot += eam[piece] * own.counts[piece, place]
         closeness = like(dot, own.squares[place])
         if closeness > most:
             best, most = place, closeness
@@ -121,9 +119,9 @@ def keep(own: Own, eam: Ints) -> None:
     square = 0
     for piece in range(eam.size):
         square += eam[piece] * eam[piece]
-        own.collection[place, piece] = own.counts[piece, place] = eam[piece]
+        own.counts[piece, place] = eam[piece]
     own.squares[place] = square
-    score(own.collection[place], own.begin, own.scores[place])
+    score(eam, own.begin, own.scores[place])
 
 
 @compiled
@@ -172,14 +170,9 @@ def match(own: Own) -> int:
     for place in range(best, size):
         if like(own.dots[place], own.squares[place]) == most:
             for piece in range(own.summed.size):
-                own.summed[piece] += own.collection[place, piece]
+                own.summed[piece] += own.counts[piece, place]
     score(own.summed, own.begin, own.mixed)
     return -1
-
-
-@compiled
-def on_use(state: State, own: Own, piece: int, now: Now) -> None:
-    own.index[piece] = now.index
 
 
 @compiled
@@ -188,23 +181,15 @@ def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
         own.numbers[SCORED] = match(own)
     place = own.numbers[SCORED]
     scores = own.scores[place] if place >= 0 else own.mixed
-    best, least = -1, np.inf
-    for slot in range(state.first[group], state.first[group + 1]):
-        resident = state.piece_in[slot]
-        if resident < 0 or state.pinned[resident] > 0:
-            continue
-        value = scores[resident]
-        if value < least or (value == least and own.index[resident] < own.index[best]):
-            best, least = resident, value
-    return int(best)
+    return int(scan.lowest(state, group, scores, own.index))
 
 
 moe_infinity = Policy(
     "moe-infinity",
     memory,
     victim,
-    on_use,
-    on_use,
+    scan.on_use,
+    scan.on_use,
     on_step=on_step,
     weighs=True,
     on_request=on_request,

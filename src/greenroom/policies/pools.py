@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Setup, State, compiled
-from greenroom.policies.dice import Dice, below, dice
 
 
 class Pools(NamedTuple):
@@ -18,7 +18,7 @@ class Pools(NamedTuple):
     at: Ints  # [P] where in its group's part a piece is, -1 where it is not
     base: Ints  # [G]
     size: Ints  # [G]
-    dice: Dice
+    dice: NDArray[np.uint64]  # [1] splitmix64, the same everywhere
 
 
 def empty(setup: Setup) -> Pools:
@@ -29,7 +29,7 @@ def empty(setup: Setup) -> Pools:
         at=np.full(setup.pieces, -1, np.int64),
         base=(np.cumsum(sizes) - sizes).astype(np.int64),
         size=np.zeros(setup.groups, np.int64),
-        dice=dice(setup.seed),
+        dice=np.array([setup.seed & 0xFFFFFFFFFFFFFFFF], np.uint64),
     )
 
 
@@ -58,6 +58,17 @@ def take(pools: Pools, group: int, piece: int) -> None:
         swap(pools, group, pools.at[piece], pools.size[group] - 1)
         pools.size[group] -= 1
         pools.at[piece] = -1
+
+
+@compiled
+def below(dice: Any, n: int) -> int:
+    """A whole number from 0 to n - 1, n < 2 ** 32."""
+    dice[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = dice[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return int(((z >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @compiled

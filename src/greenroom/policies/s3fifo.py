@@ -17,45 +17,24 @@ import numpy as np
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
 from greenroom.policies import lists
-from greenroom.policies.lists import Lists
+from greenroom.policies.lists import Queues
 
 S, M, G = 0, 1, 2
 MOST = 3  # frequency: two bits
 
 
 class Own(NamedTuple):
-    queues: Lists  # S, M and G of each group, the newest in front
-    inside: Ints  # [P] S, M, G or -1
-    size: Ints  # [3 * groups]
+    queues: Queues  # S, M and G
     frequency: Ints  # [P]
     share: Floats  # of the slots that are S's
 
 
 def memory(setup: Setup) -> Own:
     return Own(
-        lists.empty(setup.pieces, 3 * setup.groups),
-        np.full(setup.pieces, -1, np.int64),
-        np.zeros(3 * setup.groups, np.int64),
+        lists.empty_queues(setup),
         np.zeros(setup.pieces, np.int64),
         np.array([setup.options["small"]]),
     )
-
-
-@compiled
-def leave(state: State, own: Own, piece: int) -> None:
-    """Take a piece out of its queue."""
-    own.size[3 * state.group_of[piece] + own.inside[piece]] -= 1
-    own.inside[piece] = -1
-    lists.unlink(own.queues, piece)
-
-
-@compiled
-def enter(state: State, own: Own, piece: int, queue: int) -> None:
-    """Put a piece at the front of a queue of its group."""
-    i = 3 * state.group_of[piece] + queue
-    own.size[i] += 1
-    own.inside[piece] = queue
-    lists.push(own.queues, state.slot_of.size + i, piece)
 
 
 @compiled
@@ -73,37 +52,37 @@ def on_hit(state: State, own: Own, piece: int, now: Now) -> None:
 @compiled
 def on_insert(state: State, own: Own, piece: int, now: Now) -> None:
     own.frequency[piece] = 0
-    if own.inside[piece] == G:
-        leave(state, own, piece)
-        enter(state, own, piece, M)
-    else:
-        enter(state, own, piece, S)
+    queues, group, queue = own.queues, state.group_of[piece], S
+    if queues.inside[piece] == G:
+        lists.leave(queues, group, piece)
+        queue = M
+    lists.enter(queues, group, piece, queue)
 
 
 @compiled
 def on_evict(state: State, own: Own, piece: int, now: Now) -> None:
-    group, queue = state.group_of[piece], own.inside[piece]
-    leave(state, own, piece)
+    queues, group, queue = own.queues, state.group_of[piece], own.queues.inside[piece]
+    lists.leave(queues, group, piece)
     if queue == S:
-        enter(state, own, piece, G)
+        lists.enter(queues, group, piece, G)
         room = state.first[group + 1] - state.first[group] - small(state, own, group)
-        if own.size[3 * group + G] > room:
-            leave(state, own, own.queues.before[state.slot_of.size + 3 * group + G])
+        if queues.size[group, G] > room:
+            lists.forget_oldest(queues, group, G)
 
 
 @compiled
 def from_small(state: State, own: Own, group: int) -> int:
     """S's oldest piece that was not hit twice; those that were move to M. -1: none is left."""
-    head = state.slot_of.size + 3 * group + S
-    piece = own.queues.before[head]
+    queues, head = own.queues, lists.head_of(own.queues, group, S)
+    piece = queues.lists.before[head]
     while piece != head:
-        newer = own.queues.before[piece]
+        newer = queues.lists.before[piece]
         if state.pinned[piece] == 0:
             if own.frequency[piece] < 2:
                 return int(piece)
-            leave(state, own, piece)
             own.frequency[piece] = 0
-            enter(state, own, piece, M)
+            lists.leave(queues, group, piece)
+            lists.enter(queues, group, piece, M)
         piece = newer
     return -1
 
@@ -111,25 +90,24 @@ def from_small(state: State, own: Own, group: int) -> int:
 @compiled
 def from_main(state: State, own: Own, group: int) -> int:
     """M's oldest piece that was not hit since it last came by, or -1."""
-    head = state.slot_of.size + 3 * group + M
-    piece = lists.last(own.queues, head, state)
+    piece = lists.oldest(own.queues, group, M, state)
     while piece >= 0 and own.frequency[piece] > 0:
         own.frequency[piece] -= 1
-        lists.unlink(own.queues, piece)
-        lists.push(own.queues, head, piece)
-        piece = lists.last(own.queues, head, state)
+        lists.leave(own.queues, group, piece)
+        lists.enter(own.queues, group, piece, M)
+        piece = lists.oldest(own.queues, group, M, state)
     return int(piece)
 
 
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     chosen = -1
-    if own.size[3 * group + S] >= small(state, own, group):
+    if own.queues.size[group, S] >= small(state, own, group):
         chosen = from_small(state, own, group)
     if chosen < 0:
         chosen = from_main(state, own, group)
     if chosen < 0:
-        chosen = lists.last(own.queues, state.slot_of.size + 3 * group + S, state)
+        chosen = lists.oldest(own.queues, group, S, state)
     return int(chosen)
 
 

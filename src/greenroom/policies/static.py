@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
-from greenroom.core.policy import Now, Option, Policy, Setup, State, compiled
+from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
+from greenroom.policies import scan
 
 PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, counted from 0)"
 
 
 class Own(NamedTuple):
     rank: Ints  # [P] 0 is the piece that was requested most
+    score: Floats  # [P] its negative
 
 
 def part_of(stream: Stream, part: str) -> NDArray[np.bool_]:
@@ -57,7 +59,7 @@ def memory(setup: Setup) -> Own:
     order = np.lexsort((np.arange(setup.pieces), -last, -count))
     rank = np.empty(setup.pieces, np.int64)
     rank[order] = np.arange(setup.pieces)
-    return Own(rank)
+    return Own(rank, -rank.astype(np.float64))
 
 
 def residents(setup: Setup) -> Ints:
@@ -73,14 +75,7 @@ def residents(setup: Setup) -> Ints:
 @compiled
 def victim(state: State, own: Own, group: int, piece: int, now: Now) -> int:
     """Only a cache that shrinks asks: the piece that was requested least."""
-    worst = -1
-    for slot in range(state.first[group], state.first[group + 1]):
-        resident = state.piece_in[slot]
-        if resident < 0 or state.pinned[resident] > 0:
-            continue
-        if worst < 0 or own.rank[resident] > own.rank[worst]:
-            worst = resident
-    return int(worst)
+    return int(scan.lowest(state, group, own.score, own.rank))
 
 
 static = Policy(

@@ -17,80 +17,30 @@ policies/moe_infinity.py, which evicts by the same pEAM; there, a request has on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
+from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, for_all, taken
+from greenroom.predictors.learner import Arrays, Floats, as_ids, for_all
+from greenroom.predictors.none import Nothing
+from greenroom.predictors.places import filled
 
 
-@jit
-def add(experts: Ids, begin: int, eam: Ids, counts: Ids, dots: Ids, whole: Ids) -> None:
-    """Tokens used `experts` [T, K] of the layer whose pieces begin there. `whole` is the request's
-    EAM, `eam` the one that is matched, both [P]; `counts` [P, C] those of the collection, and
-    `dots` [C] their products with `eam`.
-    """
-    for token in range(experts.shape[0]):
-        for rank in range(experts.shape[1]):
-            piece = begin + experts[token, rank]
-            eam[piece] += 1
-            whole[piece] += 1
-            for place in range(dots.size):
-                dots[place] += counts[piece, place]
+class Collection(NamedTuple):
+    """The EAMs of past prompts, or answers: C places, of which `size` are taken; and the one that
+    is growing. P experts."""
 
-
-@jit
-def expect(
-    counts: Ids,
-    dots: Ids,
-    squares: Ids,
-    size: int,
-    eam: Ids,
-    begin: Ids,
-    layer: int,
-    scores: Floats,
-) -> None:
-    """`scores` [distance, E]: the likelihoods of the layers after `layer`, under pEAM.
-
-    The cosine ranks as dot ** 2 / square does, and is equal where that is.
-    """
-    layers = begin.size - 1
-    most = -1.0
-    for place in range(size):
-        most = max(most, float(dots[place]) * float(dots[place]) / float(squares[place]))
-    for ahead in range(scores.shape[0]):
-        target = (layer + 1 + ahead) % layers
-        first, experts = begin[target], begin[target + 1] - begin[target]
-        scores[ahead] = 0
-        for place in range(size):
-            if float(dots[place]) * float(dots[place]) / float(squares[place]) == most:
-                for expert in range(experts):
-                    scores[ahead, expert] += counts[first + expert, place]
-        if size == 0:
-            for expert in range(experts):
-                scores[ahead, expert] = eam[first + expert]
-        total = scores[ahead].sum()
-        if total > 0:
-            scores[ahead] *= np.float32((1 - (ahead + 1) / layers) / total)
-
-
-class Collection:
-    """The EAMs of past prompts, or answers: C places; and the one that is growing."""
-
-    def __init__(self, pieces: int, capacity: int) -> None:
-        self.counts = np.zeros((pieces, capacity), np.int64)
-        self.dots = np.zeros(capacity, np.int64)  # with the EAM that is matched
-        self.squares = np.ones(capacity, np.int64)
-        self.size = 0
-        self.whole = np.zeros(pieces, np.int64)  # of this request
-        self.eam = np.zeros(pieces, np.int64)  # that is matched
+    counts: Ids  # [P, C]
+    dots: Ids  # [C] products with the EAM that is matched
+    squares: Ids  # [C]
+    size: Ids  # [1]
+    whole: Ids  # [P] the EAM of this request
+    eam: Ids  # [P] the one that is matched
 
     def forget(self) -> None:
         """The EAM that is matched begins anew."""
@@ -101,28 +51,74 @@ class Collection:
         """The request is over: its EAM enters."""
         if not self.whole.any():
             return
-        place = self.size
+        place = int(self.size[0])
         if place == self.squares.size:
             dots = (self.whole @ self.counts).astype(np.float64)
             place = int((dots * dots / self.squares).argmax())
         else:
-            self.size += 1
+            self.size[0] += 1
         self.counts[:, place] = self.whole
         self.squares[place] = self.whole @ self.whole
         self.whole[:] = 0
 
 
-class Eamc:
+def empty(pieces: int, capacity: int) -> Collection:
+    """A collection with nothing in it."""
+    counts, row = np.zeros((pieces, capacity), np.int64), np.zeros(pieces, np.int64)
+    place = np.zeros(capacity, np.int64)
+    return Collection(counts, place, place + 1, np.zeros(1, np.int64), row, row.copy())
+
+
+@jit
+def add(now: Collection, experts: Ids, begin: int) -> None:
+    """Tokens used `experts` [T, K] of the layer whose pieces begin there."""
+    for token in range(experts.shape[0]):
+        for rank in range(experts.shape[1]):
+            piece = begin + experts[token, rank]
+            now.eam[piece] += 1
+            now.whole[piece] += 1
+            for place in range(now.size[0]):
+                now.dots[place] += now.counts[piece, place]
+
+
+@jit
+def expect(now: Collection, begin: Ids, layer: int, scores: Floats) -> None:
+    """`scores` [distance, E]: the likelihoods of the layers after `layer`, under pEAM.
+
+    The cosine ranks as dot ** 2 / square does, and is equal where that is.
+    """
+    layers, size = begin.size - 1, now.size[0]
+    like, most = np.empty(size), -1.0
+    for place in range(size):
+        dot = float(now.dots[place])
+        like[place] = dot * dot / float(now.squares[place])
+        most = max(most, like[place])
+    for ahead in range(scores.shape[0]):
+        target = (layer + 1 + ahead) % layers
+        first, experts = begin[target], begin[target + 1] - begin[target]
+        scores[ahead] = 0
+        for place in range(size):
+            if like[place] == most:
+                for expert in range(experts):
+                    scores[ahead, expert] += now.counts[first + expert, place]
+        if size == 0:
+            for expert in range(experts):
+                scores[ahead, expert] = now.eam[first + expert]
+        total = scores[ahead].sum()
+        if total > 0:
+            scores[ahead] *= np.float32((1 - (ahead + 1) / layers) / total)
+
+
+class Eamc(Nothing):
     name = "eamc"
 
-    def __init__(self, shape: Shape, distance: int, capacity: int, by_request: bool) -> None:
-        self.distance: int | None = distance
-        self._ahead, self._by_request = distance, by_request
-        self._layers, self._width = shape.layers, shape.width
-        self._most = max(shape.experts_per_layer)
-        self._begin = np.cumsum([0, *shape.experts_per_layer])
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._by_request = setting.options["matching"] == "request"
+        self._begin = np.cumsum([0, *self._shape.experts_per_layer])
         self._parts = {
-            part: Collection(int(self._begin[-1]), capacity) for part in ("prefill", "decode")
+            part: empty(int(self._begin[-1]), int(setting.options["capacity"]))
+            for part in ("prefill", "decode")
         }
         self._now = self._parts["decode"]
         self._request, self._tokens = -1, 1
@@ -138,53 +134,43 @@ class Eamc:
         self._request, self._tokens = at.request, at.tokens
 
     def observe(self, seen: Seen) -> None:
-        now = self._now
-        first = int(self._begin[seen.layer])
-        dots = now.dots[: now.size]
-        add(as_ids(seen.experts), first, now.eam, now.counts, dots, now.whole)
+        add(self._now, as_ids(seen.experts), int(self._begin[seen.layer]))
 
     def predict(self, layer: int) -> list[Guess]:
         if layer < 0:
             return []
-        now = self._now
-        scores = np.empty((self._ahead, self._most), np.float32)
-        expect(now.counts, now.dots, now.squares, now.size, now.eam, self._begin, layer, scores)
-        named = top(scores, self._width, 0.0)
+        scores = np.empty((self._ahead, max(self._shape.experts_per_layer)), np.float32)
+        expect(self._now, self._begin, layer, scores)
+        named = top(scores, self._shape.width, 0.0)
         order = np.argsort(-scores.max(axis=1), kind="stable") if self._ahead > 1 else (0,)
         return [
-            for_all(Guess(layer + 1 + i, named[i : i + 1]), self._layers, self._tokens)
+            for_all(Guess(layer + 1 + i, named[i : i + 1]), self._shape.layers, self._tokens)
             for i in map(int, order)
         ]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
+    def state(self) -> Arrays:
         kept = {}
         for name, part in self._parts.items():
-            kept[f"{name}.collection"] = part.counts[:, : part.size].T.copy()
+            kept[f"{name}.collection"] = part.counts[:, : part.size[0]].T.copy()
             kept[f"{name}.request"] = part.whole.copy()
         return kept
 
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, state: Arrays) -> None:
         for name, part in self._parts.items():
             key = f"{name}.collection"
             saved = state.get(key, np.empty(0))
-            part.size = min(len(saved), part.squares.size)
-            collection = np.zeros((part.size, len(part.whole)), np.int64)
-            taken(key, state, collection)
-            taken(f"{name}.request", state, part.whole)
-            part.counts[:, : part.size] = collection.T
-            part.squares[: part.size] = (collection * collection).sum(axis=1)
+            size = part.size[0] = min(len(saved), part.squares.size)
+            collection = np.zeros((size, len(part.whole)), np.int64)
+            filled(key, state, collection)
+            filled(f"{name}.request", state, part.whole)
+            part.counts[:, :size] = collection.T
+            part.squares[:size] = (collection * collection).sum(axis=1)
         self._request = -1
-
-
-def make(setting: Setting) -> Eamc:
-    options = setting.options
-    by_request = options["matching"] == "request"
-    return Eamc(setting.shape, setting.ahead, int(options["capacity"]), by_request)
 
 
 eamc = Kind(
     "eamc",
-    make,
+    Eamc,
     "what similar prompts used (MoE-Infinity)",
     distance=2,
     options=(

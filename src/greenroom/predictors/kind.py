@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
@@ -17,20 +17,6 @@ from greenroom.errors import UnknownName, UsageError
 Need = Literal["token_ids", "inputs", "gates", "file", "trace"]
 
 
-class Recording(Protocol):
-    """Predictions as a trace holds them (trace.Prediction is one)."""
-
-    @property
-    def experts(self) -> NDArray[Any]:
-        """[tokens, layers, width], likeliest first; the type's largest value: nothing."""
-        ...
-
-    @property
-    def distance(self) -> int:
-        """How many layers before; 0: before the pass began."""
-        ...
-
-
 @dataclass(frozen=True)
 class Setting:
     """What predictors are made from; what a kind does not need may be left out."""
@@ -39,21 +25,21 @@ class Setting:
     seed: int = 0
     gates: Gates | None = None
     routed: NDArray[Any] | None = None  # [tokens, layers, top_k] experts, as the trace has them
-    recorded: Mapping[str, Recording] = field(default_factory=dict)  # the trace's predictions
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # the trace's predictions
     learned: Mapping[str, NDArray[Any]] | None = None  # the tensors of a predictor's file
     distance: int | None = None  # this and the options are filled in by `Choice.make`
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ahead(self) -> int:
-        """The distance, for kinds that have one. UsageError where the model has fewer layers."""
-        assert self.distance is not None
-        if self.distance > self.shape.layers:
+        """The distance, 0 for kinds that have none. UsageError where the model has fewer layers."""
+        distance = self.distance or 0
+        if distance > self.shape.layers:
             raise UsageError(
                 f"the model has {self.shape.layers} MoE layers:"
-                f" predictors cannot look {self.distance} ahead"
+                f" predictors cannot look {distance} ahead"
             )
-        return self.distance
+        return distance
 
 
 Make = Callable[[Setting], Predictor]

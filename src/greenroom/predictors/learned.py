@@ -24,10 +24,10 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
-from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats
+from greenroom.predictors.next_gate import FromInputs
 
+Floats = NDArray[np.float32]
 Halves = NDArray[np.uint16]  # bfloat16: the upper halves of float32
 FEW = 4  # tokens; more are multiplied by NumPy
 
@@ -55,10 +55,9 @@ def doubled(values: Halves) -> Floats:
 
 
 @jit(fastmath=True)  # sums in any order, so that they are vectors
-def forward(
-    x: Inputs, up: Halves, up_bias: Floats, down: Floats, down_bias: Floats, scores: Floats
-) -> None:
+def forward(x: Inputs, network: Network, scores: Floats) -> None:
     """`scores` [T, E] of x [T, H]; a row of `up` is widened in the processor's first cache."""
+    up, up_bias, down, down_bias = network
     hidden = np.empty(up.shape[0], np.float32)
     bits = np.empty(up.shape[1], np.uint32)
     row = bits.view(np.float32)
@@ -82,22 +81,27 @@ class Learned(FromInputs):
 
     name = "learned"
 
-    def __init__(self, shape: Shape, networks: list[Network], distance: int) -> None:
-        super().__init__(shape, distance)
-        self._networks = networks
+    def __init__(self, setting: Setting) -> None:
+        if setting.learned is None:
+            raise UsageError(
+                "predictor learned needs the file of `greenroom train-predictor`, and runs beside"
+                " the model that it was trained for"
+            )
+        super().__init__(setting)
+        self._networks, self._ahead = networks_of(setting.learned, setting.shape)
+        self.distance = self._ahead
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
         ranked: Ids = top(self._scores(self._networks[target], rows), self._shape.width)
         return ranked
 
     def _scores(self, network: Network, x: Inputs) -> Floats:
-        up, up_bias, down, down_bias = network
         if len(x) > FEW:
-            hidden = np.maximum(x @ doubled(up).T + up_bias, np.float32(0))
-            result: Floats = hidden @ down.T + down_bias
+            hidden = np.maximum(x @ doubled(network.up).T + network.up_bias, np.float32(0))
+            result: Floats = hidden @ network.down.T + network.down_bias
             return result
-        scores = np.empty((len(x), len(down)), np.float32)
-        forward(np.ascontiguousarray(x), up, up_bias, down, down_bias, scores)
+        scores = np.empty((len(x), len(network.down)), np.float32)
+        forward(np.ascontiguousarray(x), network, scores)
         return scores
 
 
@@ -131,18 +135,9 @@ def networks_of(tensors: Mapping[str, NDArray[Any]], shape: Shape) -> tuple[list
     return found, int(distance[0])
 
 
-def make(setting: Setting) -> Learned:
-    if setting.learned is None:
-        raise UsageError(
-            "predictor learned needs the file of `greenroom train-predictor`, and runs beside the"
-            " model that it was trained for"
-        )
-    return Learned(setting.shape, *networks_of(setting.learned, setting.shape))
-
-
 learned = Kind(
     "learned",
-    make,
+    Learned,
     "small networks, trained by `greenroom train-predictor`",
     frozenset({"inputs", "file"}),
 )

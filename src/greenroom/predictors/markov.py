@@ -13,17 +13,15 @@ was 48 %.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import exp, log, log1p
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
+from greenroom.core.predictor import Guess, Ids, Seen
+from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, guess, same, taken
+from greenroom.predictors.learner import Arrays, Floats, PathLearner, as_ids
 
 PRIOR = 0.1  # what a pair that was never seen counts
 
@@ -56,71 +54,42 @@ def score(pairs: Floats, totals: Floats, seen: Ids, experts: int, scores: Floats
         scores[token, experts:] = -np.inf
 
 
-class Markov:
+class Markov(PathLearner):
     name = "markov"
 
-    def __init__(self, shape: Shape, distance: int) -> None:
-        self.distance: int | None = distance
-        self._sizes, self._width, self._ahead = shape.experts_per_layer, shape.width, distance
-        layers, experts = shape.layers, max(shape.experts_per_layer)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        layers, experts = self._shape.layers, max(self._shape.experts_per_layer)
         self._pairs = np.full((layers, experts, experts), log(PRIOR), np.float32)
         self._totals = np.full((layers, experts), log(PRIOR * experts), np.float32)
-        self._last: list[Ids | None] = [None] * layers  # [1, K] of the pass before: its last token
-        self._path: list[Ids | None] = [None] * layers  # [T, K] of this pass, as far as it came
-        self._request = -1
-
-    def begin(self, at: PassBegins) -> None:
-        begun = at.request != self._request  # nothing follows from another request's last token
-        self._last = [None if begun or seen is None else seen[-1:] for seen in self._path]
-        self._path = [None] * len(self._sizes)
-        self._request = at.request
 
     def observe(self, seen: Seen) -> None:
-        layer, experts = seen.layer, as_ids(seen.experts)
-        self._path[layer] = experts
-        self._learn_inside(layer, experts)
-        source = layer - self._ahead
+        path, layer, layers = self._path, seen.layer, self._shape.layers
+        path[1:, layer] = seen.experts
+        target, source = layer + self._ahead - layers, layer - self._ahead
+        if target >= 0:  # of several tokens each is the one that follows the one before it
+            self._learn(layer, path[1:-1, layer], path[2:, target])
         if source >= 0:
-            if (before := self._path[source]) is not None:
-                learn(self._pairs[source], self._totals[source], before, experts)
-            return
-        source += len(self._sizes)
-        if (last := self._last[source]) is not None:
-            learn(self._pairs[source], self._totals[source], last, experts[:1])
+            self._learn(source, path[1:, source], path[1:, layer])
+        elif path[0, source, 0] >= 0:
+            self._learn(source, path[:1, source], path[1:2, layer])
 
-    def _learn_inside(self, layer: int, experts: Ids) -> None:
-        """A pass of several tokens: each is the one that follows the one before it."""
-        target = layer + self._ahead - len(self._sizes)
-        if target >= 0 and len(experts) > 1 and (after := self._path[target]) is not None:
-            learn(self._pairs[layer], self._totals[layer], experts[:-1], after[1:])
+    def _learn(self, source: int, before: Ids, after: Ids) -> None:
+        if len(before):
+            learn(self._pairs[source], self._totals[source], as_ids(before), as_ids(after))
 
     def predict(self, layer: int) -> list[Guess]:
-        seen = self._path[layer] if layer >= 0 else None
-        if seen is None:
+        if layer < 0:
             return []
-        target, layers = layer + self._ahead, len(self._sizes)
-        if target >= layers:
-            seen = seen[-1:]
+        beyond, target = divmod(layer + self._ahead, self._shape.layers)
+        seen = as_ids(self._path[-1:, layer] if beyond else self._path[1:, layer])
         scores = np.empty((len(seen), self._totals.shape[1]), np.float32)
-        experts = self._sizes[target % layers]
+        experts = self._shape.experts_per_layer[target]
         score(self._pairs[layer], self._totals[layer], seen, experts, scores)
-        return [guess(target, scores, self._width, -np.inf)]
+        return [Guess(layer + self._ahead, top(scores, self._shape.width))]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        return {
-            "distance": np.array([self._ahead]),
-            "pairs": self._pairs.copy(),
-            "totals": self._totals.copy(),
-        }
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        same("distance", state, self._ahead)
-        taken("pairs", state, self._pairs)
-        taken("totals", state, self._totals)
+    def _arrays(self) -> Arrays:
+        return {"pairs": self._pairs, "totals": self._totals}
 
 
-def make(setting: Setting) -> Markov:
-    return Markov(setting.shape, setting.ahead)
-
-
-markov = Kind("markov", make, "what followed the experts just used, layer to layer", distance=1)
+markov = Kind("markov", Markov, "what followed the experts just used, layer to layer", distance=1)

@@ -8,37 +8,61 @@ the next token with the states of the one before it: expect less there.
 
 from __future__ import annotations
 
-from greenroom.core.predictor import Gates, Ids, Inputs, Shape
+from abc import abstractmethod
+
+from greenroom.core.predictor import Guess, Ids, Inputs, PassBegins, Seen
 from greenroom.errors import UsageError
-from greenroom.predictors.inputs import FromInputs
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.none import Nothing
+
+
+class FromInputs(Nothing):
+    """Ranks the experts `distance` layers ahead by one layer's inputs, and keeps no others.
+
+    For layers of the next pass the inputs are those of this pass's last token.
+    """
+
+    _inputs: Inputs | None = None
+
+    def begin(self, at: PassBegins) -> None:
+        self._inputs = None
+
+    def observe(self, seen: Seen) -> None:
+        self._inputs = seen.inputs
+
+    def predict(self, layer: int) -> list[Guess]:
+        if self._inputs is None:
+            return []
+        beyond, target = divmod(layer + self._ahead, self._shape.layers)
+        rows = self._inputs[-1:] if beyond else self._inputs
+        return [Guess(layer + self._ahead, self._rank(target, rows))]
+
+    @abstractmethod
+    def _rank(self, target: int, rows: Inputs) -> Ids:
+        """[T, H] -> [T, width], likeliest first."""
 
 
 class NextGate(FromInputs):
-    """Asks `gates`, the model's routers. It learns nothing, and keeps one layer's inputs."""
+    """Asks the model's routers. It learns nothing, and keeps one layer's inputs."""
 
     name = "next-gate"
 
-    def __init__(self, shape: Shape, gates: Gates, distance: int) -> None:
-        super().__init__(shape, distance)
-        self._gates = gates
+    def __init__(self, setting: Setting) -> None:
+        if setting.gates is None:
+            raise UsageError(
+                "predictor next-gate asks the model's own routers: it runs beside a model only"
+                " (record it with a trace, and replay `recorded`)"
+            )
+        super().__init__(setting)
+        self._gates = setting.gates
 
     def _rank(self, target: int, rows: Inputs) -> Ids:
         return self._gates.rank(target, rows, self._shape.width)
 
 
-def make(setting: Setting) -> NextGate:
-    if setting.gates is None:
-        raise UsageError(
-            "predictor next-gate asks the model's own routers: it runs beside a model only"
-            " (record it with a trace, and replay `recorded`)"
-        )
-    return NextGate(setting.shape, setting.gates, setting.ahead)
-
-
 next_gate = Kind(
     "next-gate",
-    make,
+    NextGate,
     "a later layer's router, fed with this layer's input",
     frozenset({"inputs", "gates"}),
     distance=1,

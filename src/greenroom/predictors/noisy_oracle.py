@@ -70,7 +70,7 @@ def make(setting: Setting) -> Recorded:
     named = np.empty(routed.shape, np.int16)
     sizes = np.array(setting.shape.experts_per_layer, np.int64)
     disturb(np.ascontiguousarray(routed), sizes, accuracy, setting.seed, named)
-    return Recorded("noisy-oracle", named, NO_ID, setting.ahead, setting.shape)
+    return Recorded("noisy-oracle", named, NO_ID, setting)
 
 
 PAPER = -1.0

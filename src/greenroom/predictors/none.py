@@ -12,10 +12,15 @@ from greenroom.predictors.kind import Kind, Setting
 
 
 class Nothing:
-    """What is common to predictors that learn nothing; itself it predicts nothing."""
+    """What all predictors have in common; itself it predicts and learns nothing."""
 
     name = "none"
-    distance: int | None = None
+    distance: int | None
+
+    def __init__(self, setting: Setting) -> None:
+        """UsageError where the model has fewer layers than the distance."""
+        self._shape, self._ahead = setting.shape, setting.ahead
+        self.distance = setting.distance
 
     def begin(self, at: PassBegins) -> None:
         pass
@@ -34,8 +39,4 @@ class Nothing:
             raise ValueError(f"{self.name} keeps nothing, but was given {', '.join(state)}")
 
 
-def make(setting: Setting) -> Nothing:
-    return Nothing()
-
-
-none = Kind("none", make, "nothing is prefetched")
+none = Kind("none", Nothing, "nothing is prefetched")

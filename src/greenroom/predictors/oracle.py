@@ -26,7 +26,7 @@ def truth(setting: Setting, name: str) -> NDArray[Any]:
 
 
 def make(setting: Setting) -> Recorded:
-    return Recorded("oracle", truth(setting, "oracle"), NO_ID, setting.ahead, setting.shape)
+    return Recorded("oracle", truth(setting, "oracle"), NO_ID, setting)
 
 
 oracle = Kind("oracle", make, "the experts that will be used", frozenset({"trace"}), distance=1)

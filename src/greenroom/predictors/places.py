@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.predictor import Ids
-from greenroom.predictors.ranks import taken
 
 MOST_IDS, MOST_BYTES = 4096, 16 << 20
 
@@ -60,8 +59,17 @@ class Places:
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         known = min(len(state.get("ids", ())), self._id.size)
         for name, array in (("ids", self._id), ("met", self._met), ("rows", self.rows)):
-            taken(name, state, array[:known])
+            filled(name, state, array[:known])
         self._place = {id_: place for place, id_ in enumerate(self._id[:known].tolist())}
         if len(self._place) != known:
             raise ValueError("ids are not distinct")
         self._now = int(self._met[:known].max(initial=0))
+
+
+def filled(name: str, state: Mapping[str, NDArray[Any]], array: NDArray[Any]) -> None:
+    """Fill an array from a saved state. ValueError where what is there does not fit."""
+    saved = state.get(name)
+    if saved is None or saved.shape != array.shape or saved.dtype != array.dtype:
+        there = "missing" if saved is None else f"{saved.dtype}{list(saved.shape)}"
+        raise ValueError(f"{name} is {there}, not {array.dtype}{list(array.shape)}")
+    array[...] = saved

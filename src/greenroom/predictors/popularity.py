@@ -7,17 +7,14 @@ No routing of the pass itself is looked at, so that the distance says only when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
+from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
+from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.ranks import Floats, as_ids, for_all, guess, taken
+from greenroom.predictors.learner import Arrays, Floats, Learner, as_ids, for_all
 
 
 @jit
@@ -30,14 +27,14 @@ def count(counts: Floats, experts: Ids, decay: float) -> None:
             counts[experts[token, rank]] += 1
 
 
-class Popularity:
+class Popularity(Learner):
     name = "popularity"
 
-    def __init__(self, shape: Shape, distance: int, half_life: float) -> None:
-        self.distance: int | None = distance
-        self._layers, self._width, self._ahead = shape.layers, shape.width, distance
-        self._decay = np.float32(0.5 ** (1 / half_life))
-        self._counts = np.zeros((shape.layers, max(shape.experts_per_layer)), np.float32)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._decay = np.float32(0.5 ** (1 / float(setting.options["half-life"])))
+        row = self._shape.layers, max(self._shape.experts_per_layer)
+        self._counts = np.zeros(row, np.float32)
         self._tokens = 1
 
     def begin(self, at: PassBegins) -> None:
@@ -49,24 +46,17 @@ class Popularity:
     def predict(self, layer: int) -> list[Guess]:
         if layer < 0:
             return []
-        target = layer + self._ahead
-        scores = self._counts[target % self._layers]
-        return [for_all(guess(target, scores[None], self._width), self._layers, self._tokens)]
+        target, layers = layer + self._ahead, self._shape.layers
+        named = top(self._counts[None, target % layers], self._shape.width, 0.0)
+        return [for_all(Guess(target, named), layers, self._tokens)]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        return {"counts": self._counts.copy()}
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        taken("counts", state, self._counts)
-
-
-def make(setting: Setting) -> Popularity:
-    return Popularity(setting.shape, setting.ahead, float(setting.options["half-life"]))
+    def _arrays(self) -> Arrays:
+        return {"counts": self._counts}
 
 
 popularity = Kind(
     "popularity",
-    make,
+    Popularity,
     "the experts that were used most of late",
     distance=1,
     options=(Option("half-life", 16.0, "tokens after which a use counts half", 0.1, 1e9),),

@@ -8,41 +8,35 @@ what it holds stands for the routers.
 
 from __future__ import annotations
 
-from greenroom.core.predictor import Gates, Guess, Predictor, Seen, Shape
+from dataclasses import replace
+
+from greenroom.core.predictor import Guess, Ids, Inputs, Predictor
 from greenroom.errors import UsageError
 from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.none import Nothing
+from greenroom.predictors.next_gate import NextGate
 from greenroom.predictors.oracle import NO_ID
 from greenroom.predictors.recorded import Recorded
 
 
-class Pregated(Nothing):
-    """`gates.rank(l + 1, inputs of l, top_k)` is what layer l + 1 will use."""
+class Pregated(NextGate):
+    """What layer l + 1 will use is what its router chooses, given the inputs of layer l."""
 
     name = "pregated"
-    distance: int | None = 1
-
-    def __init__(self, gates: Gates, shape: Shape) -> None:
-        self._gates, self._shape = gates, shape
-        self._seen: Seen | None = None
-
-    def observe(self, seen: Seen) -> None:
-        self._seen = seen
 
     def predict(self, layer: int) -> list[Guess]:
-        seen = self._seen
-        if layer < 0 or layer + 1 == self._shape.layers or seen is None or seen.inputs is None:
-            return []
-        ids = self._gates.rank(layer + 1, seen.inputs, self._shape.top_k)
-        return [Guess(layer + 1, ids)]
+        return super().predict(layer) if layer + 1 < self._shape.layers else []
+
+    def _rank(self, target: int, rows: Inputs) -> Ids:
+        return self._gates.rank(target, rows, self._shape.top_k)
 
 
 def make(setting: Setting) -> Predictor:
+    setting = replace(setting, distance=1)
     if setting.gates is not None:
-        return Pregated(setting.gates, setting.shape)
+        return Pregated(setting)
     if setting.routed is None:
         raise UsageError("predictor pregated needs a model whose routers are known ahead")
-    return Recorded("pregated", setting.routed, NO_ID, 1, setting.shape)
+    return Recorded("pregated", setting.routed, NO_ID, setting)
 
 
 pregated = Kind(

@@ -9,36 +9,26 @@ begin.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.policy import Option
-from greenroom.core.predictor import Guess, Ids, PassBegins, Shape
+from greenroom.core.predictor import Guess, Ids, PassBegins
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors.kind import Kind, Recording, Setting
+from greenroom.predictors.kind import Kind, Setting
 from greenroom.predictors.none import Nothing
 
 
 class Recorded(Nothing):
     """`rows` [tokens, layers, width] of experts; `nothing` is the id that stands for none."""
 
-    def __init__(
-        self, name: str, rows: NDArray[Any], nothing: int, distance: int, shape: Shape
-    ) -> None:
-        self.name, self.distance = name, distance or None
-        self._rows, self._nothing = rows, nothing
-        self._layers, self._at = shape.layers, PassBegins(-1, 0, 0, False)
-        self._known_late = True
-        if rows.ndim != 3 or rows.shape[1] != shape.layers:
-            raise UsageError(
-                f"{name} has predictions {list(rows.shape)}, not [tokens, {shape.layers}, width]:"
-                " the trace is of another model"
-            )
-        most = np.where(rows == nothing, 0, rows).max(axis=(0, 2), initial=0)
-        if (most >= shape.experts_per_layer).any():
-            raise UsageError(f"{name} names experts that the model does not have")
+    def __init__(self, name: str, rows: NDArray[Any], nothing: int, setting: Setting) -> None:
+        super().__init__(setting)
+        self.name, self._rows, self._nothing = name, rows, nothing
+        self._at, self._known_late = PassBegins(-1, 0, 0, False), True
 
     def begin(self, at: PassBegins) -> None:
         if at.first + at.tokens > len(self._rows):
@@ -51,16 +41,16 @@ class Recorded(Nothing):
 
     def predict(self, layer: int) -> list[Guess]:
         if self.distance is None:
-            return [self._inside(i) for i in range(self._layers)] if layer < 0 else []
+            return [self._inside(i) for i in range(self._shape.layers)] if layer < 0 else []
         if layer < 0:
             return [self._inside(i) for i in range(self.distance)] if self._known_late else []
         target = layer + self.distance
-        if target < self._layers:
+        if target < self._shape.layers:
             return [self._inside(target)]
         after = self._at.first + self._at.tokens
         if after >= len(self._rows):
             return []
-        return [Guess(target, self._ids(after, 1, target - self._layers))]
+        return [Guess(target, self._ids(after, 1, target - self._shape.layers))]
 
     def _inside(self, layer: int) -> Guess:
         return Guess(layer, self._ids(self._at.first, self._at.tokens, layer))
@@ -71,25 +61,21 @@ class Recorded(Nothing):
         return ids
 
 
-def pick(recorded: dict[str, Recording], of: str) -> tuple[str, Recording]:
-    """The predictions of that name; without one, the only ones that there are."""
-    if not recorded:
-        raise UsageError("predictor recorded needs a trace with predictions: this one has none")
-    if not of and len(recorded) > 1:
-        raise UsageError(f"the trace has several predictions: say of={'|'.join(recorded)}")
-    name = of or next(iter(recorded))
-    if name not in recorded:
-        raise UnknownName("prediction of the trace", name, recorded)
-    return name, recorded[name]
-
-
 def make(setting: Setting) -> Recorded:
-    name, found = pick(dict(setting.recorded), str(setting.options["of"]))
-    nothing = int(np.iinfo(found.experts.dtype).max)
-    distance = int(found.distance)
+    """The predictions of that name; without one, the only ones that there are."""
+    there, name = setting.recorded, str(setting.options["of"])
+    if not there:
+        raise UsageError("predictor recorded needs a trace with predictions: this one has none")
+    if not name and len(there) > 1:
+        raise UsageError(f"the trace has several predictions: say of={'|'.join(there)}")
+    name = name or next(iter(there))
+    if name not in there:
+        raise UnknownName("prediction of the trace", name, there)
+    found, distance = there[name].experts, int(there[name].distance)
     if not 0 <= distance <= setting.shape.layers:
         raise UsageError(f"prediction {name} has distance {distance}: the trace is damaged")
-    return Recorded("recorded", found.experts, nothing, distance, setting.shape)
+    nothing = int(np.iinfo(found.dtype).max)
+    return Recorded("recorded", found, nothing, replace(setting, distance=distance or None))
 
 
 recorded = Kind(

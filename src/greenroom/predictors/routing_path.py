@@ -22,19 +22,17 @@ that of `early`, so that either is as good as it can be alone (stagewise, as in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import exp, log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.learner import Arrays, Floats, PathLearner, guesses_of_pass
 from greenroom.predictors.places import Places
-from greenroom.predictors.ranks import Floats, guess, same, taken
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)
@@ -42,12 +40,16 @@ LEARNT = 64  # tokens of a pass: the last ones, so that long prompts take no lon
 
 
 class Model(NamedTuple):
-    """L layers, E experts in the largest."""
+    """What is learned, and the pass that it is applied to: T tokens, L layers, E experts in the
+    largest."""
 
     bias: Floats  # [L, E], -inf where a layer has no such expert
     last: Floats  # [L, E, E]
     link: Floats  # [LINKS, L, E, E]
     known: Floats  # [places, L, E]
+    path: Ids  # [T + 1, L, K]: row 0 is the token before the pass
+    places: Ids  # [T] in `known`, or -1
+    distance: int
 
 
 @jit
@@ -71,25 +73,13 @@ def move(row: Ids, table: Floats, step: Floats, rate: float) -> None:
 
 
 @jit
-def source(layer: int, distance: int, m: int, layers: int) -> tuple[int, int]:
-    """(tokens back, layer) of link m; more than one token back is not kept."""
-    at = layer - distance - m
-    back = 0
-    while at < 0:
-        at, back = at + layers, back + 1
-    return back, at
-
-
-@jit
-def logits_of(
-    model: Model, path: Ids, token: int, place: int, layer: int, distance: int,
-    early: Floats, passed: Floats,
-) -> None:  # fmt: skip
-    """Both logits [E] of a layer, for the token of that row of `path` [T + 1, L, K]: row 0 is the
-    token before the pass, and row T + 1, which is not there, the one after it.
+def logits_of(model: Model, token: int, layer: int, early: Floats, passed: Floats) -> None:
+    """Both logits [E] of a layer, for the token of that row of the path; row T + 1, which is not
+    there, is the token after the pass.
     """
-    for expert in range(early.size):
-        early[expert] = model.bias[layer, expert]
+    path, layers = model.path, model.path.shape[1]
+    place = model.places[token - 1] if token <= model.places.size else -1
+    early[:] = model.bias[layer]
     if place >= 0:
         known = model.known[place, layer]
         for expert in range(early.size):
@@ -97,55 +87,51 @@ def logits_of(
     add(path[token - 1, layer], model.last[layer], early)
     passed[:] = early
     for m in range(LINKS):
-        back, at = source(layer, distance, m, path.shape[1])
-        if back <= 1:
-            add(path[token - back, at], model.link[m, layer], passed)
+        at = layers + layer - model.distance - m  # from the token before on
+        if at >= 0:
+            add(path[token - 1 + at // layers, at % layers], model.link[m, layer], passed)
 
 
 @jit
-def expect(
-    model: Model, path: Ids, places: Ids, first: int, layer: int, corrected: bool, distance: int,
-    scores: Floats,
-) -> None:  # fmt: skip
-    """`scores` [rows, E] of a layer, for the tokens from that row of `path` on."""
+def expect(model: Model, first: int, layer: int, corrected: bool, scores: Floats) -> None:
+    """`scores` [rows, E] of a layer, for the tokens from that row of the path on."""
     other = np.empty(scores.shape[1], np.float32)
     for i in range(scores.shape[0]):
-        token = first + i
-        place = places[token - 1] if token <= places.size else -1
         if corrected:
-            logits_of(model, path, token, place, layer, distance, other, scores[i])
+            logits_of(model, first + i, layer, other, scores[i])
         else:
-            logits_of(model, path, token, place, layer, distance, scores[i], other)
+            logits_of(model, first + i, layer, scores[i], other)
 
 
 @jit
-def expect_all(model: Model, path: Ids, places: Ids, distance: int, scores: Floats) -> None:
+def expect_all(model: Model, scores: Floats) -> None:
     """`scores` [L * T, E], of all layers when a pass begins; those of a layer lie together."""
-    tokens = places.size
-    for layer in range(path.shape[1]):
+    tokens = model.places.size
+    for layer in range(model.path.shape[1]):
         rows = scores[layer * tokens : (layer + 1) * tokens]
-        expect(model, path, places, 1, layer, layer < distance, distance, rows)
+        expect(model, 1, layer, layer < model.distance, rows)
 
 
 @jit
-def error(logits: Floats, used: Ids, step: Floats) -> None:
-    """What was used less what was expected, [E]: the gradient of the logistic loss, downwards."""
+def error(logits: Floats, used: Ids) -> None:
+    """Replace logits [E] by what was used less what they say: the gradient of the logistic loss,
+    downwards."""
     for expert in range(logits.size):
-        step[expert] = -1 / (1 + exp(-logits[expert]))
+        logits[expert] = -1 / (1 + exp(-logits[expert]))
     for i in range(used.size):
-        step[used[i]] += 1
+        logits[used[i]] += 1
 
 
 @jit
-def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance: int) -> None:
+def learn(model: Model, first: int, layer: int) -> None:
     """Move the weights towards what the tokens from row `first` on used in a layer."""
-    size = model.bias.shape[1]
+    size, layers, path = model.bias.shape[1], model.path.shape[1], model.path
     early, passed = np.empty(size, np.float32), np.empty(size, np.float32)
     for token in range(first, path.shape[0]):
-        place, used = places[token - 1], path[token, layer]
-        logits_of(model, path, token, place, layer, distance, early, passed)
-        error(early, used, early)
-        error(passed, used, passed)
+        place, used = model.places[token - 1], path[token, layer]
+        logits_of(model, token, layer, early, passed)
+        error(early, used)
+        error(passed, used)
         for expert in range(size):
             model.bias[layer, expert] += BIAS_RATE * early[expert]
         if place >= 0:
@@ -154,9 +140,10 @@ def learn(model: Model, path: Ids, places: Ids, first: int, layer: int, distance
                 known[expert] += ID_RATE * early[expert]
         move(path[token - 1, layer], model.last[layer], early, LINK_RATE)
         for m in range(LINKS):
-            back, at = source(layer, distance, m, path.shape[1])
-            if back <= 1:
-                move(path[token - back, at], model.link[m, layer], passed, LINK_RATE)
+            at = layers + layer - model.distance - m
+            if at >= 0:
+                row = path[token - 1 + at // layers, at % layers]
+                move(row, model.link[m, layer], passed, LINK_RATE)
 
 
 def untaught(shape: Shape) -> Floats:
@@ -167,75 +154,57 @@ def untaught(shape: Shape) -> Floats:
     return bias
 
 
-class RoutingPath:
+class RoutingPath(PathLearner):
     name = "routing-path"
+    _known: Places
 
-    def __init__(self, shape: Shape, distance: int) -> None:
-        self.distance: int | None = distance
-        self._width, self._ahead = shape.width, distance
-        layers, size = shape.layers, max(shape.experts_per_layer)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        bias = untaught(self._shape)
+        layers, size = bias.shape
         self._known = Places((layers, size), np.float32)
         self._model = Model(
-            untaught(shape),
+            bias,
             np.zeros((layers, size, size), np.float32),
             np.zeros((LINKS, layers, size, size), np.float32),
             self._known.rows,
+            self._path,
+            np.full(1, -1, np.int64),
+            self._ahead,
         )
-        self._path = np.full((2, layers, shape.top_k), -1, np.int64)
-        self._places = np.full(1, -1, np.int64)
-        self._request = -1
 
     def begin(self, at: PassBegins) -> None:
-        before = self._path[-1]
-        self._path = np.full((at.tokens + 1, *before.shape), -1, np.int64)
-        if at.request == self._request:
-            self._path[0] = before
-        self._request = at.request
-        self._places = self._known.of(at.token_ids, at.tokens)
+        super().begin(at)
+        places = self._known.of(at.token_ids, at.tokens)
+        self._model = self._model._replace(path=self._path, places=places)
 
     def observe(self, seen: Seen) -> None:
-        path = self._path
-        path[1:, seen.layer] = seen.experts
-        first = max(1, len(path) - LEARNT)
-        learn(self._model, path, self._places, first, seen.layer, self._ahead)
+        self._path[1:, seen.layer] = seen.experts
+        learn(self._model, max(1, len(self._path) - LEARNT), seen.layer)
 
     def predict(self, layer: int) -> list[Guess]:
-        tokens, (layers, size) = self._places.size, self._model.bias.shape
+        tokens, (layers, size), width = (
+            len(self._path) - 1,
+            self._model.bias.shape,
+            self._shape.width,
+        )
         if layer < 0:
             scores = np.empty((layers * tokens, size), np.float32)
-            expect_all(self._model, self._path, self._places, self._ahead, scores)
-            named = top(scores, self._width)
-            return [Guess(i, rows) for i, rows in enumerate(named.reshape(layers, tokens, -1))]
+            expect_all(self._model, scores)
+            return guesses_of_pass(scores, layers, width, -np.inf)
         beyond, target = divmod(layer + self._ahead, layers)
         first, rows = (tokens + 1, 1) if beyond else (1, tokens)
         scores = np.empty((rows, size), np.float32)
-        expect(self._model, self._path, self._places, first, target, True, self._ahead, scores)
-        return [guess(layer + self._ahead, scores, self._width, -np.inf)]
+        expect(self._model, first, target, True, scores)
+        return [Guess(layer + self._ahead, top(scores, width))]
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        model = self._model
-        return {
-            "distance": np.array([self._ahead]),
-            "bias": model.bias.copy(),
-            "last": model.last.copy(),
-            "link": model.link.copy(),
-            **self._known.state(),
-        }
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        same("distance", state, self._ahead)
-        for name in ("bias", "last", "link"):
-            taken(name, state, getattr(self._model, name))
-        self._known.restore(state)
-
-
-def make(setting: Setting) -> RoutingPath:
-    return RoutingPath(setting.shape, setting.ahead)
+    def _arrays(self) -> Arrays:
+        return {name: getattr(self._model, name) for name in ("bias", "last", "link")}
 
 
 routing_path = Kind(
     "routing-path",
-    make,
+    RoutingPath,
     "the token's whole path, learned online and corrected as layers pass (ExpertFlow)",
     frozenset({"token_ids"}),
     distance=2,

@@ -11,18 +11,14 @@ between equals. What is known of ids is bounded (predictors/places.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
-from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
-from greenroom.core.ranking import top
+from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
 from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.learner import Arrays, Floats, Learner, as_ids, guesses_of_pass
 from greenroom.predictors.places import Places
-from greenroom.predictors.ranks import Floats, as_ids, taken
 
 FULL = 60_000  # counts are halved when one gets there: they are uint16
 Counts = NDArray[np.uint16]
@@ -57,13 +53,13 @@ def score(table: Counts, overall: Floats, places: Ids, scores: Floats) -> None:
                     scores[row, expert] += table[place, layer, expert]
 
 
-class Token:
+class Token(Learner):
     name = "token"
-    distance: int | None = None
+    _known: Places
 
-    def __init__(self, shape: Shape) -> None:
-        self._layers, self._width = shape.layers, shape.width
-        row = shape.layers, max(shape.experts_per_layer)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        row = self._shape.layers, max(self._shape.experts_per_layer)
         self._known = Places(row, np.uint16)
         self._overall = np.zeros(row, np.float32)
         self._places = np.full(1, -1, np.int64)  # of this pass's tokens
@@ -77,24 +73,15 @@ class Token:
     def predict(self, layer: int) -> list[Guess]:
         if layer >= 0:
             return []
-        layers, tokens = self._layers, self._places.size
-        scores = np.empty((layers * tokens, self._overall.shape[1]), np.float32)
+        layers, experts = self._overall.shape
+        scores = np.empty((layers * self._places.size, experts), np.float32)
         score(self._known.rows, self._overall, self._places, scores)
-        named = top(scores, self._width, 0.0)
-        return [Guess(i, rows) for i, rows in enumerate(named.reshape(layers, tokens, -1))]
+        return guesses_of_pass(scores, layers, self._shape.width, 0.0)
 
-    def state(self) -> Mapping[str, NDArray[Any]]:
-        return {"overall": self._overall.copy(), **self._known.state()}
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        taken("overall", state, self._overall)
-        self._known.restore(state)
-
-
-def make(setting: Setting) -> Token:
-    return Token(setting.shape)
+    def _arrays(self) -> Arrays:
+        return {"overall": self._overall}
 
 
 token = Kind(
-    "token", make, "the experts that the token's id used most often", frozenset({"token_ids"})
+    "token", Token, "the experts that the token's id used most often", frozenset({"token_ids"})
 )

@@ -60,15 +60,20 @@ class Clock:
     def __init__(
         self, scheduler: Scheduler, costs: Costs, foresight: Foresight | None = None
     ) -> None:
-        self.scheduler, self.costs, self.foresight = scheduler, costs, foresight
+        self.costs, self.foresight = costs, foresight
         self.now = self.stall = self.compute = 0.0
-        self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
         self.bytes_moved = 0
         self.fetched: list[int] = []
-        self._heap: list[tuple[float, int, Event]] = []
         self._serial = 0
+        self.restart(scheduler)
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Go on with a scheduler whose cache is empty; what is under way is forgotten."""
+        self.scheduler = scheduler
+        self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
+        self._heap: list[tuple[float, int, Event]] = []
         self._fresh: set[int] = set()  # what was fetched since it was last computed
-        self.charge(costs)
+        self.charge(self.costs)
         self._link_free = [0.0] * len(self._links)
         self._from_store = scheduler.transfers.queue.links_from_store
         self._step: TraceStep

@@ -96,17 +96,6 @@ class EventRun:
     goodpred: float | None
     options: EventOptions
 
-    @classmethod
-    def of(cls, trace: Trace, clock: Clock, passes: Floats, options: EventOptions) -> EventRun:
-        """From the clock at the end, and the seconds of each pass."""
-        scheduler, counts = clock.scheduler, clock.scheduler.counts
-        times = Times(
-            counts.requests, counts.misses, *by_request(trace, passes), clock.now, clock.stall,
-            clock.compute, clock.bytes_moved,
-        )  # fmt: skip
-        accuracy, ahead = scheduler.lookahead.accuracy, scheduler.placement.buffer.size
-        return cls(times, counts, ahead, accuracy.share(), accuracy.good(), options)
-
     def as_json(self) -> dict[str, Any]:
         options = self.options
         lesser, co_compute = options.approximation is not None, options.config.uses_host()
@@ -165,26 +154,36 @@ def simulate_events(
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
     every = passes(trace, stream, tails=options.approximation is not None)
-    clock, spent = _play(every, Clock(empty(), costs, foresight), empty if options.reset else None)
-    return EventRun.of(trace, clock, spent, options)
+    clock = Clock(empty(), costs, foresight)
+    spent = _play(every, clock, empty if options.reset else None)
+    counts, lookahead = clock.scheduler.counts, clock.scheduler.lookahead
+    found = Times(
+        counts.requests, counts.misses, *by_request(trace, spent), clock.now, clock.stall,
+        clock.compute, clock.bytes_moved,
+    )  # fmt: skip
+    size, accuracy = clock.scheduler.placement.buffer.size, lookahead.accuracy
+    return EventRun(found, counts, size, accuracy.share(), accuracy.good(), options)
 
 
 def _play(
     passes: Iterator[tuple[PassBegins, list[TraceStep]]],
     clock: Clock,
     empty: Callable[..., Scheduler] | None,
-) -> tuple[Clock, Floats]:
-    """(the clock at the end, seconds of each pass); `empty` makes the cache of every request."""
+) -> Floats:
+    """Seconds of each pass; `empty` makes the scheduler of every request but the first. What was
+    learned and counted stays."""
     spent, request = [], 0
     for at, steps in passes:
         if empty is not None and at.request != request:
-            clock = _emptied(clock, empty)
+            before = clock.scheduler
+            before.prefetcher.retire(clock.now)
+            clock.restart(empty(lookahead=before.lookahead, counts=before.counts))
         request, begin = at.request, clock.now
         clock.begin(at)
         for step in steps:
             clock.run(step)
         spent.append(clock.now - begin)
-    return clock, np.array(spent)
+    return np.array(spent)
 
 
 def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOptions) -> Pieces:
@@ -215,13 +214,9 @@ def parts_of(
 ) -> Pieces:
     """A trace's experts, cut in two. UsageError where no layer is, or it has other layers."""
     cut = Split.of(expert_bytes, split, trace.layers, SEATS * trace.top_k)
-    offsets, counts = trace.offsets.tolist(), trace.experts_per_layer
-    chunks = [
-        -(-n // chunk_bytes)
-        for part in (cut.tops, cut.bottoms)
-        for n in np.repeat(part, counts).tolist()
-    ]
-    return Pieces.parts(offsets, cut, chunks)
+    sizes = np.repeat((cut.tops, cut.bottoms), trace.experts_per_layer, axis=1).reshape(-1)
+    chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
+    return Pieces.parts(trace.offsets.tolist(), cut, chunks)
 
 
 def check_policy(policy: Policy) -> None:
@@ -231,18 +226,6 @@ def check_policy(policy: Policy) -> None:
             f"policy {policy.name} decides by the whole trace beforehand, and prefetching changes"
             " what is asked of it: simulate it without --prefetch"
         )
-
-
-def _emptied(clock: Clock, empty: Callable[..., Scheduler]) -> Clock:
-    """The clock goes on with an empty cache: what is under way is forgotten, what was learned and
-    counted stays."""
-    before = clock.scheduler
-    before.prefetcher.retire(clock.now)
-    scheduler = empty(lookahead=before.lookahead, counts=before.counts)
-    after = Clock(scheduler, clock.costs, clock.foresight)
-    after.now, after.stall, after.compute = clock.now, clock.stall, clock.compute
-    after.bytes_moved = clock.bytes_moved
-    return after
 
 
 def passes(

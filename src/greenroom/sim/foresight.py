@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from greenroom.core.predictor import Shape
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.errors import UsageError
-from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, OFF, Choice, Setting, predictor
 from greenroom.trace import Trace
 
 
@@ -39,6 +41,16 @@ def chosen(trace: Trace, prefetch: str) -> Choice:
             + (f"; it holds {', '.join(trace.predictions)}" if trace.predictions else "")
         )
     return predictor(f"recorded:of={found}")
+
+
+def tried(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
+    """These predictors, each once, `auto` as what it is here. UsageError where the trace has not
+    what one needs: before anything takes long."""
+    found = dict.fromkeys(automatic(trace) if name == AUTO.name else name for name in names)
+    for name in found:
+        if name != OFF:
+            foresight_of(trace, name, seed)
+    return list(found)
 
 
 def automatic(trace: Trace) -> str:

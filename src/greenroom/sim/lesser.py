@@ -49,11 +49,8 @@ class CopySizes:
         nested = self.nested
         copies = Copies.of(expert_bytes, self.low, trace.layers, seats, nested=nested)
         kinds = (copies.exact, copies.low, copies.rest)[: 3 if nested else 2]
-        chunks = [
-            -(-n // chunk_bytes)
-            for kind in kinds
-            for n in np.repeat(kind, trace.experts_per_layer).tolist()
-        ]
+        sizes = np.repeat(kinds, trace.experts_per_layer, axis=1).reshape(-1)
+        chunks = [-(-n // chunk_bytes) for n in sizes.tolist()]
         return Pieces.with_copies(trace.offsets.tolist(), copies, chunks)
 
 

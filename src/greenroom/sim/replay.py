@@ -59,12 +59,12 @@ def replay(
     starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
     alone. `detail` asks for `missed`. From step s on the pieces of each (s, pieces) of `kept`, and
     no longer those of the one before, stay once they are there (not with `reset`). Releases the
-    GIL. UsageError for a capacity, scope, pin, piece or step that cannot be.
+    GIL. UsageError for a capacity, scope or pin that cannot be; a stream is as `trace.stream` makes
+    it.
     """
     check_pin(pin)
     layer = layers_of(offsets)
     check_capacity(capacity, layer.size)
-    check_stream(stream, layer)
     sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
@@ -97,52 +97,7 @@ def check_capacity(capacity: int, experts: int) -> None:
 
 def layers_of(offsets: Ints) -> Ints:
     """The layer of each dense id; `offsets` [layers + 1]."""
-    ends = np.asarray(offsets, np.int64)
-    counts = ends[1:] - ends[:-1]
-    return np.repeat(np.arange(counts.size, dtype=np.int64), counts)
-
-
-def check_stream(stream: Stream, layer: Ints) -> None:
-    """UsageError unless every step asks for distinct experts of its layer, and arrays fit.
-
-    `layer` [P] is the layer of each dense id.
-    """
-    steps, requests = stream.layer.size, stream.pieces.size
-    per_step = (stream.now, stream.token, stream.request, stream.prefill)
-    per_request = (stream.rows, stream.weights)
-    if (
-        stream.starts.size != steps + 1
-        or stream.starts[0] != 0
-        or stream.starts[-1] != requests
-        or any(array.size != steps for array in per_step)
-        or any(array.size not in (0, requests) for array in per_request)
-    ):
-        raise UsageError(f"a stream's arrays do not fit: {steps} steps, {requests} requests")
-    wrong = _first_wrong(stream.pieces, stream.starts, stream.layer, layer)
-    if wrong < 0:
-        return
-    step = int(np.searchsorted(stream.starts, wrong, side="right")) - 1
-    piece, where = int(stream.pieces[wrong]), f"step {step} (layer {stream.layer[step]})"
-    if not 0 <= piece < layer.size:
-        raise UsageError(f"{where} asks for expert {piece}, of {layer.size}")
-    if layer[piece] != stream.layer[step]:
-        raise UsageError(f"{where} asks for expert {piece}, which is of layer {layer[piece]}")
-    raise UsageError(f"{where} asks twice for expert {piece}")
-
-
-@jit
-def _first_wrong(pieces: Ints, starts: Ints, step_layer: Ints, layer: Ints) -> int:
-    """Index of the first request that cannot be right, or -1."""
-    asked_in = np.full(layer.size, -1, np.int64)
-    for s in range(starts.size - 1):
-        for i in range(starts[s], starts[s + 1]):
-            piece = pieces[i]
-            if piece < 0 or piece >= layer.size:
-                return i
-            if layer[piece] != step_layer[s] or asked_in[piece] == s:
-                return i
-            asked_in[piece] = s
-    return -1
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def step_parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:

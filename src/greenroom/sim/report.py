@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -15,25 +15,6 @@ FLOOR = "OPT, not pinned: the floor"
 AHEAD = (
     " Prefetches end as useful (there when asked for), late (on the way then), wasted (there, and"
     " not asked for), or are given up; GOODPRED: accuracy times the share that was there in time."
-)
-COLUMNS = (
-    ("policy", "policy"),
-    ("prefetch", "prefetch"),
-    ("capacity", "capacity"),
-    ("miss_ratio", "miss ratio"),
-    ("above", "above floor"),
-    ("ttft_s", "TTFT p50"),
-    ("tpot_s", "TPOT p50"),
-    ("tpot_p95_s", "TPOT p95"),
-    ("tokens_per_s", "tokens/s"),
-    ("stall_share", "stalled"),
-    ("accuracy", "accuracy"),
-    ("goodpred", "GOODPRED"),
-    ("prefetches", "prefetches"),
-    ("useful", "useful"),
-    ("late", "late"),
-    ("wasted", "wasted"),
-    ("misses", "misses"),
 )
 
 
@@ -167,13 +148,14 @@ class Report:
             least = floor[row["capacity"]] * row["requests"]
             above = row["misses"] / least - 1 if least else 0.0
             entry = {**row, "above": None if "prefetches" in row else above}
+            entry["size"] = f"{row['capacity']:,} ({100 * row['capacity'] / self.experts:.0f} %)"
             if not self._ahead:
                 entry.pop("prefetch", None)
             if row.get("seconds"):
                 entry["stall_share"] = row["stall_s"] / row["seconds"]
             rows.append(entry)
         rows.sort(key=lambda row: row["capacity"])  # stable: policies as they were named
-        columns = [(k, text) for k, text in COLUMNS if any(row.get(k) is not None for row in rows)]
+        columns = [each for each in COLUMNS if any(row.get(each[0]) is not None for row in rows)]
         best = {
             capacity: min(r["misses"] for r in rows if r["capacity"] == capacity)
             for capacity in {row["capacity"] for row in rows}
@@ -184,31 +166,16 @@ class Report:
             before = row["capacity"]
             cells = "".join(
                 f"<td{' class=best' if key == 'miss_ratio' and won else ''}>"
-                f"{escape(self._cell(key, row.get(key)))}</td>"
-                for key, _ in columns
+                f"{'-' if row.get(key) is None else escape(show(row[key]))}</td>"
+                for key, _, show in columns
                 for won in [row["misses"] == best[row["capacity"]]]
             )
             body += f"<tr{new}>{cells}</tr>"
-        head = "".join(f"<th>{escape(text)}</th>" for _, text in columns)
+        head = "".join(f"<th>{escape(text)}</th>" for _, text, _ in columns)
         return (
             f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
             "</table></div>"
         )
-
-    def _cell(self, key: str, value: Any) -> str:
-        if value is None:
-            return "-"
-        if key == "capacity":
-            return f"{value:,} ({100 * value / self.experts:.0f} %)"
-        if key in ("miss_ratio", "stall_share", "accuracy", "goodpred"):
-            return _percent(value)
-        if key == "above":
-            return f"{100 * value:+.1f} %"
-        if key in ("ttft_s", "tpot_s", "tpot_p95_s"):
-            return show_time(value)
-        if isinstance(value, float):
-            return f"{value:,.3g}"
-        return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -223,6 +190,32 @@ def show_time(seconds: float) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+
+
+def _above(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+# Of the table: a field of a row, its title, and how it is shown.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("policy", "policy", str),
+    ("prefetch", "prefetch", str),
+    ("size", "capacity", str),
+    ("miss_ratio", "miss ratio", _percent),
+    ("above", "above floor", _above),
+    ("ttft_s", "TTFT p50", show_time),
+    ("tpot_s", "TPOT p50", show_time),
+    ("tpot_p95_s", "TPOT p95", show_time),
+    ("tokens_per_s", "tokens/s", _number),
+    ("stall_share", "stalled", _percent),
+    ("accuracy", "accuracy", _percent),
+    ("goodpred", "GOODPRED", _percent),
+    *((name, name, _number) for name in ("prefetches", "useful", "late", "wasted", "misses")),
+)
 
 
 def document(title: str, main: str, tail: str = "") -> str:
@@ -243,6 +236,15 @@ def card(title: str, note: str, body: str) -> str:
     """A section of a page."""
     text = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
+
+
+def table_rows(header: Sequence[str], *lines: Sequence[str]) -> str:
+    """What is in a table: its header, and its lines."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    return row(header, "th") + "".join(row(line, "td") for line in lines)
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> str:

@@ -13,8 +13,9 @@ from greenroom.core.machine import Machine
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import OFF
-from greenroom.sim.foresight import automatic, foresight_of
-from greenroom.sim.study import Cell, Row, Study, capacities, names
+from greenroom.sim.foresight import tried
+from greenroom.sim.report import show_time, table_rows
+from greenroom.sim.study import Cell, Row, Study, capacities, names, stored_bytes
 from greenroom.sim.sweep import sweep
 from greenroom.trace import ORDERS, Trace, load
 
@@ -81,39 +82,37 @@ class Simulation(Sequence[Row]):
 
     def _repr_html_(self) -> str:
         """For a notebook."""
-        header, *lines = self._cells()
-        head = "".join(f"<th>{escape(each)}</th>" for each in header)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in line)}</tr>" for line in lines
-        )
         return (
-            f"<table><caption>{escape(self._title)}</caption><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>"
+            f"<table><caption>{escape(self._title)}</caption>{table_rows(*self._cells())}</table>"
         )
 
     def _cells(self) -> list[list[str]]:
         """The table as text, its header first."""
-        timed = "seconds" in self._rows[0]
-        ahead = any(row.get("prefetch", OFF) != OFF for row in self._rows)
-        header = ["policy", *["prefetch"] * ahead, "capacity", "share", "requests", "misses"]
-        header += ["miss ratio", *(["TTFT", "TPOT", "tokens/s"] if timed else [])]
-        return [header, *(self._line(row, timed, ahead) for row in self._rows)]
+        lines = [self._line(row) for row in self._rows]
+        if all(line["prefetch"] == OFF for line in lines):
+            for line in lines:
+                del line["prefetch"]
+        return [list(lines[0]), *(list(line.values()) for line in lines)]
 
-    def _line(self, row: Row, timed: bool, ahead: bool) -> list[str]:
-        line = [row["policy"], *[row.get("prefetch", OFF)] * ahead, f"{row['capacity']:,}"]
-        line += [f"{row['capacity'] / self._experts:.1%}", f"{row['requests']:,}"]
-        line += [f"{row['misses']:,}", f"{row['miss_ratio']:.2%}"]
-        if timed:
-            line += [_seconds(row["ttft_s"]), _seconds(row["tpot_s"])]
+    def _line(self, row: Row) -> dict[str, str]:
+        line = {
+            "policy": row["policy"],
+            "prefetch": row.get("prefetch", OFF),
+            "capacity": f"{row['capacity']:,}",
+            "share": f"{row['capacity'] / self._experts:.1%}",
+            "requests": f"{row['requests']:,}",
+            "misses": f"{row['misses']:,}",
+            "miss ratio": f"{row['miss_ratio']:.2%}",
+        }
+        if "seconds" in row:
             rate = row["tokens_per_s"]
-            line.append("-" if rate is None else f"{rate:.3g}")
+            line |= {"TTFT": _seconds(row["ttft_s"]), "TPOT": _seconds(row["tpot_s"])}
+            line["tokens/s"] = "-" if rate is None else f"{rate:.3g}"
         return line
 
 
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return "-" if value is None else show_time(value)
 
 
 @options_checked()
@@ -160,21 +159,16 @@ def simulate(
     ProfileError, UnknownName or UsageError in one line. Long cells with prefetching run in new
     processes: a script that has them needs `if __name__ == "__main__"`.
     """
-    data = _loaded(trace, limit)
+    data = trace if isinstance(trace, Trace) else load(Path(trace))
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1 token, got {limit}")
+    data = data if limit is None else data.head(limit)
     order = order or ("natural" if machine is None else "runtime")
     _check(order, pin, machine is not None, prefetch, workers)
     cells = _cells(data, policy, capacity, prefetch, pin, seed)
     timing = _timing(data, machine, expert_bytes, dense_bytes)
     study = Study.of(data, order, scope=scope_of(scope), seed=seed, reset=reset, **timing)
     return Simulation(data, sweep(study, cells, workers=workers))
-
-
-def _loaded(trace: str | os.PathLike[str] | Trace, limit: int | None) -> Trace:
-    """The first `limit` tokens of a trace, or of a file."""
-    data = trace if isinstance(trace, Trace) else load(Path(trace))
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1 token, got {limit}")
-    return data if limit is None else data.head(limit)
 
 
 def _cells(
@@ -196,10 +190,7 @@ def _cells(
     ]
     if not slots:
         raise UsageError("capacity is an empty list: give slots as 64, or a share as 25%")
-    predictors = [automatic(trace) if p == "auto" else p for p in _listed("prefetch", prefetch)]
-    for name in predictors:
-        if name != OFF:
-            foresight_of(trace, name, seed)
+    predictors = tried(trace, _listed("prefetch", prefetch), seed)
     return [Cell(p, size, pin, ahead) for p in policies for ahead in predictors for size in slots]
 
 
@@ -247,7 +238,6 @@ def _timing(
 
 def _nbytes(trace: Trace, name: str, given: int | None) -> int:
     """A size as it was given, else as the trace has it, else 0."""
-    value: Any = trace.meta.get(name) if given is None else given
     if given is not None and given < 0:
         raise UsageError(f"{name} must be a number of bytes, got {given}")
-    return int(value) if isinstance(value, int | float) and value > 0 else 0
+    return stored_bytes(trace, name) if given is None else given

@@ -38,9 +38,8 @@ def step_times(
         starts,
         missed,
         rows,
-        tokens,
-        *_points(costs.expert),
-        *_points(costs.dense),
+        _seconds(costs.dense, int(tokens.max(initial=1)))[tokens],
+        _seconds(costs.expert, int(rows.max(initial=1))),
         np.array([link.bandwidth for link in costs.links]),
         np.array([link.latency for link in costs.links]),
         np.array(costs.lanes),
@@ -53,21 +52,9 @@ def step_times(
     return found
 
 
-def _points(work: Work) -> tuple[Ints, Floats]:
-    tokens, seconds = zip(*work.points, strict=True)
-    return np.array(tokens, np.int64), np.array(seconds, np.float64)
-
-
-@jit
-def _work(at: Ints, seconds: Floats, tokens: int) -> float:
-    """`Work.seconds`."""
-    above = np.searchsorted(at, tokens)
-    if above == 0:
-        return float(seconds[0])
-    t, s = float(at[above - 1]), float(seconds[above - 1])
-    if above == at.size:
-        return s * tokens / t
-    return s + float(seconds[above] - s) * (tokens - t) / (float(at[above]) - t)
+def _seconds(work: Work, most: int) -> Floats:
+    """[most + 1] what so many tokens take."""
+    return np.array([work.seconds(tokens) for tokens in range(most + 1)])
 
 
 @jit
@@ -75,11 +62,8 @@ def _step_times(
     starts: Ints,
     missed: Bools,
     rows: NDArray[np.int32],
-    tokens: Ints,
-    expert_at: Ints,
-    expert_seconds: Floats,
-    dense_at: Ints,
-    dense_seconds: Floats,
+    dense: Floats,
+    expert: Floats,
     bandwidth: Floats,
     latency: Floats,
     lanes: Ints,
@@ -89,20 +73,19 @@ def _step_times(
     expert_bytes: int,
     chunks: int,
 ) -> Floats:
-    out = np.zeros((tokens.size, 3))
+    out = np.zeros((dense.size, 3))
     free = np.zeros(bandwidth.size)  # when each link has carried what it was given
     landed = np.zeros((lanes.size, lanes.max()))  # when each lane's last chunk is there, in turn
     turn = np.zeros(lanes.size, np.int64)
     seated = np.zeros(seats)  # when each seat's last chunk has left it, in turn
     size = expert_bytes // chunks
-    for s in range(tokens.size):
-        dense = _work(dense_at, dense_seconds, tokens[s])
+    for s in range(dense.size):
         free[:] = 0.0
         landed[:], seated[:], turn[:] = 0.0, 0.0, 0
         seat, stall, slowed, now = 0, 0.0, 0.0, 0.0
         for i in range(starts[s], starts[s + 1]):  # the first wave: what is there
             if not missed[i]:
-                now += _work(expert_at, expert_seconds, rows[i] if rows.size else 1)
+                now += expert[rows[i] if rows.size else 1]
         compute = now
         for i in range(starts[s], starts[s + 1]):
             if not missed[i]:
@@ -120,9 +103,9 @@ def _step_times(
             wait = max(0.0, there - now)
             stall += wait
             now += wait
-            seconds = _work(expert_at, expert_seconds, rows[i] if rows.size else 1) + handling
+            seconds = expert[rows[i] if rows.size else 1] + handling
             slowed += wake * min(wait, COOLED)
             now += seconds
             compute += seconds
-        out[s] = dense + now + slowed, stall, dense + compute + slowed
+        out[s] = dense[s] + now + slowed, stall, dense[s] + compute + slowed
     return out

@@ -7,6 +7,7 @@ its slot depends on time, it is simulated event by event (`event_driven.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -22,8 +23,8 @@ from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.pinned import kept
-from greenroom.sim.replay import replay
-from greenroom.sim.timed import times
+from greenroom.sim.replay import Replayed, replay
+from greenroom.sim.timed import Times, times
 from greenroom.trace import Trace, stream
 
 Row = dict[str, Any]
@@ -51,50 +52,47 @@ class Study(EventOptions):
     pins: Pins | None = None  # experts of tasks that stay; without costs, in order `runtime`
 
     @classmethod
-    def of(cls, trace: Trace, order: str, limit: int | None = None, **options: Any) -> Study:
-        """A trace's first `limit` tokens (all without it) in an order; UnknownName for it."""
-        trace = trace if limit is None else trace.head(limit)
+    def of(cls, trace: Trace, order: str, **options: Any) -> Study:
+        """A trace in an order; UnknownName for it."""
         return cls(trace, stream(trace, order), order, **options)
 
     def run(self, cell: Cell) -> Row:
         """A cell as `--json` prints it; with costs, how long it takes too."""
         chosen = policy(cell.policy)
         how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
+        done: Replayed | Times
         timed: dict[str, Any] = {}
         if self.costs is None:
             stay = kept(self.trace, self.requests, self.pins) if self.pins else ()
             done = replay(
                 self.requests, self.trace.offsets, cell.capacity, chosen, kept=stay, **how  # type: ignore[arg-type]
             )  # fmt: skip
-            requests, misses = done.requests, done.misses
         elif not self._played(cell):
-            found = times(
+            done = times(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
             )  # fmt: skip
-            requests, misses = found.requests, found.misses
-            timed = {"prefetch": OFF, **found.as_json()}
+            timed = {"prefetch": OFF, **done.as_json()}
         else:
             if cell.pin != "step":
                 raise UsageError(
                     "prefetching, splits, misses that get less, a host tier and several devices"
                     " need the experts of a step to be safe: pin step"
                 )
-            played = simulate_events(
+            found = simulate_events(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 cell.prefetch, self,
             )  # fmt: skip
-            requests, misses = played.times.requests, played.times.misses
-            timed = {"prefetch": cell.prefetch, **played.as_json()}
+            done, timed = found.times, {"prefetch": cell.prefetch, **found.as_json()}
         return {
             "policy": chosen.name,
             "order": self.order,
             "scope": name_of(self.scope),
             "pin": cell.pin,
             "capacity": cell.capacity,
-            "requests": requests,
-            "misses": misses,
-            "miss_ratio": misses / requests if requests else 0.0,
+            "requests": done.requests,
+            "misses": done.misses,
+            "miss_ratio": done.misses / done.requests if done.requests else 0.0,
             **timed,
         }
 
@@ -114,22 +112,9 @@ class Study(EventOptions):
         Two threads that compile the same function at once would both do it, and compiling holds
         the GIL: so all is compiled before the threads start.
         """
-        if self.costs is not None and self._played(cell):
-            few_tokens = self.trace.head(2)
-            replace(self, trace=few_tokens, requests=stream(few_tokens, self.order)).run(cell)
-            return
-        end = min(8, self.requests.layer.size)
-        n = int(self.requests.starts[end])
-        few = {
-            "starts": self.requests.starts[: end + 1],
-            **{name: getattr(self.requests, name)[:end]
-               for name in ("now", "layer", "token", "request", "prefill")},
-            **{name: getattr(self.requests, name)[:n] for name in ("pieces", "rows", "weights")},
-        }  # fmt: skip
-        replay(
-            Stream(**few), self.trace.offsets, cell.capacity, policy(cell.policy),
-            scope=self.scope, pin=cell.pin, seed=self.seed, detail=self.costs is not None,
-        )  # fmt: skip
+        few = self.trace.head(2)
+        with suppress(UsageError):  # what a cell cannot have it says itself
+            replace(self, trace=few, requests=stream(few, self.order), pins=None).run(cell)
 
 
 def capacities(text: str, experts: int) -> list[int]:
@@ -139,22 +124,18 @@ def capacities(text: str, experts: int) -> list[int]:
 
 def _capacity(text: str, experts: int) -> int:
     try:
-        if text.endswith("%"):
-            share = Fraction(text[:-1].strip())
-            if not 0 < share <= 100:
-                raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
-            slots = int(share * experts / 100)
-            if slots == 0:
-                raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
-            return slots
-        slots = int(text)
+        given = Fraction(text[:-1].strip()) if text.endswith("%") else int(text)
     except (ValueError, ZeroDivisionError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"--capacity {text!r}: write slots as 64, a share as 25%") from error
-    if not 1 <= slots <= experts:
-        raise UsageError(f"--capacity {slots}: must be from 1 to all {experts} experts")
-    return slots
+    if isinstance(given, int):
+        if not 1 <= given <= experts:
+            raise UsageError(f"--capacity {given}: must be from 1 to all {experts} experts")
+        return given
+    if not 0 < given <= 100:
+        raise UsageError(f"--capacity {text}: a share is above 0% and at most 100%")
+    if given * experts < 100:
+        raise UsageError(f"--capacity {text}: of {experts} experts that is less than one")
+    return int(given * experts / 100)
 
 
 def names(text: str) -> list[str]:
@@ -166,6 +147,12 @@ def names(text: str) -> list[str]:
         else:
             found.append(item.strip())
     return found
+
+
+def stored_bytes(trace: Trace, name: str) -> int:
+    """A size that the trace's meta has, else 0."""
+    found = trace.meta.get(name)
+    return int(found) if isinstance(found, int | float) and found > 0 else 0
 
 
 def counts(trace: Trace) -> list[list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,29 +79,24 @@ def times(
     costs: Costs,
     expert_bytes: int,
     *,
-    scope: Scope = "shared",
-    pin: str = "step",
-    seed: int = 0,
-    reset: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    **how: Any,
 ) -> Times:
     """Time a trace; `stream` is its requests in `runtime` order, `expert_bytes` an expert's size.
 
-    An expert comes in chunks of at most `chunk_bytes`. UsageError as `replay`.
+    An expert comes in chunks of at most `chunk_bytes`. `how` is served (`scope`, `pin`, `seed`,
+    `reset`), and UsageError, are as of `replay`.
     """
-    offsets = trace.offsets
-    missed, slots = _decisions(stream, offsets, capacity, policy, scope, pin, seed, reset)
-    each = Chunked(offsets, expert_bytes, chunk_bytes, costs)
+    missed, slots = _decisions(stream, trace.offsets, capacity, policy, **how)
+    each = Chunked(trace.offsets, expert_bytes, chunk_bytes, costs)
     seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
     ends = np.zeros(trace.passes + 1)
     np.add.at(ends, stream.token + 1, seconds)
-    ttft, gaps = by_request(trace, ends[1:])
     misses = int(missed.sum())
     return Times(
         missed.size,
         misses,
-        ttft,
-        gaps,
+        *by_request(trace, ends[1:]),
         float(seconds.sum()),
         float(stall.sum()),
         float(compute.sum()),
@@ -126,20 +122,18 @@ def _decisions(
     offsets: Ints,
     capacity: int,
     policy: Policy,
-    scope: Scope,
-    pin: str,
-    seed: int,
-    reset: bool,
+    scope: Scope = "shared",
+    pin: str = "step",
+    **how: Any,
 ) -> tuple[NDArray[np.bool_], Ints | None]:
     """Which requests are misses, [N], and their slots [N] where a step may use a slot twice."""
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
-    if pin == "step" and (sizes.size == 0 or sizes.max() <= least):
-        options = {"scope": scope, "pin": pin, "seed": seed, "reset": reset, "detail": True}
-        missed = replay(stream, offsets, capacity, policy, **options).missed  # type: ignore[arg-type]
-        assert missed is not None
-        return missed, None
-    return step_by_step(stream, offsets, capacity, policy, scope, pin, seed, reset)
+    if pin != "step" or sizes.max(initial=0) > least:
+        return step_by_step(stream, offsets, capacity, policy, scope, pin, **how)
+    found = replay(stream, offsets, capacity, policy, scope=scope, pin=pin, detail=True, **how)
+    assert found.missed is not None
+    return found.missed, None
 
 
 def step_by_step(
@@ -180,7 +174,10 @@ def step_by_step(
 
 
 class Chunked:
-    """Times single steps: the scheduler and its clock, with a cache that is told what to say."""
+    """Times single steps: the scheduler and its clock; it stands in the place of their cache, and
+    says what becomes of a step's requests."""
+
+    served: Served
 
     def __init__(self, offsets: Ints, expert_bytes: int, chunk_bytes: int, costs: Costs) -> None:
         layers, experts = len(offsets) - 1, int(offsets[-1])
@@ -188,8 +185,8 @@ class Chunked:
         self.chunks = max(1, -(-expert_bytes // chunk_bytes))
         pieces = Pieces.whole(offsets.tolist(), [expert_bytes] * layers, [self.chunks] * experts)
         scheduler = Scheduler(pieces, layers, policy_of("lru"), lanes=costs.lanes)
-        self._script = _Script(layers)
-        scheduler.placement.cache = self._script  # type: ignore[assignment]
+        self.capacity = layers
+        scheduler.placement.cache = self  # type: ignore[assignment]
         self._clock = Clock(scheduler, costs)
 
     def step(self, step: TraceStep, missed: NDArray[np.bool_], slots: Ints) -> Floats:
@@ -198,22 +195,12 @@ class Chunked:
         given = np.unique(np.where(slots < 0, own, slots), return_inverse=True)[1]
         hits = (~missed).astype(np.int64)
         self._clock.scheduler.placement.place = np.arange(step.experts.size)
-        self._script.served = Served(
-            given, hits, np.full_like(given, -1), False, int((hits == 0).sum())
-        )
+        self.served = Served(given, hits, np.full_like(given, -1), False, int((hits == 0).sum()))
         clock = self._clock
         before = clock.now, clock.stall, clock.compute
         clock.run(step)
         after = clock.now, clock.stall, clock.compute
         return np.subtract(after, before)
-
-
-class _Script:
-    """Stands in the cache's place: what becomes of a step's requests is given."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.served: Served
 
     def serve(self, *_: object, **__: object) -> Served:
         return self.served
@@ -227,9 +214,10 @@ def _seconds(
     found = step_times(
         stream.starts, missed, stream.rows, tokens, each.costs, each.expert_bytes, each.chunks
     )
-    for s in range(0 if slots is None else stream.layer.size):
+    if slots is None:
+        return found
+    for s in range(stream.layer.size):
         part = slice(int(stream.starts[s]), int(stream.starts[s + 1]))
-        assert slots is not None
         own = slots[part][slots[part] >= 0]
         if np.unique(own).size < own.size:
             step = TraceStep(

@@ -8,8 +8,8 @@ import pytest
 from greenroom.core.predictor import Seen
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.predictors.replay import passes, replay
 from greenroom.runtime.recording.forecasts import Forecasts, choices
+from tests.predictors.replay import passes, replay
 from tests.predictors.small import SHAPE, routing
 
 ALONE = [name for name, kind in PREDICTORS.items() if not kind.needs - {"token_ids"}]

@@ -79,6 +79,7 @@ def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
 def nbytes(given: str | None, trace: Trace, name: str) -> int:
     """A size from the option, which was checked, else from the trace's meta, else 0."""
     if given is None:
-        found = trace.meta.get(name)
-        return int(found) if isinstance(found, int | float) and found > 0 else 0
+        from greenroom.sim.study import stored_bytes
+
+        return stored_bytes(trace, name)
     return 0 if given.strip() == "0" else Amount.parse(given, name).of(0)

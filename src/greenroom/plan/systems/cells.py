@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,34 +43,29 @@ def simulate_systems(
     """
     found: list[Row] = []
     for row in rows:
-        how = conditions(given, study, row)
-        activity = cache(partial(foreseen, before or study.trace, how.prefetches[-1]))
+        policy, prefetches, both, notes = conditions(given, study, row)
+        activity = cache(partial(foreseen, before or study.trace, prefetches[-1]))
         for capacity in capacities:
             own, less = with_sizes(given, study, row, capacity, activity)
-            if how.co_compute:
+            if both:
                 own = replace(own, config=with_options(own.config, co_compute="auto"))
-            if row.chosen and study.event_by_event and how.policy == "lru":
+            if row.chosen and study.event_by_event and policy == "lru":
                 own = replace(own, stay=most_used(study, capacity))
             pin = given.get("pin") or "step"
-            cells = [Cell(how.policy, capacity, pin, each) for each in how.prefetches]
+            cells = [Cell(policy, capacity, pin, each) for each in prefetches]
             best = min(go(own, cells), key=lambda each: each.get("tpot_mean_s") or each["misses"])
             shares = {"split": list(own.split)} if isinstance(own.split, tuple) else {}
-            found.append({"system": row.name, **best, **shares, "without": [*how.notes, *less]})
+            found.append({"system": row.name, **best, **shares, "without": [*notes, *less]})
     return found
 
 
-class Conditions(NamedTuple):
-    """How a system is simulated: several cells where its guard would choose among them; `notes`
-    say what of it is not simulated, or by what instead."""
-
-    policy: str
-    prefetches: tuple[str, ...]
-    co_compute: bool
-    notes: tuple[str, ...]
-
-
-def conditions(given: Given, study: Study, row: System) -> Conditions:
-    """A row over a trace, with the options that are given beside it."""
+def conditions(
+    given: Given, study: Study, row: System
+) -> tuple[str, tuple[str, ...], bool, list[str]]:
+    """How a system is simulated, with the options that are given beside it: its policy, its
+    predictors (several, where its guard would choose among them), whether misses are computed where
+    they are, and notes of what is not simulated, or by what instead.
+    """
     both = row.both and given.get("co_compute") is None and can_share(study)
     notes = [
         what
@@ -93,7 +88,7 @@ def conditions(given: Given, study: Study, row: System) -> Conditions:
         if found != wanted:
             notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
         prefetches = (OFF, found) if row.guard else (found,)
-    return Conditions(policy, prefetches, both, tuple(notes))
+    return policy, prefetches, both, notes
 
 
 def without_algorithm_1(given: Given, study: Study) -> list[str]:

@@ -44,7 +44,7 @@ def distance_of(made: Predictor) -> int:
 class Forecasts:
     """Runs predictors: `begin` a pass, tell each `layer`, and at its `end` take what they said.
 
-    What counts is what a replay of the trace would count (predictors/replay.py): guesses made
+    What counts is what a replay of the trace would count (tests/predictors/replay.py): guesses made
     `distance` layers before or earlier, of several the last. What is said when a pass begins counts
     where no distance is asked for, and for passes of several tokens.
     """
