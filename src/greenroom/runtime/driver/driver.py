@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.core.events import (
     HOST,
     Action,
@@ -38,6 +37,7 @@ from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.driver.orders import Orders
 from greenroom.runtime.driver.predictions import Predictions
 from greenroom.runtime.driver.timeline import COMPUTE, Timeline
+from greenroom.runtime.slots.resident_tables import ResidentTables, Tables
 from greenroom.runtime.slots.tier import Tier
 
 ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
@@ -70,6 +70,7 @@ class Driver:
         self.meter = Meter.of(scheduler.transfers.queue.lanes)
         self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
+        self._tables = ResidentTables(scheduler, self.asked)
         self.timeline: Timeline | None = None
         self.links, self._store, self._between = links, store, between
         self._orders = Orders()
@@ -232,14 +233,13 @@ class Driver:
     def at_once(
         self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
     ) -> bool:
-        """A step without a decision: `find` (see `AllResident`), then `compute()`. False, and
+        """A step without a decision: `find` (see `ResidentTables`), then `compute()`. False, and
         nothing done, where it has to be a `step`."""
         if self.timeline is not None:
             return False
         with self._one_step:
             self._enter(wanted=True)
-            first, path = self.scheduler.pieces.offsets[layer], self.scheduler.all_resident
-            if path is None or not path.compiled_step(first, self.asked, find):
+            if not self._tables.step(layer, find):
                 return False
             self._come_to(layer)
             compute()
@@ -252,8 +252,7 @@ class Driver:
             return None
         with self._one_step:
             self._enter(wanted=True)
-            path = self.scheduler.all_resident
-            done = None if path is None else path.compiled_steps(self.asked, find)
+            done = self._tables.steps(find)
             for layer in layers[: done or 0]:
                 self._come_to(layer)
             return done
