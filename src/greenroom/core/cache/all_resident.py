@@ -60,6 +60,6 @@ class AllResident:
         order = np.argsort(self.used, kind="stable")
         order = order[self.used[order] > 0]
         if order.size:
-            now = self._cache.now
-            self._cache.serve(order, now.clock, "none", request=now.request)
+            clock, _, request, _ = self._cache.now
+            self._cache.serve(order, clock, "none", request=request)
         self.used[:] = self.steps = 0

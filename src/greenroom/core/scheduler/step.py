@@ -27,7 +27,7 @@ class Step:
     """
 
     __slots__ = (
-        "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
+        "_asked", "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
         "blocked", "clock", "ending", "exact", "experts", "failed", "freed", "hits", "lacking",
         "late", "layer", "lent", "missing", "on_host", "part", "passing", "pinned", "prefill",
         "ready", "seats", "served", "slots", "stage", "substitutes", "tokens", "uncomputed",
@@ -75,7 +75,7 @@ class Step:
 
     def begin(self, served: Served) -> None:
         """The cache has given slots to the exact requests."""
-        self.served, self.pinned = served, served.pinned
+        self.served, self.pinned, self._asked = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.place[served.slots]
         self.hits: list[int] = served.hits.tolist()
@@ -83,7 +83,7 @@ class Step:
 
     def begin_resident(self, served: Served, now: float) -> Compute:
         """Every request has hit, on one device: they are one group."""
-        self.served, self.pinned = served, served.pinned
+        self.served, self.pinned, self._asked = served, served.pinned, self.array
         self.waves[0], self.began[0] = range(self.exact), now
         return Compute(self.array, self._placement.place[served.slots])
 
@@ -300,7 +300,7 @@ class Step:
         """End all leases, of a step that is computed or was given up."""
         placement, cache, extras = self._placement, self._placement.cache, self._placement.extras
         if self.pinned:
-            asked = self.array[: self.exact]
+            asked = self._asked
             if self.freed:
                 asked = np.array([e for e in asked.tolist() if e not in self.freed], np.int64)
             cache.release(asked)
