@@ -84,3 +84,18 @@ def test_raw_addresses_stay_out_of_the_core() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module in names)
     ]
     assert not found
+
+
+def test_only_the_core_looks_into_the_scheduler() -> None:
+    """Others have its methods, its counts and pieces, and `view`; `Chunked` scripts its cache."""
+    parts = {"placement", "transfers", "lookahead", "prefetcher"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if ROOT / "core" not in path.parents and path != ROOT / "sim" / "timed.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in parts
+        and "scheduler" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
+    ]
+    assert not found

@@ -100,7 +100,7 @@ class EventRun:
             counts.requests, counts.misses, *by_request(trace, passes), clock.now, clock.stall,
             clock.compute, clock.bytes_moved,
         )  # fmt: skip
-        accuracy, ahead = scheduler.lookahead.accuracy, scheduler.placement.buffer.size
+        accuracy, ahead = scheduler.view.accuracy, scheduler.view.loans
         return cls(times, counts, ahead, accuracy.share(), accuracy.good(), options)
 
     def as_json(self) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def _emptied(clock: Clock, empty: Callable[..., Scheduler]) -> Clock:
     """The clock goes on with an empty cache: what is under way is forgotten, what was learned and
     counted stays."""
     before = clock.scheduler
-    before.prefetcher.retire(clock.now)
-    scheduler = empty(lookahead=before.lookahead, counts=before.counts)
+    before.empty(clock.now)
+    scheduler = empty(after=before)
     after = Clock(scheduler, clock.costs, clock.foresight)
     after.now, after.stall, after.compute = clock.now, clock.stall, clock.compute
     after.bytes_moved = clock.bytes_moved

@@ -266,15 +266,21 @@ class Cache:
 
         BudgetError where they would leave a group no slot for others.
         """
-        self.check_kept([self.size(group) for group in range(self.groups)], pieces)
+        self._check_kept(np.diff(self.state.first).tolist(), pieces)
         self.state.pinned[self.kept] -= 1
         self.kept = np.sort(pieces)
         self.state.pinned[self.kept] += 1
 
-    def check_kept(self, sizes: Sequence[int], kept: Ints | None = None) -> None:
-        """BudgetError where groups of these sizes would have no slot beside what is kept (or shall
-        be)."""
-        kept = self.kept if kept is None else kept
+    def sizes_for(self, capacity: int, kept: Ints | None = None) -> list[int]:
+        """Slots of each group where there are so many in all.
+
+        BudgetError where a group would have no slot beside what is kept (or shall be).
+        """
+        sizes = group_sizes(self.pieces, capacity, self.scope)
+        self._check_kept(sizes, self.kept if kept is None else kept)
+        return sizes
+
+    def _check_kept(self, sizes: Sequence[int], kept: Ints) -> None:
         of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
             if count >= size:
@@ -361,8 +367,7 @@ class Cache:
 
     def resize(self, capacity: int) -> None:
         """Change the number of slots; victims go by the policy, others may change their slot."""
-        state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
-        self.check_kept(sizes)
+        state, sizes = self.state, self.sizes_for(capacity)
         self._tell_hits()
         each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):

@@ -67,7 +67,7 @@ class Driver:
         """`between` is the memory between two links; staging seats where none is given."""
         self.scheduler, self.slots = scheduler, slots
         self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
-        self.meter = Meter.of(scheduler.transfers.queue.lanes)
+        self.meter = Meter.of(scheduler.view.lanes)
         self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.asked)
@@ -84,8 +84,8 @@ class Driver:
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
-        queue = scheduler.transfers.queue
-        self._copier = Copier(store, slots, queue.lanes, queue.seats, self._delivered, between)
+        view = scheduler.view
+        self._copier = Copier(store, slots, view.lanes, view.seats, self._delivered, between)
 
     def begin_pass(self, at: PassBegins) -> None:
         """A pass begins; `at.request` says of which prompt."""
