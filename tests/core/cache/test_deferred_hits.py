@@ -46,7 +46,7 @@ class Twins:
 
     def serve(self, number: int, layer: int, chosen: set[int], digit: int) -> None:
         asked = np.array(sorted(chosen), np.int64) + EXPERTS * layer
-        room = min(map(self.both[0].open, range(self.both[0].groups)))
+        room = min(map(self.both[0].open, range(len(self.both[0].sizes))))
         while self.borrowed and asked.size + len(self.borrowed) > room:  # the step comes first
             self.each("give_back", self.borrowed.pop(0)[1])
         asked = np.setdiff1d(asked, [piece for piece, _ in self.borrowed])

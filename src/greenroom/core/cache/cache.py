@@ -63,7 +63,8 @@ class Cache:
 
     A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
     pieces of a step are pinned while it is served, unless their group has fewer slots than the
-    step asks of it. `trace` is for policies that must know the whole of it.
+    step asks of it. `sizes` are the slots of each group. `trace` is for policies that must know
+    the whole of it.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Cache:
 
     def _empty(self, sizes: list[int]) -> State:
         pieces, each = self.pieces, len(sizes) // self.pieces.devices
-        self._sizes = sizes
+        self.sizes = sizes
         if pieces.devices == 1:
             return empty_state(pieces.layer, sizes)
         return empty_state(
@@ -128,11 +129,6 @@ class Cache:
     @property
     def capacity(self) -> int:
         return self.state.piece_in.size
-
-    @property
-    def groups(self) -> int:
-        """Budgets that do not share slots."""
-        return self.state.free_count.size
 
     def serve(
         self,
@@ -266,7 +262,7 @@ class Cache:
 
         BudgetError where they would leave a group no slot for others.
         """
-        self._check_kept(np.diff(self.state.first).tolist(), pieces)
+        self._check_kept(self.sizes, pieces)
         self.state.pinned[self.kept] -= 1
         self.kept = np.sort(pieces)
         self.state.pinned[self.kept] += 1
@@ -292,14 +288,14 @@ class Cache:
     def fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
         if self.pieces.devices == 1 and not self.kept.size and pieces.size:
-            return bool(pieces.size <= self._sizes[self.state.group_of[pieces[0]]])
+            return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(size <= self.open(group) for group, size in self.asked(pieces).items())
 
     def open(self, group: int) -> int:
         """Slots of a group that are nobody's for good."""
         if not self.kept.size:
-            return self.size(group)
-        return self.size(group) - int((self.state.group_of[self.kept] == group).sum())
+            return self.sizes[group]
+        return self.sizes[group] - int((self.state.group_of[self.kept] == group).sum())
 
     def asked(self, pieces: Ints) -> dict[int, int]:
         """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
@@ -310,10 +306,6 @@ class Cache:
         if self.pieces.devices == 1:  # a step is of one layer
             return {int(self.state.group_of[pieces[0]]): int(pieces.size)}
         return Counter(self.state.group_of[pieces].tolist())
-
-    def size(self, group: int) -> int:
-        """Slots of a group."""
-        return int(self.state.first[group + 1] - self.state.first[group])
 
     def release(self, pieces: Ints) -> None:
         """Undo the pins of a step that is over, or of some of its pieces."""
@@ -359,7 +351,7 @@ class Cache:
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1
-        return sum(map(self.size, {*self.state.group_of[begin:end].tolist()}))
+        return sum(map(self.sizes.__getitem__, {*self.state.group_of[begin:end].tolist()}))
 
     def residents(self) -> Ints:
         """Pieces that have a slot, ascending."""

@@ -191,7 +191,7 @@ class Scheduler:
             if served.misses:
                 self._miss(step, here, lends)
             if rest is not None:
-                step.approximate(*rest)
+                step.approximate(event, rest)
             if step.lacking:
                 step.claim_secondary()
         if expected is not None:

@@ -11,8 +11,7 @@ from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import HOST, Compute, Routed
 from greenroom.core.pieces import Ints
-from greenroom.core.plan import EXACT, LOW, SKIP, Group
-from greenroom.core.policy import Rows
+from greenroom.core.plan import EXACT, LOW, SKIP, Group, Plan
 from greenroom.core.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -95,20 +94,18 @@ class Step:
         self._counts.bottoms += len(self.lacking)
         self._counts.bottom_hits += sum(map(extras.whole, self.experts))
 
-    def approximate(
-        self, experts: Ints, tokens: Rows | None, forms: list[int], weights: list[int]
-    ) -> None:
-        """Add the requests that are served with less than the exact expert, [m] each."""
-        placement, first = self._placement, len(self.experts)
-        self.array = np.concatenate([self.array, experts])
+    def approximate(self, event: Routed, plan: Plan) -> None:
+        """Add the requests that are served with less than the exact expert."""
+        placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
+        self.array = np.concatenate([self.array, event.experts[plan.request]])
         self.experts = self.array.tolist()
-        if self.tokens is not None and tokens is not None:
-            self.tokens = np.concatenate([self.tokens, tokens])
+        if self.tokens is not None and event.rows is not None:
+            self.tokens = np.concatenate([self.tokens, event.rows[plan.request]])
         self.stage = [EXACT] * first + forms
         low = [r for r, form in enumerate(forms, first) if form == LOW]
         skipped = forms.count(SKIP)
-        slots = placement.place[placement.cache.state.slot_of[weights]]
-        slots[np.array(forms) != EXACT] = -1
+        slots = placement.place[placement.cache.state.slot_of[plan.weights]]
+        slots[plan.form != EXACT] = -1
         self.slots = np.concatenate([self.slots, slots])
         self.uncomputed = len(self.experts)
         self.ready += [r for r, form in enumerate(forms, first) if form != LOW]

@@ -25,7 +25,8 @@ class StateView:
         self.pieces, self.accuracy = placement.pieces, accuracy
         self._placement, self._transfers = placement, transfers
         queue = transfers.queue
-        self.lanes, self.seats, self.sources = queue.lanes, queue.seats, queue.links_from_store
+        self.lanes, self.seats = queue.lanes, queue.seats
+        self.sources = {path[0] for path in queue.paths}
 
     # ---- for drivers
 
@@ -46,7 +47,7 @@ class StateView:
 
     def group_sizes(self) -> list[int]:
         """Slots of each group of layers (or devices) that share slots."""
-        return self._placement.group_sizes()
+        return self._placement.cache.sizes
 
     def check_capacity(self, capacity: int, kept: Ints | None = None) -> None:
         """BudgetError where so many slots cannot be, or leave a group none beside what is kept (or
