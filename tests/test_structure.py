@@ -70,3 +70,32 @@ def test_no_folder_is_large() -> None:
 @pytest.mark.parametrize("folder", sorted({str(p.parent.relative_to(ROOT)) for p in sources()}))
 def test_a_folder_says_what_is_in_it(folder: str) -> None:
     assert ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+
+
+def test_raw_addresses_stay_out_of_the_core() -> None:
+    """Neither ctypes nor an array's address."""
+    names = {"ctypes", "buffer_info", "data_ptr", "__array_interface__"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "core").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.Import) and names & {alias.name for alias in node.names})
+        or (isinstance(node, ast.ImportFrom) and node.module in names)
+    ]
+    assert not found
+
+
+def test_only_the_core_looks_into_the_scheduler() -> None:
+    """Others have its methods, its counts and pieces, and `view`; `Chunked` scripts its cache."""
+    parts = {"placement", "transfers", "lookahead", "prefetcher"}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        if ROOT / "core" not in path.parents and path != ROOT / "sim" / "timed.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in parts
+        and "scheduler" in (getattr(node.value, "id", ""), getattr(node.value, "attr", ""))
+    ]
+    assert not found

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from greenroom.core.cache.cache import Cache
 from greenroom.core.events import Compute, Computed, Landed, Resized, Routed
-from greenroom.core.homes import home_of, homes, shares, spread
+from greenroom.core.homes import homes, shares, spread
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import POLICIES, policy
-from tests.core.scheduler.test_scheduler import Theatre, ids, pieces
+from tests.core.theatre import Theatre, ids, pieces
 from tests.policies.plain import plain_policies
 
 
@@ -29,7 +29,7 @@ def test_the_hash_is_even_in_every_layer(counts, devices):
     home = homes(offsets, devices)
     for layer, count in enumerate(counts):
         mine = home[offsets[layer] : offsets[layer + 1]]
-        assert mine.tolist() == [home_of(layer, e, devices) for e in range(count)]
+        assert mine.tolist() == [(layer + e) % devices for e in range(count)]
         loads = np.bincount(mine, minlength=devices)
         assert loads.max() - loads.min() <= 1
 
@@ -88,7 +88,7 @@ def test_every_device_has_a_last_link_of_its_own():
     assert s.transfers.queue.paths == [(0, 1), (0, 2)]
     alone = Scheduler(pieces(devices=3), 12, policy("lru"), lanes=2)
     assert alone.transfers.queue.lanes == (2, 2, 2)
-    assert alone.transfers.queue.links_from_store == {0, 1, 2}
+    assert alone.view.sources == {0, 1, 2}
 
 
 def test_every_device_has_its_own_link_and_its_own_waves():

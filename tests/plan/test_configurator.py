@@ -97,7 +97,7 @@ def test_what_activity_counts():
     both = activity.predicted_hits(0)
     assert both[1].tolist() == [0, 2 / 3, 2 / 3, 1]  # ranks 1, 1 and 3
     assert both[2].tolist() == [0, 0, 0, 1 / 3]
-    assert activity.hottest(0, 2).tolist() == [2, 0]
+    assert activity._order(0)[:2].tolist() == [2, 0]
 
 
 def test_activity_goes_on_from_what_was_kept():

@@ -145,7 +145,7 @@ class Rig:
         until = time.monotonic() + seconds
         while True:
             with self.driver._changed:
-                if not len(self.scheduler.transfers.queue):
+                if not len(self.scheduler.transfers.entries):
                     return
             assert time.monotonic() < until, f"still moving: {self.scheduler.transfers.entries}"
             time.sleep(0.001)
@@ -155,7 +155,7 @@ class Rig:
         s, changed = self.scheduler, self.driver._changed
         with changed:
             assert s.step is None
-            assert not len(s.transfers.queue)
+            assert not len(s.transfers.entries)
             assert not s.placement.cache.state.pinned.any()
             residents = s.residents().tolist()
             held, free = s.placement.buffer.held, int(s.placement.cache.state.free_count.sum())

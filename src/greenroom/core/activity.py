@@ -33,14 +33,22 @@ class Activity:
 
     def __init__(self, experts: Sequence[int], rho: float = RHO, omega: float = OMEGA) -> None:
         self.experts, self._fade = tuple(experts), np.log(rho) / omega
-        self._uses = [np.zeros(n) for n in experts]
-        self._last = [np.zeros(n) for n in experts]
-        self._clock = np.zeros(len(experts))  # tokens of each layer so far
-        self.tokens = np.zeros(len(self.experts), np.int64)
-        self.activated = np.zeros(len(self.experts), np.int64)
-        self._hits = [np.zeros(n + 1) for n in self.experts]
-        self._right = [np.zeros(n + 1) for n in self.experts]
-        self._both = [np.zeros((n + 1, n + 1)) for n in self.experts]
+        layers, sizes = len(experts), np.array(experts)
+        self._counted: dict[str, NDArray[Any]] = {}
+        self._uses, self._last = (self._each(name, sizes) for name in ("uses", "last"))
+        self._hits, self._right = (self._each(name, sizes + 1) for name in ("hits", "right"))
+        self._clock = np.zeros(layers)  # tokens of each layer so far
+        self.tokens, self.activated = np.zeros((2, layers), np.int64)
+        self._counted |= {
+            "clock": self._clock, "tokens": self.tokens, "activated": self.activated,
+        }  # fmt: skip
+        both = self._each("both", (sizes + 1) ** 2)
+        self._both = [square.reshape(n + 1, n + 1) for square, n in zip(both, experts, strict=True)]
+
+    def _each(self, name: str, sizes: Ints) -> list[Floats]:
+        """Counts of each layer, which lie one after another in `_counted`."""
+        self._counted[name] = np.zeros(sizes.sum())
+        return np.split(self._counted[name], np.cumsum(sizes)[:-1])
 
     def token(self, layer: int, chosen: Ints, predicted: Ints | None = None) -> None:
         """A token has activated the experts `chosen` of a layer, of which `predicted` had been
@@ -69,36 +77,15 @@ class Activity:
 
     def state(self) -> dict[str, NDArray[Any]]:
         """All that was counted, by name, to be kept."""
-        return {
-            "uses": np.concatenate(self._uses),
-            "last": np.concatenate(self._last),
-            "clock": self._clock.copy(),
-            "tokens": self.tokens.copy(),
-            "activated": self.activated.copy(),
-            "hits": np.concatenate(self._hits),
-            "right": np.concatenate(self._right),
-            "both": np.concatenate([both.reshape(-1) for both in self._both]),
-        }
+        return {name: array.copy() for name, array in self._counted.items()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Go on from what was kept. ValueError where it is not of such a model."""
-        mine = self.state()
-        for name, array in mine.items():
+        for name, array in self._counted.items():
             if name not in state or state[name].shape != array.shape:
                 raise ValueError(f"{name} is of another model")
-        self._clock, self.tokens = state["clock"].copy(), state["tokens"].copy()
-        self.activated = state["activated"].copy()
-        ends = np.cumsum(self.experts)[:-1]
-        self._uses, self._last = (np.split(state[n].copy(), ends) for n in ("uses", "last"))
-        wider = np.cumsum(np.array(self.experts) + 1)[:-1]
-        self._hits, self._right = (np.split(state[n].copy(), wider) for n in ("hits", "right"))
-        squares = np.cumsum((np.array(self.experts) + 1) ** 2)[:-1]
-        each = zip(np.split(state["both"].copy(), squares), self.experts, strict=True)
-        self._both = [both.reshape(n + 1, n + 1) for both, n in each]
-
-    def hottest(self, layer: int, count: int) -> Ints:
-        """The experts of the highest priority now, the highest first."""
-        return self._order(layer)[:count]
+        for name, array in self._counted.items():
+            array[:] = state[name]
 
     def hit_ratio(self, layer: int) -> Floats:
         """H(C) for C = 0 .. experts, [N + 1]."""

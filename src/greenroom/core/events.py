@@ -1,4 +1,7 @@
-"""What the scheduler is told, and what it orders: the whole vocabulary of both drivers."""
+"""What the scheduler is told, and what it orders: the whole vocabulary of both drivers.
+
+Nobody changes an event or an action. They are not frozen, since that would take a call a field.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:  # it imports Numba, which the command line does not wait for
 HOST = -1  # the processor beside host memory, where devices are numbered from 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Routed:
     """A step begins: one layer of one pass needs these experts (dense ids, ascending, distinct).
 
@@ -35,7 +38,7 @@ class Routed:
     moved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Predicted:
     """These experts (dense ids) are expected in a layer when it is routed next, likeliest first.
 
@@ -47,7 +50,7 @@ class Predicted:
     certain: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Landed:
     """A lane of a link has delivered a chunk of a piece."""
 
@@ -56,7 +59,7 @@ class Landed:
     link: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failed:
     """A lane of a link could not deliver a chunk of a piece."""
 
@@ -65,19 +68,19 @@ class Failed:
     link: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Computed:
     """The wave that was ordered of a device, or of `HOST`, has been computed."""
 
     device: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cancelled:
     """The step under way is given up; what is not moving yet need not come."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Resized:
     """There shall be this many slots from now on.
 
@@ -88,7 +91,7 @@ class Resized:
     ahead: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keep:
     """These pieces, and no longer those of before, stay once they are there."""
 
@@ -98,7 +101,7 @@ class Keep:
 Event = Keep | Routed | Predicted | Landed | Failed | Computed | Cancelled | Resized
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartChunk:
     """Move chunk number `chunk` of a piece on its way to this slot, on a lane of a link.
 
@@ -120,7 +123,7 @@ class StartChunk:
     joins: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Compute:
     """Compute these experts of the step (dense ids) from these slots, in one call.
 
@@ -136,7 +139,7 @@ class Compute:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Move:
     """Copy a resident piece from one slot to another, at once and in the order given."""
 
@@ -145,14 +148,14 @@ class Move:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trim:
     """The tier has this many slots from now on; the memory of those above is free."""
 
     capacity: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finish:
     """The step is over. `failed` is the piece that could not be had, -1 where all is computed."""
 

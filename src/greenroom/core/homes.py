@@ -22,21 +22,13 @@ from greenroom.errors import BudgetError, UsageError
 T = TypeVar("T")
 
 
-def home_of(layer: int, expert: int, devices: int) -> int:
-    """The device that an expert (its id within the layer) belongs to."""
-    return (layer + expert) % devices
-
-
 def homes(offsets: Sequence[int], devices: int) -> NDArray[np.int64]:
     """The home of every expert, by dense id. UsageError where a device would have none."""
     if not 1 <= devices <= offsets[-1]:
         raise UsageError(f"{offsets[-1]} experts can be spread over 1 to {offsets[-1]} devices,"
                          f" not {devices}")  # fmt: skip
-    if devices == 1:
-        return np.zeros(offsets[-1], np.int64)
-    each = [home_of(layer, e, devices)
-            for layer, (a, b) in enumerate(pairwise(offsets)) for e in range(b - a)]  # fmt: skip
-    return np.array(each, np.int64)
+    each = [layer + np.arange(b - a) for layer, (a, b) in enumerate(pairwise(offsets))]
+    return np.concatenate(each) % devices
 
 
 def shares(capacity: int, at_home: Sequence[int]) -> list[int]:

@@ -1,15 +1,13 @@
 """Pieces: what is stored, moved and kept.
 
-A piece is (expert, part, precision). An expert can be computed when the pieces of one of its
-variants are resident; a whole expert in its stored precision is the first variant, of one piece.
+A piece is a whole expert, the top or the bottom segment of one, a low-precision copy, or what such
+a copy lacks of its expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +16,6 @@ from greenroom.core.homes import homes, shares
 from greenroom.errors import UsageError
 
 Ints = NDArray[np.int64]
-
-
-class Piece(NamedTuple):
-    """`expert` is the dense id `offsets[layer] + expert`."""
-
-    expert: int
-    part: str = "whole"
-    precision: str = "stored"
 
 
 SEATS = 2  # times top-k slots for bottoms: those of a step, and those fetched for the next one
@@ -106,18 +96,17 @@ class Copies:
 
 @dataclass(frozen=True)
 class Pieces:
-    """All pieces of a model under dense ids: `table[id]`, and their layer, bytes and chunks by id.
+    """All pieces of a model under dense ids: their layer, bytes and chunks by id.
 
-    `variants[expert]` lists, best first, the sets of piece ids that suffice to compute an expert.
+    The first pieces have the experts' ids: whole and exact experts, or their tops. Then comes a
+    bottom or a low-precision copy of each, then, where copies are nested, what each copy lacks.
     `home[id]` is the device that the piece is moved to and kept on, of so many `devices`.
     """
 
-    table: tuple[Piece, ...]
     offsets: tuple[int, ...]
     layer: Ints
     nbytes: Ints
     chunks: Ints
-    variants: tuple[tuple[tuple[int, ...], ...], ...]
     home: Ints
     devices: int = 1
     split: Split | None = None
@@ -133,77 +122,44 @@ class Pieces:
     ) -> Pieces:
         """One piece an expert, so that piece ids are expert ids.
 
-        `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[expert]` says
-        in how many transfers an expert comes (one each where it is not given).
+        `offsets` has layers + 1 entries; `nbytes[layer]` is an expert's size; `chunks[piece]` says
+        in how many transfers a piece comes (one each where it is not given).
         """
-        counts = [b - a for a, b in pairwise(offsets)]
-        experts = offsets[-1]
-        layer = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        return cls(
-            table=tuple(Piece(e) for e in range(experts)),
-            offsets=tuple(offsets),
-            layer=layer,
-            nbytes=np.asarray(nbytes, np.int64)[layer],
-            chunks=np.ones(experts, np.int64) if chunks is None else np.asarray(chunks, np.int64),
-            variants=tuple(((e,),) for e in range(experts)),
-            home=homes(offsets, devices),
-            devices=devices,
-        )
+        return cls._of(offsets, (nbytes,), chunks, devices)
 
     @classmethod
     def parts(
-        cls,
-        offsets: Sequence[int],
-        split: Split,
-        chunks: Sequence[int] | None = None,
+        cls, offsets: Sequence[int], split: Split, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """A top for each expert, so that tops have the experts' ids, then a bottom for each.
-
-        `chunks[piece]` says in how many transfers a piece comes. On one device.
-        """
-        counts = [b - a for a, b in pairwise(offsets)]
-        experts = offsets[-1]
-        layer = np.tile(np.repeat(np.arange(len(counts), dtype=np.int64), counts), 2)
-        of_layers = np.asarray((split.tops, split.bottoms), np.int64)
-        two = np.asarray(split.bottoms)[layer[:experts]] > 0
-        return cls(
-            table=tuple(Piece(e, part) for part in ("top", "bottom") for e in range(experts)),
-            offsets=tuple(offsets),
-            layer=layer,
-            nbytes=of_layers[np.repeat((0, 1), experts), layer],
-            chunks=np.ones(2 * experts, np.int64) if chunks is None else np.asarray(chunks),
-            variants=tuple(((e, experts + e) if two[e] else (e,),) for e in range(experts)),
-            home=np.zeros(2 * experts, np.int64),
-            split=split,
-        )
+        """A top and a bottom of each expert, on one device; `chunks` as in `whole`."""
+        return replace(cls._of(offsets, (split.tops, split.bottoms), chunks), split=split)
 
     @classmethod
     def with_copies(
         cls, offsets: Sequence[int], copies: Copies, chunks: Sequence[int] | None = None
     ) -> Pieces:
-        """The exact experts, so that these have the experts' ids, then a low-precision copy of
-        each, then, where the two are nested, what each copy lacks.
+        """The exact experts and their copies, on one device; `chunks` as in `whole`."""
+        kinds = (copies.exact, copies.low, copies.rest)[: 3 if copies.rest else 2]
+        return replace(cls._of(offsets, kinds, chunks), copies=copies)
 
-        `chunks[piece]` says in how many transfers a piece comes. On one device.
-        """
-        kinds = ("exact", "low", "rest")[: 3 if copies.rest else 2]
-        counts, experts = [b - a for a, b in pairwise(offsets)], offsets[-1]
-        layer = np.tile(np.repeat(np.arange(len(counts), dtype=np.int64), counts), len(kinds))
-        nbytes = np.asarray((copies.exact, copies.low, copies.rest)[: len(kinds)], np.int64)
-        ones = np.ones(len(kinds) * experts, np.int64)
-        nested = bool(copies.rest)
+    @classmethod
+    def _of(
+        cls,
+        offsets: Sequence[int],
+        nbytes: Sequence[Sequence[int]],
+        chunks: Sequence[int] | None,
+        devices: int = 1,
+    ) -> Pieces:
+        """Pieces of several kinds, each of which every expert has; `nbytes[kind][layer]`."""
+        layer = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        ones = np.ones(len(nbytes) * layer.size, np.int64)
         return cls(
-            table=tuple(Piece(e, "whole", kind) for kind in kinds for e in range(experts)),
             offsets=tuple(offsets),
-            layer=layer,
-            nbytes=nbytes[np.repeat(np.arange(len(kinds)), experts), layer],
-            chunks=ones if chunks is None else np.asarray(chunks, np.int64),
-            variants=tuple(
-                ((e,), *([(experts + e, 2 * experts + e)] * nested), (experts + e,))
-                for e in range(experts)
-            ),
-            home=np.zeros(ones.size, np.int64),
-            copies=copies,
+            layer=np.tile(layer, len(nbytes)),
+            nbytes=np.asarray(nbytes, np.int64)[:, layer].ravel(),
+            chunks=np.asarray(ones if chunks is None else chunks, np.int64),
+            home=np.tile(homes(offsets, devices), len(nbytes)),
+            devices=devices,
         )
 
     @property
@@ -214,13 +170,16 @@ class Pieces:
     @property
     def first(self) -> Pieces:
         """The pieces that a policy decides about: whole and exact experts, or their tops."""
-        if len(self) == self.experts:
-            return self
         n = self.experts
         return replace(
-            self, table=self.table[:n], layer=self.layer[:n], nbytes=self.nbytes[:n],
-            chunks=self.chunks[:n], home=self.home[:n],
+            self, layer=self.layer[:n], nbytes=self.nbytes[:n], chunks=self.chunks[:n],
+            home=self.home[:n],
         )  # fmt: skip
+
+    def extra_of(self, expert: int) -> int:
+        """The piece that is an expert's bottom segment or its copy; -1 where it has none."""
+        extra = self.experts + expert
+        return extra if extra < len(self) and self.nbytes[extra] else -1
 
     def shares(self, capacity: int) -> list[int]:
         """Slots of each device, of so many on all of them. BudgetError where one has none."""
@@ -233,4 +192,4 @@ class Pieces:
         return len(self.offsets) - 1
 
     def __len__(self) -> int:
-        return len(self.table)
+        return self.layer.size

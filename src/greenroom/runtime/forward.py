@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.core.gates import of_experts
 from greenroom.core.predictor import Ids, Inputs, Seen
 from greenroom.errors import ClosedError
@@ -23,6 +22,7 @@ from greenroom.runtime.kernels.dense.decoder import Key
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.no_gradient import without_gradient
+from greenroom.runtime.slots.resident_tables import Tables
 
 BINDING = "_greenroom"  # attribute of an experts module: its Binding
 

@@ -75,7 +75,7 @@ class Clock:
         self._fresh: set[int] = set()  # what was fetched since it was last computed
         self.charge(self.costs)
         self._link_free = [0.0] * len(self._links)
-        self._from_store = scheduler.transfers.queue.links_from_store
+        self._from_store = scheduler.view.sources
         self._step: TraceStep
 
     def charge(self, costs: Costs) -> None:

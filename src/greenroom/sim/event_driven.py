@@ -156,13 +156,13 @@ def simulate_events(
     every = passes(trace, stream, tails=options.approximation is not None)
     clock = Clock(empty(), costs, foresight)
     spent = _play(every, clock, empty if options.reset else None)
-    counts, lookahead = clock.scheduler.counts, clock.scheduler.lookahead
+    counts, view = clock.scheduler.counts, clock.scheduler.view
     found = Times(
         counts.requests, counts.misses, *by_request(trace, spent), clock.now, clock.stall,
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
-    size, accuracy = clock.scheduler.placement.buffer.size, lookahead.accuracy
-    return EventRun(found, counts, size, accuracy.share(), accuracy.good(), options)
+    accuracy = view.accuracy
+    return EventRun(found, counts, view.loans, accuracy.share(), accuracy.good(), options)
 
 
 def _play(
@@ -176,8 +176,8 @@ def _play(
     for at, steps in passes:
         if empty is not None and at.request != request:
             before = clock.scheduler
-            before.prefetcher.retire(clock.now)
-            clock.restart(empty(lookahead=before.lookahead, counts=before.counts))
+            before.empty(clock.now)
+            clock.restart(empty(after=before))
         request, begin = at.request, clock.now
         clock.begin(at)
         for step in steps:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +43,6 @@ def at_once(scheduler: Scheduler, experts: np.ndarray) -> np.ndarray | None:
     """A step on the all-resident path; None where it has to be routed."""
     path = scheduler.all_resident
     return None if path is None else path.step(experts)
-
-
-def several(scheduler: Scheduler, asked: np.ndarray, find: Any) -> int | None:
-    """Several steps of compiled code on the all-resident path."""
-    path = scheduler.all_resident
-    return None if path is None else path.compiled_steps(asked, find)
 
 
 def test_a_step_is_straight_once_every_piece_has_its_slot() -> None:
@@ -109,57 +100,6 @@ def test_after_it_shrinks_the_residents_are_those_of_one_that_was_told(
     assert ours.residents().tolist() == told.residents().tolist()
     assert ours.counts == told.counts
     assert at_once(ours, ours.residents()[:1]) is None
-
-
-def place(tables: Any, pieces: list[int]) -> int:
-    """What compiled code does with a step's tables (kernels/choice.py), for these pieces."""
-    first, slot_of, used, asked, _, step = tables
-
-    def word(start: int, piece: int) -> Any:
-        return ctypes.c_int64.from_address(start + 8 * (first + piece))
-
-    if any(word(slot_of, piece).value < 0 for piece in pieces):
-        return 0
-    for piece in pieces:
-        word(used, piece).value = step
-        word(asked, piece).value += 1
-    return len(pieces)
-
-
-@settings(deadline=None)
-@given(steps, st.integers(1, 7))
-def test_several_steps_in_one_leave_what_they_leave_one_by_one(
-    steps: list[tuple[int, set[int], bool]], capacity: int
-) -> None:
-    """Of tokens that pass through both layers; the second step may have to be done alone."""
-    ours, told = filled(), filled()
-    counted = np.zeros(8, np.int64)
-    for step, (missing, experts, _) in enumerate(steps, 1):
-        chosen = [sorted(experts), sorted(3 - e for e in experts)]
-
-        def find(tables: Any, chosen: Any = chosen, done: int = 1 + missing) -> list[int]:
-            each = [array("q", [4 * n, *tables[1:-1], tables[-1] + n]) for n in range(done)]
-            return [place(*pair) for pair in zip(each, chosen, strict=False)]
-
-        assert several(ours, counted, find) == 1 + missing
-        if not missing:
-            assert at_once(ours, np.array(chosen[1]) + 4) is not None
-        for layer, pieces in enumerate(chosen):
-            serve(told, step, layer, np.array(pieces) + 4 * layer)
-    for scheduler in (ours, told):
-        scheduler.on(Resized(capacity))
-    assert ours.residents().tolist() == told.residents().tolist()
-    assert ours.counts == told.counts
-    assert counted.sum() == sum((1 + missing) * len(experts) for missing, experts, _ in steps)
-
-
-def test_no_several_steps_where_something_is_to_be_decided() -> None:
-    scheduler = Scheduler(PIECES, 7, policy("lru"))
-    assert several(scheduler, np.zeros(8, np.int64), lambda tables: 1 / 0) is None
-    full = filled()
-    before = replace(full.counts)
-    assert several(full, np.zeros(8, np.int64), lambda tables: []) == 0
-    assert full.counts == before
 
 
 def test_nothing_used_leaves_the_order_as_it_was() -> None:

@@ -50,11 +50,11 @@ def test_all_slots_are_given_within_bounds(layers, share):
 def test_a_cache_has_groups_of_these_sizes_and_resizes_in_proportion():
     pieces = Pieces.whole([0, 6, 12], [1, 1])
     cache = Cache(pieces, 6, policy("lru"), (4.0, 2.0))
-    assert [cache.size(0), cache.size(1)] == [4, 2]
+    assert cache.sizes == [4, 2]
     cache.serve(np.arange(4), 0)
     cache.release(np.arange(4))
     cache.resize(3)
-    assert [cache.size(0), cache.size(1)] == [2, 1]
+    assert cache.sizes == [2, 1]
     assert cache.residents().tolist() == [2, 3]
 
 

@@ -31,7 +31,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
 from greenroom.policies import policy
-from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
+from tests.core.strategies import steps as steps_of
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, carry_out, ids, pieces
 from tests.core.transfers.test_tiers import TwoTiers
 
 HOST_FIRST, DEVICE_FIRST = (10.0, 0.1), (0.1, 10.0)  # seconds on the bus, on the host
@@ -70,13 +71,7 @@ def waves(actions: list) -> list[tuple[int, list[int]]]:
 def fill(s: Scheduler, *experts: int) -> None:
     """Bring experts to host memory, and let the device have the last ones."""
     for number, expert in enumerate(experts):
-        waiting = s.on(Routed(number, 0, ids(expert), moved=True))
-        while not isinstance(waiting[0], Finish):
-            action = waiting.pop(0)
-            if isinstance(action, StartChunk):
-                waiting += s.on(Landed(action.lane, action.piece, action.link))
-            else:
-                waiting += s.on(Computed(action.device))
+        carry_out(s, s.on(Routed(number, 0, ids(expert), moved=True)))
 
 
 def test_a_miss_is_computed_from_its_slot_in_host_memory():
@@ -85,6 +80,7 @@ def test_a_miss_is_computed_from_its_slot_in_host_memory():
     (wave,) = s.on(Routed(3, 0, ids(1)))
     assert (wave.device, wave.experts.tolist()) == (HOST, [1])
     assert wave.slots.tolist() == [int(tier.cache.state.slot_of[1])]
+    tier.cache.pin_hits()
     assert tier.cache.state.pinned[1] == 1  # nobody else gets that slot meanwhile
     assert s.on(Computed(HOST)) == [Finish()]
     assert tier.cache.state.pinned[1] == 0
@@ -135,7 +131,7 @@ def test_what_is_not_in_host_memory_is_read_there_and_goes_no_further():
     assert (first.link, first.slot, first.host, first.begins) == (0, -1, 0, True)
     (second,) = s.on(Landed(0, 4))
     assert waves(s.on(Landed(0, 4))) == [(HOST, [4])]
-    assert (second.chunk, len(s.transfers.queue)) == (1, 0)
+    assert (second.chunk, len(s.transfers.entries)) == (1, 0)
     assert s.on(Computed(HOST)) == [Finish()]
     assert tier.cache.residents().tolist() == [4]
     assert not tier.cache.state.pinned.any()
@@ -218,24 +214,13 @@ def test_host_memory_must_keep_experts():
 class Backstage(TwoTiers):
     """Also computes on the host: from slots of its memory, which hold the experts whole."""
 
-    def tell(self, event) -> None:
-        on = self.s.on
-
-        def checked(event, now):
-            actions = on(event, now)
-            rest = []
-            for action in actions:
-                if isinstance(action, Compute) and action.device == HOST:
-                    self._from_host(action)
-                else:
-                    rest.append(action)
-            return rest
-
-        self.s.on = checked
-        try:
-            super().tell(event)
-        finally:
-            self.s.on = on
+    def _computable(self, wave: Compute) -> None:
+        if wave.device != HOST:
+            super()._computable(wave)
+            return
+        chunks = self.s.pieces.chunks
+        for piece, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
+            assert self.host[slot] == (piece, set(range(chunks[piece])))
 
     def land(self) -> None:
         """A predictor speaks in the midst of a step, also of what the host computes."""
@@ -243,13 +228,6 @@ class Backstage(TwoTiers):
             self.predict(self.s.step.layer, self.rng.randrange(1000))
         if self.moving:
             super().land()
-
-    def _from_host(self, wave: Compute) -> None:
-        assert HOST not in self.waves
-        chunks = self.s.pieces.chunks
-        for piece, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
-            assert self.host[slot] == (piece, set(range(chunks[piece])))
-        self.waves[HOST] = wave
 
     def _start(self, action: StartChunk) -> None:
         if action.link == 0 and action.host >= 0 and HOST in self.waves:
@@ -266,14 +244,7 @@ class Backstage(TwoTiers):
 
 
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, LAYERS - 1),
-            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-            st.integers(0, 9),
-        ),
-        max_size=20,
-    ),
+    steps=steps_of(LAYERS, EXPERTS),
     device=st.integers(2, 13),
     host=st.integers(1, 13),
     lanes=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
@@ -314,7 +285,7 @@ def test_any_order_of_events_computes_every_expert_once_from_its_own_bytes(
         assert not s.placement.cache.state.pinned.any()
     while theatre.moving:
         theatre.land()
-    assert len(s.transfers.queue) == 0
+    assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
     loans = len(s.placement.buffer.held)
@@ -333,8 +304,7 @@ def test_a_theatre_without_the_host_s_processor_is_what_it_was():
         options=[CoCompute(rates(*DEVICE_FIRST))],
     )  # fmt: skip
     for scheduler in (plain, s):
-        theatre, rng = Theatre.__new__(TwoTiers), random.Random(4)
-        TwoTiers.__init__(theatre, scheduler, random.Random(0), 0.0)
+        theatre, rng = TwoTiers(scheduler, random.Random(0), 0.0), random.Random(4)
         for number in range(40):
             layer = rng.randrange(LAYERS)
             chosen = sorted(rng.sample(range(EXPERTS), 2))

@@ -11,12 +11,10 @@ from greenroom.core.cache.reshape import first_places
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import (
-    Cancelled,
     Compute,
     Computed,
     Finish,
     Landed,
-    Move,
     Predicted,
     Resized,
     Routed,
@@ -31,7 +29,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
-from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids
+from tests.core.strategies import steps as steps_of
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, waves
 
 N = OFFSETS[-1]
 
@@ -51,25 +50,10 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def parts_of(actions: list) -> list[tuple[list[int], int]]:
-    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]
-
-
 def end(s: Scheduler, actions: list) -> tuple[list[tuple[list[int], int]], list[int]]:
     """Carry out a step: transfers first and in their order. (waves, pieces that were moved)."""
-    waves, moving, moved, computing = [], [], [], 0
-    while True:
-        waves += parts_of(actions)
-        computing += len(parts_of(actions))
-        starts = [a for a in actions if isinstance(a, Start)]
-        moving, moved = moving + starts, moved + [a.piece for a in starts]
-        if any(isinstance(a, Finish) for a in actions):
-            return waves, moved
-        if moving:
-            action = moving.pop(0)
-            actions = s.on(Landed(action.lane, action.piece))
-        else:
-            actions = s.on(Computed())
+    done = carry_out(s, actions, transfers_first=True)
+    return waves(done), [a.piece for a in done if isinstance(a, Start)]
 
 
 def test_tails_are_what_is_left_behind_the_more_important_ones():
@@ -85,12 +69,12 @@ def test_tails_are_what_is_left_behind_the_more_important_ones():
 
 def test_a_miss_of_a_small_tail_is_computed_from_its_copy():
     s = scheduler(6, Approximation(low=0.4))
-    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.39, 0.4))))
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.39, 0.4))))
     assert moved == [0, 2, N + 1]  # exact ones in their order, then copies
-    assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], EXACT)]
+    assert sorted(groups) == [([0], EXACT), ([1], LOW), ([2], EXACT)]
     assert s.residents().tolist() == [0, 2]
-    waves, moved = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(1.0, 0.1))))
-    assert (waves, moved) == ([([0], EXACT), ([1], LOW)], [])  # the copy is still there
+    groups, moved = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(1.0, 0.1))))
+    assert (groups, moved) == ([([0], EXACT), ([1], LOW)], [])  # the copy is still there
     c = s.counts
     assert (c.requests, c.hits, c.misses, c.low, c.low_hits) == (5, 1, 4, 2, 1)
 
@@ -99,17 +83,17 @@ def test_hits_and_prompts_are_exact():
     s = scheduler(6, Approximation(low=1.0, skip=0.5))
     end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.1), prefill=True)))
     assert s.residents().tolist() == [0, 1]
-    waves, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(0.1, 1.0))))
-    assert waves == [([0, 1], EXACT)]
+    groups, _ = end(s, s.on(Routed(1, 0, ids(0, 1), tails=floats(0.1, 1.0))))
+    assert groups == [([0, 1], EXACT)]
     end(s, s.on(Routed(2, 0, ids(2, 3))))  # nobody says how much they matter
     assert s.counts.low == s.counts.left_out == 0
 
 
 def test_what_matters_least_is_left_out():
     s = scheduler(6, Approximation(low=0.4, skip=0.1))
-    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.3, 0.05))))
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1, 2), tails=floats(1.0, 0.3, 0.05))))
     assert moved == [0, N + 1]
-    assert sorted(waves) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
+    assert sorted(groups) == [([0], EXACT), ([1], LOW), ([2], SKIP)]
     assert (s.counts.low, s.counts.left_out, s.counts.misses) == (1, 1, 3)
 
 
@@ -128,9 +112,9 @@ def test_the_buddy_most_often_chosen_together_stands_in():
     assert s.placement.cache.state.pinned[2] == 1
     assert s.on(Computed()) == [Finish()]
     assert not s.placement.cache.state.pinned.any()
-    waves, moved = end(s, s.on(Routed(10, 0, ids(4, 5), tails=floats(0.1, 1.0))))
+    groups, moved = end(s, s.on(Routed(10, 0, ids(4, 5), tails=floats(0.1, 1.0))))
     assert moved == [4, 5]  # 4 was never chosen with any that is there: it is fetched
-    assert (s.counts.substituted, len(waves)) == (1, 2)
+    assert (s.counts.substituted, len(groups)) == (1, 2)
 
 
 def test_buddies_are_able_and_known():
@@ -154,22 +138,22 @@ def test_a_nested_copy_becomes_exact_by_what_it_lacks():
         s.placement.extra_slot(s.placement.extras.slot_of[1]),
     )
     assert start.begins
-    waves, _ = end(s, actions)
-    assert waves[-1] == ([1], EXACT)
+    groups, _ = end(s, actions)
+    assert groups[-1] == ([1], EXACT)
     assert s.residents().tolist() == [0, 1]
     assert s.counts.joined == 1
 
 
 def test_the_exact_expert_follows_its_copy_where_the_link_is_idle():
     s = scheduler(10, Approximation(low=0.4, follow=True), ahead=2)
-    waves, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
+    groups, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     assert moved == [0, N + 1, 1]  # behind the demands
-    assert sorted(waves) == [([0], EXACT), ([1], LOW)]
+    assert sorted(groups) == [([0], EXACT), ([1], LOW)]
     s.on(Landed(0, 1))
     assert s.residents().tolist() == [0, 1]
     assert (s.counts.low, s.counts.prefetches, s.counts.adopted) == (1, 1, 1)
-    waves, moved = end(s, s.on(Routed(1, 0, ids(1), tails=floats(0.2))))
-    assert (waves, moved) == ([([1], EXACT)], [])
+    groups, moved = end(s, s.on(Routed(1, 0, ids(1), tails=floats(0.2))))
+    assert (groups, moved) == ([([1], EXACT)], [])
     assert (s.counts.hits, s.counts.low) == (1, 1)
 
 
@@ -177,7 +161,7 @@ def test_nothing_follows_unless_it_was_asked_for():
     s = scheduler(10, Approximation(low=0.4), ahead=2)
     _, moved = end(s, s.on(Routed(0, 0, ids(0, 1), tails=floats(1.0, 0.2))))
     assert moved == [0, N + 1]
-    assert len(s.transfers.queue) == 0
+    assert len(s.transfers.entries) == 0
 
 
 def test_the_memory_of_copies_comes_from_the_experts():
@@ -185,12 +169,12 @@ def test_the_memory_of_copies_comes_from_the_experts():
     assert group_sizes(every, 8, "shared") == [6]
     assert group_sizes(every, 8, "per-layer") == [3, 3]
     assert least_capacity(every, "shared") == 3
-    assert [p.precision for p in every.table] == ["exact"] * N + ["low"] * N
-    assert every.variants[3] == ((3,), (N + 3,))
+    assert every.nbytes.tolist() == [100] * N + [25] * N
+    assert every.extra_of(3) == N + 3
     with pytest.raises(BudgetError, match="the memory of 2 experts is too small: 5 low-precision"):
         group_sizes(every, 2, "shared")
     nested = Pieces.with_copies(OFFSETS, copies(nested=True))
-    assert nested.variants[3] == ((3,), (N + 3, 2 * N + 3), (N + 3,))
+    assert (len(nested), nested.extra_of(3)) == (3 * N, N + 3)
     assert nested.nbytes[[0, N, 2 * N]].tolist() == [100, 50, 50]
 
 
@@ -217,24 +201,10 @@ def test_no_tier_in_between():
 class Stage(Theatre):
     """A theatre that knows what may be computed from what, and what is joined with what."""
 
-    def tell(self, event) -> None:
-        self.now += self.rng.random()
-        for action in self.s.on(event, self.now):
-            match action:
-                case Start():
-                    self._begin(action)
-                case Compute(experts, slots, device, part):
-                    assert device not in self.waves
-                    for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
-                        self._computable(expert, slot, part)
-                    self.waves[device] = action
-                case Move(piece, source, target):
-                    assert self.memory[source] in (piece, 2 * N + piece)
-                    self.memory[target] = self.memory[source]
-                case Finish():
-                    self.finish = action
+    def _holds(self, slot: int, piece: int) -> bool:
+        return self.memory[slot] in (piece, 2 * N + piece)
 
-    def _begin(self, action: Start) -> None:
+    def _start(self, action: Start) -> None:
         assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
         assert action.slot % 2 == (N <= action.piece < 2 * N)
         if action.begins:
@@ -246,7 +216,14 @@ class Stage(Theatre):
         self._spare(action)
         self.moving.append(action)
 
-    def _computable(self, expert: int, slot: int, part: int) -> None:
+    def _computable(self, wave: Compute) -> None:
+        for expert, slot in zip(wave.experts.tolist(), wave.slots.tolist(), strict=True):
+            self._from(expert, slot, wave.part)
+
+    def _results(self, wave: Compute) -> list[int]:
+        return wave.experts.tolist()
+
+    def _from(self, expert: int, slot: int, part: int) -> None:
         if part == SKIP:
             assert slot == -1
             return
@@ -261,32 +238,9 @@ class Stage(Theatre):
         else:
             assert not N <= there < 2 * N
 
-    def judge(self, number: int, layer: int, experts, tails, cancel: bool, prefill: bool) -> None:
-        self.computed, self.finish, self.waves = [], None, {}
-        self.tell(Routed(number, layer, experts, prefill=prefill, tails=tails))
-        while self.finish is None:
-            choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
-            assert choices, "deadlock"
-            if cancel and self.rng.random() < 0.2:
-                cancel, self.waves = False, {}
-                self.tell(Cancelled())
-            elif self.rng.choice(choices) == "compute":
-                wave = self.waves.pop(0)
-                self.computed += wave.experts.tolist()
-                self.tell(Computed())
-            else:
-                self.land()
-
 
 @given(
-    steps=st.lists(
-        st.tuples(
-            st.integers(0, LAYERS - 1),
-            st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
-            st.integers(0, 9),
-        ),
-        max_size=25,
-    ),
+    steps=steps_of(LAYERS, EXPERTS, 25),
     capacity=st.integers(0, 11),
     lanes=st.sampled_from([1, 2, 3]),
     chunks=st.integers(1, 3),
@@ -321,7 +275,7 @@ def test_any_order_of_events_computes_every_request_once(
         if chance > 6:
             stage.tell(Predicted((layer + chance) % LAYERS, experts % EXPERTS + OFFSETS[layer]))
         before = s.counts.requests
-        stage.judge(number, layer, experts, tails(weights), cancel, prefill)
+        stage.run(number, layer, experts, cancel, prefill, tails(weights))
         assert s.counts.requests - before == experts.size
         if cancel or stage.finish.failed >= 0:
             assert len(stage.computed) == len(set(stage.computed))
@@ -340,7 +294,7 @@ def test_any_order_of_events_computes_every_request_once(
         assert not s.placement.extras._busy
     while stage.moving:
         stage.land()
-    assert len(s.transfers.queue) == 0
+    assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
     assert len(s.placement.extras.slot_of) + len(s.placement.extras._free) == seats

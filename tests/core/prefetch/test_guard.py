@@ -44,7 +44,7 @@ class Machine:
             self.plain += plain
             self.best += plain * min(ratio, 1.0)
             self.sides.append(guard.on)
-            self.tested.append(guard.testing)
+            self.tested.append(guard._trial is not None)
             guard.passed(seconds, self.stall * seconds)
             if guard.verdict and (not self.verdicts or self.verdicts[-1][1] != guard.verdict):
                 self.verdicts.append((n + 1, guard.verdict))
@@ -63,7 +63,7 @@ SEEDS = range(60)
 @pytest.mark.parametrize(("ratio", "on", "passes"), [(0.8, True, 140), (1.1, False, 270)])
 def test_a_real_difference_is_found_in_time(ratio, on, passes):
     ended = [Machine(ratio, seed=seed).run(passes) for seed in SEEDS]
-    right = [m.guard.on == on and not m.guard.testing and len(m.verdicts) == 1 for m in ended]
+    right = [m.guard.on == on and m.guard._trial is None and len(m.verdicts) == 1 for m in ended]
     assert np.mean(right) >= 0.96
     word = "prefetching on: tokens took" if on else "prefetching off: tokens took"
     assert all(m.guard.verdict.startswith(word) for m, ok in zip(ended, right, strict=True) if ok)
@@ -96,7 +96,7 @@ def test_the_share_of_passes_in_trials_is_bounded_whatever_happens(times, slow, 
         counts = n == before and n <= g.MOST_TOKENS
         before = n
         counted += counts
-        tested += counts and guard.testing
+        tested += counts and (guard._trial is not None)
         seconds = times[i % len(times)] * (slow if guard.on else 1.0)
         guard.passed(seconds, seconds * (i // 100 % 2), n)
         if i % changes == 0:
@@ -164,9 +164,9 @@ def test_prompts_and_nonsense_are_not_counted():
         for seconds in (0.0, -1.0, float("nan"), float("inf")):
             guard.passed(seconds, 0.0)
     for _ in range(g.WARM_UP):
-        assert not guard.testing
+        assert guard._trial is None
         guard.passed(1.0, 0.0)
-    assert guard.testing
+    assert guard._trial is not None
 
 
 def test_batches_of_a_size_are_decode():
@@ -189,7 +189,7 @@ def test_a_change_is_tried_at_once_and_makes_intervals_short_again():
     before = trials(machine)
     machine.guard.changed()
     machine.run(1)
-    assert not machine.guard.on or machine.guard.testing
+    assert not machine.guard.on or (machine.guard._trial is not None)
     machine.run(1200)
     after = trials(machine)[len(before) :]
     assert after[0][0] <= 3001

@@ -338,7 +338,7 @@ def test_a_demand_takes_over_from_a_prefetch_that_fails_and_then_fails_its_step_
     assert h.tell(h.landed(Failed)) == [Finish(failed=5)]
     assert (h.s.counts.late, h.s.counts.failed) == (1, 0)
     assert h.residents == [0]
-    assert (h.free, len(h.s.transfers.queue)) == (7, 0)
+    assert (h.free, len(h.s.transfers.entries)) == (7, 0)
     assert h.step(1, 5).failed < 0
 
 
@@ -370,7 +370,7 @@ def test_a_cancelled_step_ends_a_prefetch_that_it_had_taken_over():
     h.route(1, 5)
     assert h.tell(Cancelled()) == []  # the chunk on the lane lands first
     assert isinstance(h.tell(h.landed())[-1], Finish)
-    assert (h.residents, h.free, len(h.s.transfers.queue)) == ([0], 7, 0)
+    assert (h.residents, h.free, len(h.s.transfers.entries)) == ([0], 7, 0)
     assert not h.s.placement.buffer.held
 
 

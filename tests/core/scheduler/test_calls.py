@@ -15,7 +15,8 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.policies import policy
 
 EXPERTS, TOP_K, CAPACITY = 64, 8, 100
-ALL_HIT, ONE_MISS, NEXT_MISS = 40, 150, 30  # calls at most
+ALL_HIT = {0: 24, 8: 38}  # calls at most, by the slots that may be on loan
+ONE_MISS, NEXT_MISS = 100, 30
 
 
 def calls_of(work: Callable[[], list[Action]]) -> tuple[int, list[Action]]:
@@ -79,7 +80,7 @@ def served(name: str, ahead: int) -> list[int]:
 @pytest.mark.parametrize("name", ["lru", "llru", "next-use"])
 def test_a_step_calls_few_functions(name: str, ahead: int) -> None:
     found = served(name, ahead)
-    assert found[0] <= ALL_HIT
+    assert found[0] <= ALL_HIT[ahead]
     assert found[1] <= ONE_MISS
     further = np.diff(found[1:])
     assert further.max() <= NEXT_MISS, found

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from greenroom.core.cache.extras import Extras
 from greenroom.core.cache.reshape import first_places
 from greenroom.core.cache.state import group_sizes
-from greenroom.core.events import Compute, Computed, Finish, Landed, Predicted, Resized, Routed
+from greenroom.core.events import Computed, Finish, Landed, Predicted, Resized, Routed
 from greenroom.core.events import StartChunk as Start
 from greenroom.core.pieces import Pieces, Split
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.policies import policy
-from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids
 from tests.core.strategies import steps
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, waves
 
 N = OFFSETS[-1]
 
@@ -32,16 +32,11 @@ def scheduler(capacity: int, lanes: int = 1, of: Split | None = None, **options)
     return Scheduler(every, capacity, policy("lru"), lanes=lanes, **options)
 
 
-def parts_of(actions: list) -> list[tuple[list[int], int]]:
-    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]
-
-
 def test_pieces_are_tops_then_bottoms():
     every = Pieces.parts([0, 2, 3], Split((60, 100), (40, 0), 2), [3, 3, 5, 2, 2, 0])
     assert every.nbytes.tolist() == [60, 60, 100, 40, 40, 0]
-    assert every.variants == (((0, 3),), ((1, 4),), ((2,),))
+    assert [every.extra_of(expert) for expert in range(3)] == [3, 4, -1]
     assert every.layer.tolist() == [0, 0, 1, 0, 0, 1]
-    assert [piece.part for piece in every.table] == ["top"] * 3 + ["bottom"] * 3
     assert len(every.first) == every.experts == 3
     assert every.first.chunks.tolist() == [3, 3, 5]
 
@@ -65,9 +60,9 @@ def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
     assert (start.piece, start.slot) == (1, 0)
     landed = s.on(Landed(0, 1))
     assert [a.piece for a in landed if isinstance(a, Start)] == [N + 1]
-    assert parts_of(landed) == [([1], 0)]
+    assert waves(landed) == [([1], 0)]
     assert s.on(Landed(0, N + 1)) == []
-    assert parts_of(s.on(Computed())) == [([1], 1)]
+    assert waves(s.on(Computed())) == [([1], 1)]
     assert s.on(Computed()) == [Finish()]
 
     s.on(Routed(1, 0, ids(2)))  # something else has the bottoms' slots, one after another
@@ -76,8 +71,8 @@ def test_the_top_of_a_hit_is_computed_while_its_bottom_comes():
     s.on(Computed())
     s.on(Computed())
     actions = s.on(Routed(2, 0, ids(1, 2)))
-    assert parts_of(actions) == [([1, 2], 0)]  # both bottoms are still there
-    assert parts_of(s.on(Computed())) == [([1, 2], 1)]
+    assert waves(actions) == [([1, 2], 0)]  # both bottoms are still there
+    assert waves(s.on(Computed())) == [([1, 2], 1)]
     assert s.on(Computed()) == [Finish()]
     c = s.counts
     assert (c.requests, c.hits, c.bottoms, c.bottom_hits) == (4, 2, 4, 2)
@@ -94,7 +89,7 @@ def test_bottoms_take_turns_in_few_slots():
 def test_layers_may_stay_whole_among_split_ones():
     s = scheduler(8, of=split((100, 60), (0, 40)), scope="per-layer")
     assert [a.piece for a in s.on(Routed(0, 0, ids(3)))] == [3]
-    assert parts_of(s.on(Landed(0, 3))) == [([3], 0)]
+    assert waves(s.on(Landed(0, 3))) == [([3], 0)]
     assert s.on(Computed()) == [Finish()]
     assert s.counts.bottoms == 0
 
@@ -109,7 +104,7 @@ def test_a_bottom_alone_is_fetched_ahead_of_a_hit():
     started = [a for a in s.on(Predicted(1, ids(7))) if isinstance(a, Start)]
     assert [(a.piece, a.demand) for a in started] == [(N + 7, False)]
     s.on(Landed(0, N + 7))
-    assert parts_of(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
+    assert waves(s.on(Routed(4, 1, ids(7)))) == [([7], 0)]
     assert (s.counts.prefetches, s.counts.useful) == (1, 1)
     assert s.counts.bottom_hits == 1
 
@@ -120,20 +115,8 @@ def serve(s: Scheduler, number: int, layer: int, *experts: int) -> list[tuple[li
 
 
 def end(s: Scheduler, actions: list) -> list[tuple[list[int], int]]:
-    """Carry out what there is to do, transfers first and in their order, until the step is over."""
-    waves, moving, computing = [], [], 0
-    while True:
-        waves += parts_of(actions)
-        computing += len(parts_of(actions))
-        moving += [a for a in actions if isinstance(a, Start)]
-        if any(isinstance(a, Finish) for a in actions):
-            return waves
-        if moving:
-            action = moving.pop(0)
-            actions = s.on(Landed(action.lane, action.piece))
-        else:
-            computing -= 1
-            actions = s.on(Computed())
+    """Carry out what there is to do until the step is over, its waves."""
+    return waves(carry_out(s, actions, transfers_first=True))
 
 
 def test_bottoms_keep_what_is_of_no_use_until_the_slot_is_needed():
@@ -210,7 +193,7 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
         if cancel or theatre.finish.failed >= 0:
             assert len(theatre.computed) == len(set(theatre.computed))
         else:
-            wanted = {p for e in experts.tolist() for p in every.variants[e][0]}
+            wanted = {*experts.tolist(), *map(every.extra_of, experts.tolist())} - {-1}
             assert sorted(theatre.computed) == sorted(wanted)
         if chance == 9:
             theatre.tell(Resized(least + seed % 12, number % 4))
@@ -222,7 +205,7 @@ def test_any_order_of_events_computes_every_part_once_after_its_top(
         assert not s.placement.cache.state.pinned.any()
     while theatre.moving:
         theatre.land()
-    assert len(s.transfers.queue) == 0
+    assert len(s.transfers.entries) == 0
     assert not s.placement.resizing
     assert sorted(s.placement.place) == sorted(first_places(s.placement.cache))
     assert sum(group_sizes(every, s.capacity, scope)) == s.placement.cache.capacity

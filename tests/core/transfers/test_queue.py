@@ -62,7 +62,7 @@ def test_dropping_what_moves_waits_for_its_chunk():
     entry = queue.land(0, transfer.lane)
     assert entry.gone
     assert not entry.arrived
-    assert 1 not in queue
+    assert 1 not in queue.entries
 
 
 def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():

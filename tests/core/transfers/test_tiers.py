@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.core.events import Compute, Computed, Finish, Landed, Resized, Routed, StartChunk
+from greenroom.core.events import Landed, Resized, Routed, StartChunk
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.queue import TransferQueue
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.policies import policy
 from greenroom.sim.clock import TraceStep
-from tests.core.scheduler.test_scheduler import EXPERTS, LAYERS, OFFSETS, Theatre, ids, pieces
 from tests.core.strategies import steps
+from tests.core.theatre import EXPERTS, LAYERS, OFFSETS, Theatre, carry_out, ids, pieces
 from tests.sim.small import simulate
 
 
@@ -28,17 +28,8 @@ def machine(device: int, host: int, chunks: int = 1, named: str = "lru", ahead: 
 
 def served(s: Scheduler, step: int, *experts: int, prefill: bool = False) -> list[tuple[int, int]]:
     """Run a step to its end; the (link, piece) of every chunk that moved, in order."""
-    waiting = s.on(Routed(step, 0, ids(*experts), prefill=prefill))
-    moved = []
-    while not isinstance(waiting[-1] if waiting else None, Finish):
-        action = waiting.pop(0)
-        match action:
-            case StartChunk():
-                moved.append((action.link, action.piece))
-                waiting += s.on(Landed(action.lane, action.piece, action.link))
-            case Compute():
-                waiting += s.on(Computed())
-    return moved
+    done = carry_out(s, s.on(Routed(step, 0, ids(*experts), prefill=prefill)))
+    return [(a.link, a.piece) for a in done if isinstance(a, StartChunk)]
 
 
 def test_what_left_the_device_comes_back_over_the_last_link_alone():
@@ -84,7 +75,7 @@ def test_half_a_copy_is_no_copy():
     assert (first.seat, entry.host, first.begins) == (-1, 0, True)
     queue.land(0, first.lane)
     queue.drop(4)  # its only chunk so far is in host memory, and nothing of it moves
-    assert 4 not in queue
+    assert 4 not in queue.entries
     assert tier.cache.residents().tolist() == []
     entry = queue.add(4, 0, 2)
     assert not entry.kept
@@ -96,7 +87,7 @@ def test_a_copy_that_was_read_whole_outlives_a_device_that_failed():
     queue.add(4, 0, 1)
     queue.land(0, next(queue.start()).lane)
     queue.land(1, next(queue.start()).lane, ok=False)
-    assert 4 not in queue
+    assert 4 not in queue.entries
     assert queue.add(4, 0, 1).kept
     again = next(queue.start())
     assert (again.link, again.begins) == (1, True)
@@ -149,20 +140,10 @@ class TwoTiers(Theatre):
             self._spare(action)
         self.moving.append(action)
 
-    def land(self) -> None:
-        before = list(self.moving)
-        failing, self.failing = self.failing, 0.0
-        broken = self.rng.random() < failing
-        self.failing = 1.0 if broken else 0.0
-        number = self.rng.randrange(len(before))
-        action = before[number]
-        if action.link == 0 and action.host >= 0 and not broken:
+    def _arrived(self, action: StartChunk) -> None:
+        if action.link == 0 and action.host >= 0:
             self.host[action.host][1].add(action.chunk)
-        randrange, self.rng.randrange = self.rng.randrange, lambda n: number  # type: ignore[method-assign]
-        try:
-            super().land()
-        finally:
-            self.rng.randrange, self.failing = randrange, failing  # type: ignore[method-assign]
+        super()._arrived(action)
 
 
 @given(
@@ -207,7 +188,7 @@ def test_any_order_of_events_and_any_size_of_the_tier(
             assert s.residents().tolist() == plain.residents().tolist()
     while theatre.moving:
         theatre.land()
-    assert len(s.transfers.queue) == 0
+    assert len(s.transfers.entries) == 0
     assert not tier.cache.state.pinned.any()
     assert not tier._under_way
     for piece in tier.cache.residents().tolist():  # what counts as kept is there, whole

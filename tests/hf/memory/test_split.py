@@ -155,7 +155,7 @@ def test_a_run_says_how_it_is_split(tmp_path):
         assert [n / split.whole for n in split.tops] == pytest.approx([0.25, 0.75], abs=0.1)
         stats = model.greenroom.stats()
         assert stats.split == {
-            "tops": [model.greenroom.driver.scheduler.placement.cache.size(g) for g in (0, 1)],
+            "tops": model.greenroom.driver.scheduler.view.group_sizes(),
             "shares": pytest.approx([0.25, 0.75], abs=0.1),
             "seats": split.seats,
             "bottoms": 0,

@@ -67,7 +67,7 @@ def test_closing_while_prefetches_are_on_their_way(rig):
     r = ahead(rig, lambda layer: [3, 4], latency=0.05)
     r.begin()
     r.step(0, 0)
-    assert len(r.scheduler.transfers.queue)
+    assert len(r.scheduler.transfers.entries)
     in_time(r.driver.close)
     assert threads() == before
     with pytest.raises(ClosedError):

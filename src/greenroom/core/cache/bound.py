@@ -21,38 +21,17 @@ class Bound(NamedTuple):
     admit: Any
 
 
+PARTS = ("victim", "on_hit", "on_insert", "on_evict", "on_step", "on_request")
+
+
 def bind(policy: Policy) -> Bound:
     """The cache's functions for a policy; compiled once for all its settings."""
-    return _bind(
-        policy.victim,
-        policy.on_hit,
-        policy.on_insert,
-        policy.on_evict,
-        policy.on_step,
-        policy.on_request,
-        policy.preload is not None,
-    )
+    return _bind(*(getattr(policy, part) for part in PARTS), policy.preload is not None)
 
 
 @cache
-def _bind(
-    victim: Any,
-    on_hit: Any,
-    on_insert: Any,
-    on_evict: Any,
-    on_step: Any,
-    on_request: Any,
-    bypass: bool,
-) -> Bound:
-    own = {
-        "victim": victim,
-        "on_hit": on_hit,
-        "on_insert": on_insert,
-        "on_evict": on_evict,
-        "on_step": on_step,
-        "on_request": on_request,
-        "bypass": bypass,
-    }
+def _bind(*parts: Any) -> Bound:
+    own = dict(zip((*PARTS, "bypass"), parts, strict=True))
     own["miss"] = compiled(with_parts(serving.miss, own))
     own["evict"] = jit(with_parts(serving.evict, own), _nrt=False)
     others = (serving.serve, serving.evict_victim, serving.borrow, serving.admit)

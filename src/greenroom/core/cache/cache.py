@@ -28,7 +28,9 @@ from greenroom.errors import BudgetError, UnknownName, UsageError
 
 PINS = ("step", "none")
 Flags = serving.Flags
-NOBODY = np.empty(0, np.bool_)
+Clock = tuple[int, int, int, int]  # the first fields of a `Now`
+NOBODY, NO_PIECES = np.empty(0, np.bool_), np.empty(0, np.int64)
+MOST_HITS = 64  # steps of hits that a policy is told of at a time
 
 
 def check_pin(pin: str) -> None:
@@ -61,7 +63,8 @@ class Cache:
 
     A miss always inserts (demand paging, no bypass; only a policy with a `preload` differs). The
     pieces of a step are pinned while it is served, unless their group has fewer slots than the
-    step asks of it. `trace` is for policies that must know the whole of it.
+    step asks of it. `sizes` are the slots of each group. `trace` is for policies that must know
+    the whole of it.
     """
 
     def __init__(
@@ -81,20 +84,26 @@ class Cache:
         sizes = group_sizes(pieces, capacity, scope)
         self.state = self._empty(sizes)
         self._parts = self._divided()
-        each, self.own = len(sizes) // pieces.devices, []
+        each, self._own = len(sizes) // pieces.devices, []
         for device, part in enumerate(self._parts):
             own = tuple(sizes[device * each : (device + 1) * each])
             setup = policy.setup(pieces.layer, part.group_of, own, pieces.layers, seed, trace)
-            self.own.append(policy.memory(setup))
+            self._own.append(policy.memory(setup))
             if policy.preload is not None:
                 preload(self.state, policy.preload(setup))
         self.kept = np.empty(0, np.int64)  # pieces that the policy must not evict
-        self.now = Now(0, 0, -1, 0, 0)  # of the step served last
+        self.now: Clock = 0, 0, -1, 0  # of the step served last
         self._told = [(-1, 0)] * pieces.devices  # each policy's last request, and its own pieces
+        # Steps that each device's policy does not know of yet: their pieces, and the rows of
+        # `steps` for `serving.serve`.
+        self._log: list[list[tuple[Ints, tuple[int, ...]]]] = [[] for _ in self._parts]
+        self._most_hits = 1 if policy.weighs else MOST_HITS  # told at once of rows and weights
+        self._open = NO_PIECES  # of a step of hits: pinned before a policy is asked for a victim
+        self._all_hit = np.ones(pieces.layer.size, np.int64), np.full(pieces.layer.size, -1)
 
     def _empty(self, sizes: list[int]) -> State:
         pieces, each = self.pieces, len(sizes) // self.pieces.devices
-        self._sizes = sizes
+        self.sizes = sizes
         if pieces.devices == 1:
             return empty_state(pieces.layer, sizes)
         return empty_state(
@@ -121,11 +130,6 @@ class Cache:
     def capacity(self) -> int:
         return self.state.piece_in.size
 
-    @property
-    def groups(self) -> int:
-        """Budgets that do not share slots."""
-        return self.state.free_count.size
-
     def serve(
         self,
         pieces: Ints,
@@ -149,38 +153,28 @@ class Cache:
             check_pin(pin)
         piece = int(pieces[0]) if pieces.size else 0
         pinned = pin == "step" and (fill >= 0 or self.fits(pieces))
-        self.now = at = Now(
-            now,
-            now // self._layers if token is None else token,
-            request,
-            int(self.pieces.layer[piece]),
-            self._told[0][1],
-        )
+        token = now // self._layers if token is None else token
+        self.now = at = now, token, request, int(self.pieces.layer[piece])
         rows = NO_ROWS if rows is None else rows
         weights = NO_WEIGHTS if weights is None else weights
-        misses = 0
         if self.pieces.devices == 1:
-            out = np.empty((3, pieces.size), np.int64)
-            misses = self._serve(0, pieces, rows, weights, at, pinned, fill, aside, out)
-        else:
-            out = np.empty((3, pieces.size), np.int64)
-            home, devices = self.pieces.home[pieces], self.pieces.devices
-            for device in {*home.tolist()}:
-                mine = np.flatnonzero(home == device)
-                share = fill if fill < 0 else fill // devices + (device < fill % devices)
-                part = np.empty((3, mine.size), np.int64)
-                misses += self._serve(
-                    device,
-                    pieces[mine],
-                    rows[mine] if rows.size else rows,
-                    weights[mine] if weights.size else weights,
-                    at._replace(index=self._told[device][1]),
-                    pinned,
-                    share,
-                    aside[mine] if aside.size else aside,
-                    part,
-                )
-                out[:, mine] = part
+            return self._serve(0, pieces, rows, weights, at, pinned, fill, aside)
+        out, misses = np.empty((3, pieces.size), np.int64), 0
+        home, devices = self.pieces.home[pieces], self.pieces.devices
+        for device in {*home.tolist()}:
+            mine = np.flatnonzero(home == device)
+            part = self._serve(
+                device,
+                pieces[mine],
+                rows[mine] if rows.size else rows,
+                weights[mine] if weights.size else weights,
+                at,
+                pinned,
+                fill if fill < 0 else fill // devices + (device < fill % devices),
+                aside[mine] if aside.size else aside,
+            )
+            out[:, mine] = part.slots, part.hits, part.evicted
+            misses += part.misses
         return Served(out[0], out[1], out[2], pinned, misses)
 
     def _serve(
@@ -189,43 +183,100 @@ class Cache:
         pieces: Ints,
         rows: Rows,
         weights: Weights,
-        at: Now,
+        at: Clock,
+        pinned: bool,
+        fill: int,
+        aside: Flags,
+    ) -> Served:
+        """A step's pieces of one device. Where all hit the policy has nothing to decide: it is told
+        of the step before it is asked next."""
+        request, index = self._told[device]
+        log, size = self._log[device], pieces.size
+        log.append((pieces, (*at, index, at[2] != request, size)))
+        self._told[device] = at[2], index + size
+        slots = self.state.slot_of[pieces]
+        if -1 not in slots.tolist() and len(log) < self._most_hits:
+            if pinned:
+                if self._open.size:
+                    self.pin_hits()
+                self._open = pieces
+            every, none = self._all_hit
+            return Served(slots, every[:size], none[:size], pinned, 0)
+        out = np.empty((3, size), np.int64)
+        misses = self._tell(device, rows, weights, pinned, fill, aside, out)
+        return Served(out[0], out[1], out[2], pinned, misses)
+
+    def _tell(
+        self,
+        device: int,
+        rows: Rows,
+        weights: Weights,
         pinned: bool,
         fill: int,
         aside: Flags,
         out: Ints,
     ) -> int:
-        """A step's pieces of one device: fills `out` [3, n] as `Served` has it; how many missed."""
-        begins = at.request != self._told[device][0]
-        self._told[device] = at.request, at.index + pieces.size
+        """Tell a device's policy of the steps that it does not know yet, the last of which may
+        miss: fills `out` [3, n] as `Served` has it. How many missed."""
+        log = self._log[device]
+        pieces, steps = zip(*log, strict=True)
+        log.clear()
+        if self._open.size:
+            self.pin_hits()
         misses: int = self._bound.serve(
-            self._parts[device], self.own[device], pieces, rows, weights, at, begins, pinned, fill,
-            aside, out,
+            self._parts[device], self._own[device],
+            np.concatenate(pieces) if len(pieces) > 1 else pieces[0], rows, weights,
+            np.array(steps), pinned, fill, aside, out,
         )  # fmt: skip
         if misses < 0:
             raise RuntimeError("no piece can be evicted: every resident is pinned")
         return misses
 
+    def pin_hits(self) -> None:
+        """Pin the pieces of the step of hits that was served last, unless it is over."""
+        self.state.pinned[self._open] += 1
+        self._open = NO_PIECES
+
+    def _tell_hits(self) -> None:
+        """Tell every policy of all steps: it is to be asked, or its memory looked at."""
+        self.pin_hits()
+        for device, log in enumerate(self._log):
+            if log:
+                out = np.empty((3, log[-1][0].size), np.int64)
+                self._tell(device, NO_ROWS, NO_WEIGHTS, False, -1, NOBODY, out)
+
+    @property
+    def own(self) -> list[Any]:
+        """What each device's policy remembers."""
+        self._tell_hits()
+        return self._own
+
     def _at(self, piece: int) -> tuple[State, Any, Now]:
         """What a policy is asked with about a piece, between steps."""
         device = int(self.pieces.home[piece])
-        now = self.now._replace(index=self._told[device][1])
-        return self._parts[device], self.own[device], now
+        self._tell_hits()
+        return self._parts[device], self._own[device], Now(*self.now, self._told[device][1])
 
     def keep(self, pieces: Ints) -> None:
         """Let these pieces, and no longer those of before, stay once they are there.
 
         BudgetError where they would leave a group no slot for others.
         """
-        self.check_kept([self.size(group) for group in range(self.groups)], pieces)
+        self._check_kept(self.sizes, pieces)
         self.state.pinned[self.kept] -= 1
         self.kept = np.sort(pieces)
         self.state.pinned[self.kept] += 1
 
-    def check_kept(self, sizes: Sequence[int], kept: Ints | None = None) -> None:
-        """BudgetError where groups of these sizes would have no slot beside what is kept (or shall
-        be)."""
-        kept = self.kept if kept is None else kept
+    def sizes_for(self, capacity: int, kept: Ints | None = None) -> list[int]:
+        """Slots of each group where there are so many in all.
+
+        BudgetError where a group would have no slot beside what is kept (or shall be).
+        """
+        sizes = group_sizes(self.pieces, capacity, self.scope)
+        self._check_kept(sizes, self.kept if kept is None else kept)
+        return sizes
+
+    def _check_kept(self, sizes: Sequence[int], kept: Ints) -> None:
         of_groups = np.bincount(self.state.group_of[kept], minlength=len(sizes))
         for size, count in zip(sizes, of_groups.tolist(), strict=True):
             if count >= size:
@@ -237,14 +288,14 @@ class Cache:
     def fits(self, pieces: Ints) -> bool:
         """Whether a step's pieces can all have slots at the same time."""
         if self.pieces.devices == 1 and not self.kept.size and pieces.size:
-            return bool(pieces.size <= self._sizes[self.state.group_of[pieces[0]]])
+            return bool(pieces.size <= self.sizes[self.state.group_of[pieces[0]]])
         return all(size <= self.open(group) for group, size in self.asked(pieces).items())
 
     def open(self, group: int) -> int:
         """Slots of a group that are nobody's for good."""
         if not self.kept.size:
-            return self.size(group)
-        return self.size(group) - int((self.state.group_of[self.kept] == group).sum())
+            return self.sizes[group]
+        return self.sizes[group] - int((self.state.group_of[self.kept] == group).sum())
 
     def asked(self, pieces: Ints) -> dict[int, int]:
         """How many slots a step's pieces ask of each group; those of kept ones are theirs."""
@@ -256,12 +307,13 @@ class Cache:
             return {int(self.state.group_of[pieces[0]]): int(pieces.size)}
         return Counter(self.state.group_of[pieces].tolist())
 
-    def size(self, group: int) -> int:
-        """Slots of a group."""
-        return int(self.state.first[group + 1] - self.state.first[group])
-
     def release(self, pieces: Ints) -> None:
-        """Undo the pins of a step that is over."""
+        """Undo the pins of a step that is over, or of some of its pieces."""
+        if pieces is self._open:
+            self._open = NO_PIECES
+            return
+        if self._open.size:
+            self.pin_hits()
         self.state.pinned[pieces] -= 1
 
     def remove(self, piece: int, now: int) -> None:
@@ -299,7 +351,7 @@ class Cache:
         begin, end = self.pieces.offsets[layer : layer + 2]
         if self.pieces.devices == 1:
             end = begin + 1
-        return sum(map(self.size, {*self.state.group_of[begin:end].tolist()}))
+        return sum(map(self.sizes.__getitem__, {*self.state.group_of[begin:end].tolist()}))
 
     def residents(self) -> Ints:
         """Pieces that have a slot, ascending."""
@@ -307,8 +359,8 @@ class Cache:
 
     def resize(self, capacity: int) -> None:
         """Change the number of slots; victims go by the policy, others may change their slot."""
-        state, sizes = self.state, group_sizes(self.pieces, capacity, self.scope)
-        self.check_kept(sizes)
+        state, sizes = self.state, self.sizes_for(capacity)
+        self._tell_hits()
         each = len(sizes) // self.pieces.devices
         for group, size in enumerate(sizes):
             held = [p for p in self.residents() if state.group_of[p] == group]

@@ -31,7 +31,7 @@ class Placement:
         self.place = first_places(self.cache)
         beside = pieces.split or pieces.copies
         self.extras = Extras(beside.seats if beside is not None else 0)
-        self._experts = pieces.experts
+        self._experts, self.extra_of = pieces.experts, pieces.extra_of
         self.home: list[int] = pieces.home.tolist()  # the device of each piece
         self._kinds = kinds_of(self.cache)
         self.wanted, self._ahead = capacity, ahead
@@ -65,20 +65,9 @@ class Placement:
         """Whether a piece is a bottom segment or a low-precision copy."""
         return self._experts <= piece < 2 * self._experts
 
-    def extra_of(self, expert: int) -> int:
-        """The piece that is an expert's bottom segment or its copy; -1 where it has none."""
-        if self.pieces.copies is not None:
-            return self.pieces.experts + expert
-        variants = self.pieces.variants[expert][0]
-        return variants[1] if len(variants) > 1 else -1
-
     def extra_slot(self, slot: int) -> int:
         """The tier's slot for a secondary slot: they are the tier's last kind."""
         return slot * self._kinds + self._kinds - 1
-
-    def group_sizes(self) -> list[int]:
-        """Slots of each group of layers (or devices) that share slots."""
-        return [self.cache.size(group) for group in range(self.cache.groups)]
 
     # ---- borrowed slots
 

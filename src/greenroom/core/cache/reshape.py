@@ -20,7 +20,7 @@ def kinds_of(cache: Cache) -> int:
     the last kind are those of bottoms; so are those of low-precision copies, beside one more."""
     pieces = cache.pieces
     if pieces.split is not None:
-        return cache.groups + 1
+        return len(cache.sizes) + 1
     return pieces.devices if pieces.copies is None else 2
 
 

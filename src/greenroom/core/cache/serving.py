@@ -84,34 +84,42 @@ def serve(
     pieces: Ids,
     rows: Rows,
     weights: Weights,
-    now: Now,
-    begins: bool,
+    steps: Ints,
     pin: bool,
     fill: int,
     aside: Flags,
     out: Ints,
 ) -> int:
-    """Request the pieces one by one; out [3, n]: slots, hits, evicted. How many missed; STUCK
-    where nothing can be evicted.
+    """Request the pieces of consecutive steps one by one, of which all but the last are all hits.
+
+    `steps` [S, 7] are each one's `Now`, whether a prompt begins with it, and its pieces. The rest
+    is of the last step: out [3, n] are slots, hits, evicted. How many missed; STUCK where nothing
+    can be evicted.
 
     With `fill` >= 0 so many misses are taken in, where slots are free; nothing is evicted, and
     the others pass by. So do misses that are `aside` ([n], or empty).
     """
-    if begins:
-        on_request(state, own, now)
-    on_step(state, own, pieces, rows, weights, now)
-    if pin:
-        for piece in pieces:
-            state.pinned[piece] += 1
-    missed = 0
-    for i in range(pieces.size):
-        piece = pieces[i]
-        at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
-        out[0, i], out[1, i], out[2, i] = state.slot_of[piece], 1, -1
-        if out[0, i] >= 0:
-            on_hit(state, own, piece, at)
-        else:
-            out[1, i] = 0
+    begin, missed, last = 0, 0, steps.shape[0] - 1
+    for s in range(last + 1):
+        end = begin + steps[s, 6]
+        now = Now(steps[s, 0], steps[s, 1], steps[s, 2], steps[s, 3], steps[s, 4])
+        if steps[s, 5]:
+            on_request(state, own, now)
+        on_step(state, own, pieces[begin:end], rows, weights, now)
+        if pin and s == last:
+            for piece in pieces[begin:end]:
+                state.pinned[piece] += 1
+        for i in range(end - begin):
+            piece = pieces[begin + i]
+            at = Now(now.clock, now.token, now.request, now.layer, now.index + i)
+            slot = state.slot_of[piece]
+            if slot >= 0:
+                on_hit(state, own, piece, at)
+            if s < last:
+                continue
+            out[0, i], out[1, i], out[2, i] = slot, slot >= 0, -1
+            if slot >= 0:
+                continue
             missed += 1
             if aside.size and aside[i]:
                 out[0, i] = BYPASS
@@ -124,6 +132,7 @@ def serve(
             out[0, i], out[2, i] = miss(state, own, piece, at)
             if out[0, i] == STUCK:
                 return STUCK
+        begin = end
     return missed
 
 

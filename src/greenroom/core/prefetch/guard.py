@@ -84,11 +84,6 @@ class Guard:
         self._next, self._interval = self._passes, INTERVAL
         self._stalls, self._usual = [], None
 
-    @property
-    def testing(self) -> bool:
-        """Whether a trial is under way."""
-        return self._trial is not None
-
     def _left(self) -> float:
         return FIRST + SHARE * self._passes - self._tested
 

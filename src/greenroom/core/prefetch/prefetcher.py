@@ -14,8 +14,6 @@ from greenroom.core.prefetch.lookahead import Expected, Lookahead, Wish
 from greenroom.core.transfers.queue import Urgency
 from greenroom.core.transfers.transfers import Transfers
 
-NOBODY: Collection[int] = ()
-
 
 class Prefetcher:
     """Predictions, the transfers that they are worth, and the loans that yield to a step.
@@ -28,7 +26,6 @@ class Prefetcher:
     ) -> None:
         self.lookahead = lookahead
         self._placement, self._transfers, self._counts = placement, transfers, counts
-        self._home: list[int] = placement.pieces.home.tolist()
         self._split = placement.pieces.split is not None
 
     # ---- what is expected, and what became of it
@@ -93,7 +90,7 @@ class Prefetcher:
             return False
         may: Callable[[int], bool] | None = None
         if but or not all(ways):
-            may = lambda piece: ways[self._home[piece]] and piece not in but  # noqa: E731
+            may = lambda piece: ways[placement.home[piece]] and piece not in but  # noqa: E731
         if self._split:
             wish = self.lookahead.nearest(None, _Resident(placement), may, placement.missing_chunks)
         else:
@@ -143,7 +140,7 @@ class Prefetcher:
         placement, queue = self._placement, self._transfers.queue
         for option in options:
             for expert, layer in option.candidates(view):
-                open_for = queue.open_for(Urgency.PREFETCH, self._home[expert])
+                open_for = queue.open_for(Urgency.PREFETCH, placement.home[expert])
                 if placement.buffer.full or not open_for:
                     return False
                 option.dismiss(expert)

@@ -75,8 +75,7 @@ class Scheduler:
         seed: int = 0,
         host: HostTier | None = None,
         options: Sequence[Option] = (),
-        lookahead: Lookahead | None = None,
-        counts: Counts | None = None,
+        after: Scheduler | None = None,
     ) -> None:
         """
         capacity: slots, in whole experts
@@ -85,19 +84,20 @@ class Scheduler:
         ahead:    slots that may be on loan at a time, at most a quarter of all
         host:     the tier between the two links of a chain
         options:  in the order in which they change a step's plan
-        lookahead, counts: of a scheduler before this one, to go on from
+        after:    an emptied scheduler, whose predictions and counts this one goes on from
         """
         _check(pieces, pin, ahead, host)
         self.pieces, self.pin, self.options = pieces, pin, tuple(options)
-        self.counts, self._layers = counts or Counts(), pieces.layers
+        self.counts: Counts = Counts() if after is None else after.counts
+        self._layers = pieces.layers
         self.placement = Placement(pieces, capacity, policy, scope, ahead, seed)
-        self.lookahead = lookahead or Lookahead(pieces)
+        self.lookahead: Lookahead = Lookahead(pieces) if after is None else after.lookahead
         self.transfers = Transfers(
             self.placement, lanes, seats, host, self.counts, options, self.lookahead.pace.link
         )
         self.prefetcher = Prefetcher(self.lookahead, self.placement, self.transfers, self.counts)
         self._borrowing = Borrowing(self.placement, self.transfers, self.prefetcher, self.counts)
-        self.view = StateView(self.placement, self.transfers)
+        self.view = StateView(self.placement, self.transfers, self.lookahead.accuracy)
         self.step: Step | None = None
         self.all_resident: AllResident | None = None
         self.parts = pieces.split is not None or any(o.approximates for o in options)
@@ -131,6 +131,10 @@ class Scheduler:
     def residents(self) -> Ints:
         """The experts that have a slot of the cache, ascending."""
         return self.placement.cache.residents()
+
+    def empty(self, now: float) -> None:
+        """Forget what is under way and resident; another scheduler goes on from this one."""
+        self.prefetcher.retire(now)
 
     def option(self, kind: type[AnyOption]) -> AnyOption | None:
         """The option of a kind; None where it is off."""
@@ -187,7 +191,7 @@ class Scheduler:
             if served.misses:
                 self._miss(step, here, lends)
             if rest is not None:
-                step.approximate(*rest)
+                step.approximate(event, rest)
             if step.lacking:
                 step.claim_secondary()
         if expected is not None:

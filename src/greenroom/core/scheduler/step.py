@@ -11,8 +11,7 @@ from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
 from greenroom.core.events import HOST, Compute, Routed
 from greenroom.core.pieces import Ints
-from greenroom.core.plan import EXACT, LOW, SKIP, Group
-from greenroom.core.policy import Rows
+from greenroom.core.plan import EXACT, LOW, SKIP, Group, Plan
 from greenroom.core.transfers.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class Step:
     """
 
     __slots__ = (
-        "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
+        "_asked", "_counts", "_one_place", "_placement", "_split", "_transfers", "array", "began",
         "blocked", "clock", "ending", "exact", "experts", "failed", "freed", "hits", "lacking",
         "late", "layer", "lent", "missing", "on_host", "part", "passing", "pinned", "prefill",
         "ready", "seats", "served", "slots", "stage", "substitutes", "tokens", "uncomputed",
@@ -75,7 +74,7 @@ class Step:
 
     def begin(self, served: Served) -> None:
         """The cache has given slots to the exact requests."""
-        self.served, self.pinned = served, served.pinned
+        self.served, self.pinned, self._asked = served, served.pinned, self.array
         self.experts: list[int] = self.array.tolist()
         self.slots: Ints = self._placement.place[served.slots]
         self.hits: list[int] = served.hits.tolist()
@@ -83,7 +82,7 @@ class Step:
 
     def begin_resident(self, served: Served, now: float) -> Compute:
         """Every request has hit, on one device: they are one group."""
-        self.served, self.pinned = served, served.pinned
+        self.served, self.pinned, self._asked = served, served.pinned, self.array
         self.waves[0], self.began[0] = range(self.exact), now
         return Compute(self.array, self._placement.place[served.slots])
 
@@ -95,20 +94,18 @@ class Step:
         self._counts.bottoms += len(self.lacking)
         self._counts.bottom_hits += sum(map(extras.whole, self.experts))
 
-    def approximate(
-        self, experts: Ints, tokens: Rows | None, forms: list[int], weights: list[int]
-    ) -> None:
-        """Add the requests that are served with less than the exact expert, [m] each."""
-        placement, first = self._placement, len(self.experts)
-        self.array = np.concatenate([self.array, experts])
+    def approximate(self, event: Routed, plan: Plan) -> None:
+        """Add the requests that are served with less than the exact expert."""
+        placement, first, forms = self._placement, len(self.experts), plan.form.tolist()
+        self.array = np.concatenate([self.array, event.experts[plan.request]])
         self.experts = self.array.tolist()
-        if self.tokens is not None and tokens is not None:
-            self.tokens = np.concatenate([self.tokens, tokens])
+        if self.tokens is not None and event.rows is not None:
+            self.tokens = np.concatenate([self.tokens, event.rows[plan.request]])
         self.stage = [EXACT] * first + forms
         low = [r for r, form in enumerate(forms, first) if form == LOW]
         skipped = forms.count(SKIP)
-        slots = placement.place[placement.cache.state.slot_of[weights]]
-        slots[np.array(forms) != EXACT] = -1
+        slots = placement.place[placement.cache.state.slot_of[plan.weights]]
+        slots[plan.form != EXACT] = -1
         self.slots = np.concatenate([self.slots, slots])
         self.uncomputed = len(self.experts)
         self.ready += [r for r, form in enumerate(forms, first) if form != LOW]
@@ -300,7 +297,7 @@ class Step:
         """End all leases, of a step that is computed or was given up."""
         placement, cache, extras = self._placement, self._placement.cache, self._placement.extras
         if self.pinned:
-            asked = self.array[: self.exact]
+            asked = self._asked
             if self.freed:
                 asked = np.array([e for e in asked.tolist() if e not in self.freed], np.int64)
             cache.release(asked)

@@ -1,21 +1,60 @@
-"""What options may know of the scheduler's state."""
+"""What options and drivers may know of the scheduler's state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from greenroom.core.cache.placement import Placement
+from greenroom.core.cache.scope import Scope
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, Flight
+from greenroom.core.prefetch.lookahead import Accuracy
 from greenroom.core.transfers.transfers import Transfers
 
 
 class StateView:
-    """The `View` of a placement and its transfers."""
+    """The `View` of options; the rest is for drivers.
 
-    def __init__(self, placement: Placement, transfers: Transfers) -> None:
-        self.pieces = placement.pieces
+    accuracy: of predictions
+    lanes:    transfers at a time on each link
+    seats:    staging slots
+    sources:  the links that what is brought crosses first
+    """
+
+    def __init__(self, placement: Placement, transfers: Transfers, accuracy: Accuracy) -> None:
+        self.pieces, self.accuracy = placement.pieces, accuracy
         self._placement, self._transfers = placement, transfers
+        queue = transfers.queue
+        self.lanes, self.seats = queue.lanes, queue.seats
+        self.sources = {path[0] for path in queue.paths}
+
+    # ---- for drivers
+
+    @property
+    def slots(self) -> int:
+        """Slots of the cache, of whole experts or of their tops."""
+        return self._placement.cache.capacity
+
+    @property
+    def scope(self) -> Scope:
+        """Which layers share slots."""
+        return self._placement.cache.scope
+
+    @property
+    def loans(self) -> int:
+        """Slots that may be on loan at a time."""
+        return self._placement.buffer.size
+
+    def group_sizes(self) -> list[int]:
+        """Slots of each group of layers (or devices) that share slots."""
+        return self._placement.cache.sizes
+
+    def check_capacity(self, capacity: int, kept: Ints | None = None) -> None:
+        """BudgetError where so many slots cannot be, or leave a group none beside what is kept (or
+        shall be)."""
+        self._placement.cache.sizes_for(capacity, kept)
+
+    # ---- for options
 
     def resident(self, experts: Ints) -> Flags:
         flags: Flags = self._placement.cache.state.slot_of[experts] >= 0

@@ -112,17 +112,6 @@ class TransferQueue:
             raise ValueError(f"{lanes[0]} lanes need more than {lanes[0]} seats: {self.seats}")
         self._seats = list(range(self.seats))[::-1] if chained else None
 
-    def __contains__(self, piece: int) -> bool:
-        return piece in self.entries
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def links_from_store(self) -> set[int]:
-        """The links that what is brought crosses first."""
-        return {path[0] for path in self.paths}
-
     def add(
         self,
         piece: int,

@@ -56,7 +56,7 @@ class HostTier:
         self.requests += 1
         state = self.cache.state
         kept, group = bool(state.slot_of[piece] >= 0), int(state.group_of[piece])
-        if not kept and self._pinned[group] >= self.cache.size(group):  # none that may be taken
+        if not kept and self._pinned[group] >= self.cache.sizes[group]:  # none that may be taken
             return -1, False
         wanted = np.array([piece], np.int64)
         served = self.cache.serve(

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import slots_ahead
-from greenroom.core.cache.state import group_sizes
 from greenroom.core.events import Resized
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.foresight import Foresight
@@ -133,7 +132,7 @@ class Greenroom:
         scheduler = self._scheduler(pieces, both)
         between = None
         if len(lanes_of(parts)) > 1:
-            seats = scheduler.transfers.queue.seats
+            seats = scheduler.view.seats
             between = memory_between(parts, pieces, chunks, seats, self.engines, both)
         driver = Driver(
             scheduler,
@@ -243,9 +242,8 @@ class Greenroom:
         parts = self.parts
         if parts.pins is not None:
             fewest = self.growth.least if self.growth is not None else self.capacity
-            sizes = group_sizes(pieces_of(parts), fewest, parts.scope)
             for task in parts.pins.tasks.values():
-                self.driver.scheduler.placement.cache.check_kept(sizes, task.experts)
+                self.driver.scheduler.view.check_capacity(fewest, task.experts)
             self._hooks.pinned = TaskPins(parts.pins, self.driver)
 
     def warm_up(self) -> None:
@@ -301,7 +299,7 @@ class Greenroom:
         self._base = replace(driver.scheduler.counts), driver.meter.copy()
         self._host_base = driver.host_s
         self._hooks.size_from_here()
-        driver.scheduler.lookahead.accuracy.reset()
+        driver.scheduler.view.accuracy.reset()
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Record what runs when from here on; the timeline so far is returned as recording ends."""
@@ -317,8 +315,7 @@ class Greenroom:
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.parts.catalog, "cache")
-        sizes = group_sizes(pieces_of(self.parts), slots, self.parts.scope)  # or BudgetError
-        self.driver.scheduler.placement.cache.check_kept(sizes)
+        self.driver.scheduler.view.check_capacity(slots)
         self._hooks.growth = None
         self.driver.resize(slots)
         self._hooks.sized()

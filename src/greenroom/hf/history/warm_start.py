@@ -54,15 +54,15 @@ class WarmStart:
         scheduler = self._driver.scheduler
         if self._before is None:
             return 0
-        offsets, cache = scheduler.pieces.offsets, scheduler.placement.cache
-        sizes = scheduler.placement.group_sizes()
+        offsets, view = scheduler.pieces.offsets, scheduler.view
+        sizes = view.group_sizes()
         given = tuple(map(float, sizes)) if scheduler.pieces.split and len(sizes) > 1 else None
-        hot = self._before.hot_set(offsets, cache.capacity, given or cache.scope)
+        hot = self._before.hot_set(offsets, view.slots, given or view.scope)
         try:
             return warm_up(self._driver, hot, LIMIT_S)
         except StoreError as error:
             log.warning("the cache starts colder than it could: %s", error)
-            return int(cache.residents().size)
+            return int(scheduler.residents().size)
         finally:
             self._passes = self._driver.meter.passes
             self._driver.asked[:] = 0

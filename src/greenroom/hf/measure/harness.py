@@ -138,8 +138,8 @@ class Harness:
 
     def _warm(self, made: Greenroom) -> None:
         """Fill its cache with what was asked for most so far; nothing of that is counted."""
-        cache, offsets = made.driver.scheduler.placement.cache, self.parts.catalog.offsets
-        hot = RoutingHistory.of_counts(self.asked).hot_set(offsets, cache.capacity, cache.scope)
+        view, offsets = made.driver.scheduler.view, self.parts.catalog.offsets
+        hot = RoutingHistory.of_counts(self.asked).hot_set(offsets, view.slots, view.scope)
         if hot.size:
             warm_up(made.driver, hot, WARM_S)
         made.driver.asked[:] = 0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.core.events import (
     HOST,
     Action,
@@ -39,6 +38,7 @@ from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.driver.orders import Orders
 from greenroom.runtime.driver.predictions import Predictions
 from greenroom.runtime.driver.timeline import COMPUTE, Timeline
+from greenroom.runtime.slots.resident_tables import ResidentTables, Tables
 from greenroom.runtime.slots.tier import Tier
 
 ComputeWave = Callable[..., None]  # (experts, slots), and the part where waves have one
@@ -68,9 +68,10 @@ class Driver:
         """`between` is the memory between two links."""
         self.scheduler, self.slots = scheduler, slots
         self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
-        self.meter = Meter.of(scheduler.transfers.queue.lanes)
+        self.meter = Meter.of(scheduler.view.lanes)
         self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
+        self._tables = ResidentTables(scheduler, self.asked)
         self.timeline: Timeline | None = None
         self.links, self._store, self._between = links, store, between
         self._orders = Orders()
@@ -84,7 +85,7 @@ class Driver:
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
-        lanes = scheduler.transfers.queue.lanes
+        lanes = scheduler.view.lanes
         self._copier = Copier(store, slots, lanes, self._delivered, between)
 
     def begin_pass(self, at: PassBegins) -> None:
@@ -233,14 +234,13 @@ class Driver:
     def at_once(
         self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
     ) -> bool:
-        """A step without a decision: `find` (see `AllResident`), then `compute()`. False, and
+        """A step without a decision: `find` (see `ResidentTables`), then `compute()`. False, and
         nothing done, where it has to be a `step`."""
         if self.timeline is not None:
             return False
         with self._one_step:
             self._enter(wanted=True)
-            first, path = self.scheduler.pieces.offsets[layer], self.scheduler.all_resident
-            if path is None or not path.compiled_step(first, self.asked, find):
+            if not self._tables.step(layer, find):
                 return False
             self._come_to(layer)
             compute()
@@ -253,8 +253,7 @@ class Driver:
             return None
         with self._one_step:
             self._enter(wanted=True)
-            path = self.scheduler.all_resident
-            done = None if path is None else path.compiled_steps(self.asked, find)
+            done = self._tables.steps(find)
             for layer in layers[: done or 0]:
                 self._come_to(layer)
             return done

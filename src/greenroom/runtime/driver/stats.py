@@ -78,7 +78,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     if (split := scheduler.pieces.split) is None:
         return None
     return {
-        "tops": scheduler.placement.group_sizes(),
+        "tops": scheduler.view.group_sizes(),
         "shares": [a / (a + b) for a, b in zip(split.tops, split.bottoms, strict=True)],
         "seats": split.seats,
         "bottoms": counts.bottoms,
@@ -136,7 +136,7 @@ def prefetch_stats(driver: Driver, predictor: Predictor | None, counts: Counts) 
     goodpred: the share that was predicted and there in time (ProMoE, 4.1); `on`: whether the guard
     lets it run now, and `verdict` why. Shares are None where nothing was predicted.
     """
-    accuracy = driver.scheduler.lookahead.accuracy
+    accuracy = driver.scheduler.view.accuracy
     guard = driver.predictions.guard
     return {
         "predictor": predictor.name if predictor else "off",

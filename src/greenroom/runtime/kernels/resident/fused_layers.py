@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.dense.attention import Positions, Room
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Key
 from greenroom.runtime.kernels.dense.guard import Guard
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
+from greenroom.runtime.slots.resident_tables import Tables
 
 if TYPE_CHECKING:
     from greenroom.runtime.forward import FusedExperts

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.core.pieces import Ints
 from greenroom.runtime.kernels.codegen.entries import choice, layers
 from greenroom.runtime.kernels.dense.attention import Positions, Room
@@ -27,6 +26,7 @@ from greenroom.runtime.kernels.dense.router import Asked
 from greenroom.runtime.kernels.dense.stored import scratch
 from greenroom.runtime.kernels.launch.openmp import BARRIER, body
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
+from greenroom.runtime.slots.resident_tables import Tables
 
 AHEAD = 256  # tokens that a program has room to work for, beside those of its first
 STEP_WORD = choice.STEP - choice.FIRST_PIECE  # of Tables, and the last of it

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from greenroom.core.cache.all_resident import Tables
 from greenroom.runtime.kernels.codegen.entries import choice, compiled, gating, layers
 from greenroom.runtime.kernels.cpu import CpuKernel, Step, plan_of
 from greenroom.runtime.kernels.launch.openmp import BARRIER, body
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
+from greenroom.runtime.slots.resident_tables import Tables
 
 # Driver.at_once for a layer: `find(tables)`, then `compute()`.
 Ask = Callable[[Callable[[Tables], int], Callable[[], None]], bool]

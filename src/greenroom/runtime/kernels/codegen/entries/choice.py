@@ -27,7 +27,7 @@ SELECT_WORDS = 11
 ) = range(SELECT_WORDS)  # fmt: skip
 
 # The words of `place`. From FIRST_PIECE to STEP they are those of `Tables` in
-# core/cache/all_resident.py. IDS is the address of the ids chosen [K]; the results go to P_EXPERTS,
+# slots/resident_tables.py. IDS is the address of the ids chosen [K]; the results go to P_EXPERTS,
 # in ascending order, P_SLOTS and P_RANKS [K]. All is int64.
 PLACE_WORDS = 14
 (

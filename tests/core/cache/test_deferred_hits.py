@@ -1,0 +1,148 @@
+"""A policy that is told of hits before it is asked next decides as one that is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.cache.cache import MOST_HITS, Cache
+from greenroom.core.pieces import Pieces
+from greenroom.policies import POLICIES, policy
+from tests.core.strategies import steps
+from tests.policies.plain import plain_policies
+
+LAYERS, EXPERTS = 2, 6
+NAMES = sorted(name for name, each in POLICIES.items() if not each.needs_trace)
+
+
+def arrays(own: Any) -> Iterator[list[float]]:
+    """All that a policy remembers."""
+    for each in own:
+        if isinstance(each, tuple | list):
+            yield from arrays(each)
+        else:
+            yield np.asarray(each).ravel().tolist()
+
+
+class Twins:
+    """A cache, and one whose policy is told of every step at once; both must do the same."""
+
+    def __init__(self, name: str, capacity: int, devices: int, seed: int) -> None:
+        every = Pieces.whole([0, EXPERTS, 2 * EXPERTS], [1, 1], devices=devices)
+        self.both = [Cache(every, capacity, policy(name), seed=seed) for _ in range(2)]
+        self.both[1]._most_hits = 1
+        self.asked: tuple[np.ndarray, ...] = ()  # of the step under way, where it is pinned
+        self.borrowed: list[tuple[int, int]] = []  # (piece, slot)
+
+    def each(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ours, told = (getattr(cache, method)(*args, **kwargs) for cache in self.both)
+        assert ours == told
+        return ours
+
+    def serve(self, number: int, layer: int, chosen: set[int], digit: int) -> None:
+        asked = np.array(sorted(chosen), np.int64) + EXPERTS * layer
+        room = min(map(self.both[0].open, range(len(self.both[0].sizes))))
+        while self.borrowed and asked.size + len(self.borrowed) > room:  # the step comes first
+            self.each("give_back", self.borrowed.pop(0)[1])
+        asked = np.setdiff1d(asked, [piece for piece, _ in self.borrowed])
+        more: dict[str, Any] = {"request": number // 7, "fill": 1 if digit == 9 else -1}
+        if digit % 2:
+            more |= {"rows": np.full(asked.size, 2, np.int32)}
+            more |= {"weights": np.linspace(0.1, 0.9, asked.size, dtype=np.float32)}
+        ours, told = (cache.serve(asked, number, **more) for cache in self.both)
+        for name in ("slots", "hits", "evicted"):
+            assert getattr(ours, name).tolist() == getattr(told, name).tolist()
+        assert (ours.pinned, ours.misses) == (told.pinned, told.misses)
+        self.asked = (asked,) if ours.pinned else ()
+
+    def during(self, digit: int) -> None:
+        """Something that may happen before a step is over, or after it."""
+        piece = digit + 2
+        absent = self.both[0].state.slot_of[piece] < 0
+        if digit in (5, 6) and absent and piece not in dict(self.borrowed):
+            slot, _ = self.each("borrow", piece)
+            if slot >= 0:
+                self.borrowed.append((piece, slot))
+        elif digit == 7 and self.borrowed:
+            piece, slot = self.borrowed.pop(0)
+            room = self.both[0].state.free_count.sum() or not self.asked
+            self.each("admit" if room else "give_back", *((piece, slot) if room else (slot,)))
+
+    def end(self, split: bool) -> None:
+        """A step's pins end, of all its pieces or of some before others."""
+        for asked in self.asked:
+            parts = (asked[:1], asked[1:]) if split else (asked,)
+            for cache in self.both:
+                for part in parts:
+                    cache.release(part)
+        self.asked = ()
+
+    def between(self, digit: int, number: int) -> None:
+        if digit == 3:
+            self.each("remove", number % (2 * EXPERTS), number)
+        elif digit == 4 and not self.borrowed:
+            self.each("resize", 4 + number % 9)
+        elif digit == 8:
+            for cache in self.both:
+                cache.keep(np.array([number % 4], np.int64))
+
+    def same(self) -> None:
+        ours, told = self.both
+        for cache in self.both:
+            cache.pin_hits()
+        assert [list(each) for each in arrays(ours.state)] == list(arrays(told.state))
+        assert repr(list(arrays(ours.own))) == repr(list(arrays(told.own)))  # some are no numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    steps=steps(LAYERS, EXPERTS),
+    capacity=st.integers(4, 12),
+    devices=st.sampled_from([1, 1, 2]),
+    looks=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=15, deadline=None)
+@plain_policies()
+def test_later_is_as_good_as_at_once(name, steps, capacity, devices, looks, seed):
+    twins = Twins(name, capacity, devices, seed)
+    for number, (layer, chosen, digit) in enumerate(steps):
+        twins.serve(number, layer, chosen, digit)
+        twins.during(digit)
+        twins.end(split=digit == 2)
+        twins.during(9 - digit)
+        twins.between(digit, number)
+        if number % looks == looks - 1:
+            twins.same()
+    twins.same()
+
+
+def test_a_run_of_hits_waits_until_it_is_too_long():
+    told = []
+    cache = Cache(Pieces.whole([0, 4], [1]), 3, policy("lru"))
+    cache.serve(np.arange(3), 0)
+    cache.release(np.arange(3))
+    compiled = cache._bound
+    cache._bound = compiled._replace(serve=lambda *args: told.append(len(args[5])) or 0)
+    for number in range(MOST_HITS + 2):
+        assert cache.serve(np.arange(2), number, "none").misses == 0
+    assert told == [MOST_HITS]
+    cache.borrow(3)
+    assert told == [MOST_HITS, 2]
+
+
+def test_a_step_of_hits_is_pinned_before_a_victim_is_sought():
+    cache = Cache(Pieces.whole([0, 4], [1]), 2, policy("lru"))
+    cache.serve(np.arange(2), 0)
+    cache.release(np.arange(2))
+    asked = np.array([0])
+    cache.serve(asked, 1)
+    assert cache.borrow(3)[1] == 1  # the only one that is not of the step
+    assert cache.state.pinned.tolist() == [1, 0, 0, 0]
+    cache.release(asked)
+    assert not cache.state.pinned.any()

@@ -1,0 +1,205 @@
+"""A small model of two layers, and what drives a scheduler in tests of its events."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from greenroom.core.cache.buffer import Use
+from greenroom.core.cache.reshape import kinds_of
+from greenroom.core.events import (
+    Action,
+    Cancelled,
+    Compute,
+    Computed,
+    Failed,
+    Finish,
+    Landed,
+    Move,
+    Predicted,
+    Routed,
+    StartChunk,
+)
+from greenroom.core.pieces import Pieces
+from greenroom.core.scheduler.scheduler import Scheduler
+
+LAYERS, EXPERTS = 2, 6
+OFFSETS = [0, 6, 12]
+
+
+def pieces(chunks: int = 1, devices: int = 1) -> Pieces:
+    return Pieces.whole(OFFSETS, [100] * LAYERS, [chunks] * OFFSETS[-1], devices)
+
+
+def ids(*experts: int) -> np.ndarray:
+    return np.array(experts, np.int64)
+
+
+class Theatre:
+    """A driver in which anything may happen next: chunks land or fail and waves end in any order.
+
+    `memory[slot]` is the piece whose chunks have all landed there, as a real slot would hold it;
+    `seats[seat]` is the chunk that a staging seat holds.
+    """
+
+    def __init__(self, s: Scheduler, rng: random.Random, failing: float) -> None:
+        self.s, self.rng, self.failing = s, rng, failing
+        self.chained = len(s.transfers.queue.paths[0]) > 1
+        self.lasts = {path[-1] for path in s.transfers.queue.paths}
+        self.memory: dict[int, int] = {}
+        self.landed: dict[tuple[int, int], int] = {}  # (piece, slot) -> chunks
+        self.seats: dict[int, tuple[int, int]] = {}
+        self.moving: list[StartChunk] = []
+        self.waves: dict[int, Compute] = {}
+        self.computed: list[int] = []
+        self.finish: Finish | None = None
+        self.now = 0.0
+
+    def tell(self, event) -> None:
+        self.now += self.rng.random()
+        for action in self.s.on(event, self.now):
+            match action:
+                case StartChunk():
+                    self._start(action)
+                case Compute():
+                    assert action.device not in self.waves
+                    self._computable(action)
+                    self.waves[action.device] = action
+                case Move(piece, source, target):
+                    assert self._holds(source, piece)
+                    assert not self.moving
+                    self.memory[target] = self.memory[source]
+                case Finish():
+                    demands = {
+                        p for p, e in self.s.transfers.queue.entries.items() if e.urgency == 0
+                    }
+                    assert not demands, "a demand outlives its step"
+                    self.finish = action
+        self._check()
+
+    def _holds(self, slot: int, piece: int) -> bool:
+        return self.memory[slot] == piece
+
+    def _computable(self, wave: Compute) -> None:
+        experts, slots = wave.experts, wave.slots
+        assert {*self.s.pieces.home[experts].tolist()} == {wave.device}
+        there = [self.memory.get(int(slot)) for slot in slots]
+        assert there == (experts + wave.part * self.s.pieces.experts).tolist()
+        self._after_its_top(experts, wave.part)
+        assert not {m.slot for m in self.moving} & set(slots.tolist())
+
+    def _start(self, action: StartChunk) -> None:
+        assert (action.link, action.lane) not in {(m.link, m.lane) for m in self.moving}
+        chunk = (action.piece, action.chunk)
+        if action.link == 0 and self.chained:
+            assert action.seat not in {m.seat for m in self.moving}
+            self.seats[action.seat] = chunk
+        elif self.chained:
+            assert self.seats[action.seat] == chunk, "the seat was given away"
+        self._at_home(action)
+        if (
+            action.link in self.s.view.sources and action.chunk == 0
+        ):  # from the start, whatever came before
+            self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
+            self.landed[action.piece, action.slot] = 0
+        if action.link in self.lasts:
+            self.memory.pop(action.slot, None)
+            self._spare(action)
+        self.moving.append(action)
+
+    def _spare(self, action: StartChunk) -> None:
+        """Nothing is written to a slot that is being computed from."""
+        assert not any(action.slot in wave.slots for wave in self.waves.values())
+
+    def _at_home(self, action: StartChunk) -> None:
+        """A piece goes to its own device, on that device's own link."""
+        home = int(self.s.pieces.home[action.piece])
+        assert action.link in self.s.transfers.queue.paths[home]
+        kinds = kinds_of(self.s.placement.cache)
+        if self.s.pieces.split is not None:  # each group's tops have slots of their own, and so on
+            bottom = action.piece >= self.s.pieces.experts
+            home = kinds - 1 if bottom else int(self.s.placement.cache.state.group_of[action.piece])
+        assert action.slot % kinds == home
+
+    def _after_its_top(self, experts: np.ndarray, part: int) -> None:
+        """A bottom goes on where the top has ended, which is still in its slot."""
+        if part:
+            assert {*experts.tolist()} <= {*self.computed}
+            at = np.searchsorted(self.s.step.experts, experts)
+            assert [
+                self.memory[int(slot)] for slot in np.array(self.s.step.slots)[at]
+            ] == experts.tolist()
+
+    def _check(self) -> None:
+        """What lies in the buffer and is not moving is there, whole."""
+        for piece, held in self.s.placement.buffer.held.items():
+            assert self.s.placement.cache.state.slot_of[piece] < 0, "in the cache and in the buffer"
+            if held.use is Use.AHEAD:
+                assert self.memory.get(int(self.s.placement.place[held.slot])) == piece
+
+    def run(
+        self, step: int, layer: int, experts: np.ndarray, cancel=False, prefill=False, tails=None
+    ) -> None:
+        self.computed, self.finish, self.waves = [], None, {}
+        self.tell(Routed(step, layer, experts, prefill=prefill, tails=tails))
+        while self.finish is None:
+            choices = ["land"] * len(self.moving) + ["compute"] * len(self.waves)
+            assert choices, "deadlock"
+            if cancel and self.rng.random() < 0.2:
+                cancel, self.waves = False, {}
+                self.tell(Cancelled())
+            elif self.rng.choice(choices) == "compute":
+                wave = self.waves.pop(self.rng.choice(sorted(self.waves)))
+                self.computed += self._results(wave)
+                self.tell(Computed(wave.device))
+            else:
+                self.land()
+
+    def _results(self, wave: Compute) -> list[int]:
+        return (wave.experts + wave.part * self.s.pieces.experts).tolist()
+
+    def land(self) -> None:
+        action = self.moving.pop(self.rng.randrange(len(self.moving)))
+        if self.rng.random() < self.failing:
+            self.landed = {k: n for k, n in self.landed.items() if k[0] != action.piece}
+            self.tell(Failed(action.lane, action.piece, action.link))
+            return
+        self._arrived(action)
+        self.tell(Landed(action.lane, action.piece, action.link))
+
+    def _arrived(self, action: StartChunk) -> None:
+        if action.link in self.lasts:
+            key = action.piece, action.slot
+            if key in self.landed:
+                self.landed[key] += 1
+                if self.landed[key] == self.s.pieces.chunks[action.piece]:
+                    self.memory[action.slot] = action.piece
+                    del self.landed[key]
+
+    def predict(self, layer: int, seed: int) -> None:
+        expected = random.Random(seed).sample(range(EXPERTS), 4)
+        self.tell(Predicted(layer, ids(*(OFFSETS[layer] + e for e in expected))))
+
+
+def carry_out(s: Scheduler, actions: list[Action], transfers_first: bool = False) -> list[Action]:
+    """Do what is ordered, in that order or transfers first, until a step is over; all of it."""
+    done: list[Action] = []
+    waiting: list[Action] = []
+    while True:
+        done += actions
+        waiting += actions
+        if any(isinstance(action, Finish) for action in actions):
+            return done
+        if transfers_first:
+            waiting.sort(key=lambda action: isinstance(action, Compute))
+        match waiting.pop(0):
+            case StartChunk() as chunk:
+                actions = s.on(Landed(chunk.lane, chunk.piece, chunk.link))
+            case Compute() as group:
+                actions = s.on(Computed(group.device))
+
+
+def waves(actions: list[Action]) -> list[tuple[list[int], int]]:
+    """(experts, part) of each group that was ordered."""
+    return [(a.experts.tolist(), a.part) for a in actions if isinstance(a, Compute)]

@@ -1,0 +1,72 @@
+"""Compiled steps on the all-resident path leave what steps by themselves leave."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.events import Resized
+from greenroom.core.scheduler.scheduler import Scheduler
+from greenroom.policies import policy
+from greenroom.runtime.slots.resident_tables import ResidentTables
+from tests.core.cache.test_all_resident import PIECES, filled, serve, steps
+
+
+def place(tables: Any, pieces: list[int]) -> int:
+    """What compiled code does with a step's tables (kernels/choice.py), for these pieces."""
+    first, slot_of, used, asked, _, step = tables
+
+    def word(start: int, piece: int) -> Any:
+        return ctypes.c_int64.from_address(start + 8 * (first + piece))
+
+    if any(word(slot_of, piece).value < 0 for piece in pieces):
+        return 0
+    for piece in pieces:
+        word(used, piece).value = step
+        word(asked, piece).value += 1
+    return len(pieces)
+
+
+@settings(deadline=None)
+@given(steps, st.integers(1, 7))
+def test_several_steps_in_one_leave_what_they_leave_one_by_one(
+    steps: list[tuple[int, set[int], bool]], capacity: int
+) -> None:
+    """Of tokens that pass through both layers; the second step may have to be done alone."""
+    ours, told = filled(), filled()
+    counted = np.zeros(8, np.int64)
+    tables = ResidentTables(ours, counted)
+    for step, (missing, experts, _) in enumerate(steps, 1):
+        chosen = [sorted(experts), sorted(3 - e for e in experts)]
+
+        def find(tables: Any, chosen: Any = chosen, done: int = 1 + missing) -> list[int]:
+            each = [array("q", [4 * n, *tables[1:-1], tables[-1] + n]) for n in range(done)]
+            return [place(*pair) for pair in zip(each, chosen, strict=False)]
+
+        assert tables.steps(find) == 1 + missing
+        if not missing:
+            assert tables.step(1, lambda tables, pieces=chosen[1]: place(tables, pieces))  # type: ignore[misc]
+        for layer, pieces in enumerate(chosen):
+            serve(told, step, layer, np.array(pieces) + 4 * layer)
+    for scheduler in (ours, told):
+        scheduler.on(Resized(capacity))
+    assert ours.residents().tolist() == told.residents().tolist()
+    assert ours.counts == told.counts
+    assert counted.sum() == sum(2 * len(experts) for _, experts, _ in steps)
+
+
+def test_no_steps_where_something_is_to_be_decided() -> None:
+    tables = ResidentTables(Scheduler(PIECES, 7, policy("lru")), np.zeros(8, np.int64))
+    assert tables.steps(lambda tables: 1 / 0) is None  # type: ignore[arg-type,return-value]
+    assert not tables.step(0, lambda tables: 1 / 0)  # type: ignore[arg-type,return-value]
+    full = filled()
+    before, tables = replace(full.counts), ResidentTables(full, np.zeros(8, np.int64))
+    assert tables.steps(lambda tables: []) == 0
+    assert not tables.step(0, lambda tables: 0)
+    assert full.counts == before
