@@ -138,7 +138,7 @@ class Templates:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", *options], stdin=theirs, stdout=theirs,
+                [sys.executable, "-I", "-S", *options], stdin=theirs.fileno(), stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL, env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
         ours.settimeout(WALL_S)
