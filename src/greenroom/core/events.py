@@ -1,6 +1,7 @@
 """What the scheduler is told, and what it orders: the whole vocabulary of both drivers.
 
-Nobody changes an event or an action. They are not frozen, since that would take a call a field.
+Nobody changes an event, or an action that was returned. They are not frozen, since that would take
+a call a field.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from greenroom.core.transfers.queue import Transfer, TransferQueue, Urgency
+from greenroom.core.events import StartChunk
+from greenroom.core.transfers.queue import TransferQueue, Urgency
 
 
 def drain(queue: TransferQueue) -> list[tuple[int, int]]:
@@ -13,9 +14,8 @@ def drain(queue: TransferQueue) -> list[tuple[int, int]]:
     started = []
     while transfers := list(queue.start()):
         for transfer in transfers:
-            entry, link, lane = transfer.entry, transfer.link, transfer.lane
-            started.append((entry.piece, transfer.chunk))
-            queue.land(link, lane)
+            started.append((transfer.piece, transfer.chunk))
+            queue.land(transfer.link, transfer.lane)
     return started
 
 
@@ -48,9 +48,9 @@ def test_a_demand_waits_for_one_chunk_a_lane():
     queue.add(2, 1, 2)
     assert list(queue.start()) == []
     queue.land(0, second.lane)
-    assert [t.entry.piece for t in queue.start()] == [2]
+    assert [t.piece for t in queue.start()] == [2]
     queue.land(0, first.lane)
-    assert [t.entry.piece for t in queue.start()] == [2]
+    assert [t.piece for t in queue.start()] == [2]
 
 
 def test_dropping_what_moves_waits_for_its_chunk():
@@ -77,14 +77,14 @@ def test_a_chain_passes_chunks_on_and_a_demand_finds_a_seat():
     assert not queue.open_for(Urgency.PREFETCH)
     queue.add(2, 1, 1)
     (demand,) = queue.start()
-    assert (demand.entry.piece, demand.link) == (2, 0)
+    assert (demand.piece, demand.link) == (2, 0)
     assert demand.seat != first.seat
     queue.land(1, onward.lane)
     queue.land(0, demand.lane)
     (last,) = queue.start()  # and until the demand has left its seat, the prefetch waits
-    assert (last.entry.piece, last.link) == (2, 1)
+    assert (last.piece, last.link) == (2, 1)
     queue.land(1, last.lane)
-    assert [(t.entry.piece, t.link) for t in queue.start()] == [(1, 0)]
+    assert [(t.piece, t.link) for t in queue.start()] == [(1, 0)]
 
 
 def test_too_few_seats_are_refused():
@@ -102,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = TransferQueue(self.lanes)
         self.asked: dict[int, int] = {}
         self.demanded: set[int] = set()
-        self.moving: list[Transfer] = []
+        self.moving: list[StartChunk] = []
         self.landed: dict[int, set[int]] = {}
         self.dropped: set[int] = set()
 
@@ -119,7 +119,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def start(self):
         for transfer in self.queue.start():
-            piece = transfer.entry.piece
+            piece = transfer.piece
             assert piece in set(self.asked) - self.dropped
             assert transfer.lane < self.lanes[transfer.link]
             assert (transfer.link, transfer.lane) not in {(m.link, m.lane) for m in self.moving}
@@ -137,9 +137,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
     def land(self, data, ok):
         transfer = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
-        piece = transfer.entry.piece
+        piece = transfer.piece
         entry = self.queue.land(transfer.link, transfer.lane, ok)
-        assert entry is transfer.entry
+        assert entry.piece == piece
         if not ok:
             self.dropped.add(piece)
         elif transfer.link + 1 == len(self.lanes):
@@ -152,7 +152,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._over(piece)
 
     def _moves(self, piece):
-        return any(m.entry.piece == piece for m in self.moving)
+        return any(m.piece == piece for m in self.moving)
 
     @precondition(lambda self: set(self.asked) - self.dropped)
     @rule(data=st.data())
@@ -174,7 +174,7 @@ class QueueMachine(RuleBasedStateMachine):
     def one_entry_a_piece(self):
         assert set(self.queue.entries) == set(self.asked)
         for piece, entry in self.queue.entries.items():
-            assert entry.moving == sum(m.entry.piece == piece for m in self.moving)
+            assert entry.moving == sum(m.piece == piece for m in self.moving)
 
     @invariant()
     def a_demand_that_can_move_does(self):

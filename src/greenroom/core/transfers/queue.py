@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from greenroom.core.events import StartChunk
 from greenroom.core.homes import spread
 from greenroom.core.transfers.tiers import HostTier
 
@@ -64,19 +65,6 @@ class Entry:
         return self.landed == self.chunks and not self.failed
 
 
-@dataclass(slots=True)
-class Transfer:
-    """A chunk on a lane; `seat` is where it is staged, -1 where there is one link only, or where
-    the piece has a slot in the middle tier."""
-
-    entry: Entry
-    chunk: int
-    link: int
-    lane: int
-    seat: int
-    begins: bool  # nothing of the piece has moved before
-
-
 class TransferQueue:
     """Entries by piece; those with chunks to start wait in one line a link and urgency."""
 
@@ -106,7 +94,7 @@ class TransferQueue:
         ]
         self._last_first = tuple(range(len(self.lanes)))[::-1]
         self._idle = [list(range(n))[::-1] for n in self.lanes]
-        self._carried: dict[tuple[int, int], Transfer] = {}
+        self._carried: dict[tuple[int, int], tuple[Entry, StartChunk]] = {}
         self.seats = staging_seats(self.lanes) if seats is None else seats
         if chained and self.seats <= lanes[0]:
             raise ValueError(f"{lanes[0]} lanes need more than {lanes[0]} seats: {self.seats}")
@@ -160,11 +148,11 @@ class TransferQueue:
             if (entry := self.entries.get(piece)) is not None:
                 yield entry.path[0], piece, 0 if entry.kept else entry.chunks - entry.read
                 yield entry.path[-1], piece, entry.chunks - entry.landed
-        for (link, _), transfer in self._carried.items():
-            if transfer.entry.piece not in wanted:
-                yield link, transfer.entry.piece, 1
+        for (link, _), (entry, _) in self._carried.items():
+            if entry.piece not in wanted:
+                yield link, entry.piece, 1
 
-    def start(self) -> Iterator[Transfer]:
+    def start(self) -> Iterator[StartChunk]:
         """Give idle lanes chunks, the last links first, until none is idle or none may start."""
         for link in self._last_first:
             idle, (demands, prefetches) = self._idle[link], self._lines[link]
@@ -191,9 +179,12 @@ class TransferQueue:
                 entry.moving += 1
                 self.moving += link in self.paced
                 begins = chunk == 0 and link == entry.path[int(entry.kept)]
-                transfer = Transfer(entry, chunk, link, idle.pop(), seat, begins)
-                self._carried[link, transfer.lane] = transfer
-                yield transfer
+                lane, demand = idle.pop(), entry.urgency is Urgency.DEMAND
+                action = StartChunk(
+                    lane, entry.piece, entry.slot, chunk, link, seat, demand, entry.host, begins
+                )
+                self._carried[link, lane] = entry, action
+                yield action
 
     def open_for(self, urgency: Urgency, device: int = 0) -> bool:
         """Whether one more piece of this urgency could begin at once, on its way to a device.
@@ -216,8 +207,7 @@ class TransferQueue:
 
         The entry leaves the queue (`gone`) with its last chunk, or once nothing of it moves.
         """
-        transfer = self._carried.pop((link, lane))
-        entry, seat = transfer.entry, transfer.seat
+        entry, action = self._carried.pop((link, lane))
         self._idle[link].append(lane)
         entry.moving -= 1
         self.moving -= link in self.paced
@@ -228,11 +218,10 @@ class TransferQueue:
             self.drop(entry.piece)
         if last or entry.dropped:
             entry.landed += last and ok
-            if seat >= 0:
-                self._vacate(seat)
+            self._vacate(action.seat)
         else:
             hop = entry.path.index(link) + 1
-            entry.staged[hop].append((transfer.chunk, seat))
+            entry.staged[hop].append((action.chunk, action.seat))
             self._lines[entry.path[hop]][entry.urgency].setdefault(entry.piece, entry)
         if entry.moving == 0 and (entry.dropped or entry.landed == entry.chunks):
             entry.gone = True

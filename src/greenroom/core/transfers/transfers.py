@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from greenroom.core.cache.placement import Placement
 from greenroom.core.counts import Counts
-from greenroom.core.events import Action, StartChunk
+from greenroom.core.events import Action
 from greenroom.core.plan import Option, overrides
 from greenroom.core.transfers.queue import Entry, TransferQueue, Urgency
 from greenroom.core.transfers.tiers import HostTier
@@ -91,19 +91,13 @@ class Transfers:
 
     def start(self, actions: list[Action], now: float) -> None:
         """Give every idle lane a chunk."""
-        for transfer in self.queue.start():
-            entry, link, lane = transfer.entry, transfer.link, transfer.lane
-            joins = self.joins.pop(entry.piece, -1) if self.joins else -1
-            if joins >= 0:
-                self._placement.extras.done(entry.piece % self._placement.pieces.experts)
-            actions.append(
-                StartChunk(
-                    lane, entry.piece, entry.slot, transfer.chunk, link, transfer.seat,
-                    entry.urgency is Urgency.DEMAND, entry.host, transfer.begins, joins,
-                )
-            )  # fmt: skip
+        for chunk in self.queue.start():
+            if self.joins and (joins := self.joins.pop(chunk.piece, -1)) >= 0:
+                chunk.joins = joins
+                self._placement.extras.done(chunk.piece % self._placement.pieces.experts)
+            actions.append(chunk)
             for started in self._on_start:
-                started(link, lane, now)
+                started(chunk.link, chunk.lane, now)
         if self._placement.buffer.size:  # the pace of links is of use to prefetches alone
             self._on_link(now, self.queue.moving, self.queue.demands > 0, False)
         self.busy = bool(self.entries)
