@@ -138,8 +138,9 @@ class Templates:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", *options], stdin=theirs.fileno(), stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL, env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+                [sys.executable, "-I", "-S", *options],
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
         ours.settimeout(WALL_S)
         self._process, self._link = process, ours
