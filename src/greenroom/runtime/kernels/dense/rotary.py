@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from itertools import product
+from operator import is_not
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Rotary:
             or x.is_meta
             or x.dtype not in self._dtypes
             or torch.is_grad_enabled()
-            or any(map(_differ, self._sources(), self._made_of))
+            or any(map(is_not, self._sources(), self._made_of))
         ):
             return self._original(self._module, x, position_ids, *args, **kwargs)
         position = int(position_ids)
@@ -88,7 +89,3 @@ class Rotary:
                 while len(self._tables) > TABLES:
                     del self._tables[next(iter(self._tables))]  # the oldest
         return found
-
-
-def _differ(a: object, b: object) -> bool:
-    return a is not b
