@@ -196,7 +196,7 @@ def test_a_timeline_shows_what_the_host_computes():
         model.greenroom.timeline()
         model.generate(ids(1, 4), **OPTIONS)
         assert any(
-            event[2] == "compute on the host" for event in model.greenroom.timeline(False)._events
+            event[1] == "compute on the host" for event in model.greenroom.timeline(False)._events
         )
 
 

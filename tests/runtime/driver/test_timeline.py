@@ -44,8 +44,6 @@ def check(found) -> None:
                 assert (event["pid"], event["tid"]) in named
             case "i":
                 assert event["s"] in ("g", "p", "t")
-            case "C":
-                assert all(isinstance(v, int | float) for v in event["args"].values())
             case other:
                 raise AssertionError(f"unknown phase {other}")
         if event["ph"] != "M":
@@ -56,13 +54,11 @@ def of(found, kind):
     return [event for event in found["traceEvents"] if event["ph"] == kind]
 
 
-def test_spans_marks_and_counters_in_their_rows(tmp_path):
+def test_spans_in_their_rows(tmp_path):
     timeline = Timeline()
     t = timeline.origin
     timeline.span(lane("disk -> host", 1), "demand", t + 2e-3, t + 3e-3, piece=np.int64(7), chunk=0)
     timeline.span(COMPUTE, "wave", t + 1e-3, t + 1.5e-3, layer=2, experts=np.array([1, 5]))
-    timeline.mark(COMPUTE, "routed", t + 5e-4, layer=2)
-    timeline.count("slots", t + 4e-3, resident=3, buffer=1)
     found = saved(timeline, tmp_path)
     check(found)
     rows = {e["args"]["name"]: e["tid"] for e in of(found, "M") if e["name"] == "thread_name"}
@@ -72,8 +68,6 @@ def test_spans_marks_and_counters_in_their_rows(tmp_path):
     assert chunk["args"] == {"piece": 7, "chunk": 0}
     assert (wave["tid"], wave["ts"], wave["dur"]) == (0, 1000.0, 500.0)
     assert wave["args"] == {"layer": 2, "experts": [1, 5]}
-    assert of(found, "i")[0]["ts"] == 500.0
-    assert of(found, "C")[0]["args"] == {"resident": 3, "buffer": 1}
     assert found["otherData"]["dropped"] == 0
 
 

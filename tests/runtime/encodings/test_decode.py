@@ -45,11 +45,11 @@ def test_every_encoding_has_a_decoder():
 def test_ggml_blocks_of_any_bytes(name: str, dtype: torch.dtype) -> None:
     """All bytes are valid codes; scales that are no numbers are left out, as no file has them."""
     encoding, kind = ENCODINGS[name], gguf.GGMLQuantizationType[GGML[name]]
-    rows, columns = 64, 512
+    (block, nbytes), rows, columns = BLOCKS[name], 64, 512
     random = np.random.default_rng(0)
-    codes = random.integers(0, 256, (rows, encoding.row_bytes(columns)), np.uint8)
+    codes = random.integers(0, 256, (rows, columns // block * nbytes), np.uint8)
     if name != "gguf_mxfp4":
-        blocks = codes.reshape(-1, encoding.block_bytes)
+        blocks = codes.reshape(-1, nbytes)
         at = {"q6_k": (208,), "q8_0": (0,), "q4_0": (0,)}.get(name, (0, 2))
         for place in at:
             d = random.normal(size=len(blocks)).astype(np.float16)

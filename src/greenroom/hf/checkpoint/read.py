@@ -16,8 +16,7 @@ from torch import Tensor
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.header import Stored
-from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.encodings.encoding import Decode
+from greenroom.runtime.encodings import ENCODINGS, Encoding
 
 PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
 
@@ -79,17 +78,16 @@ def _matrix(
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
 
 
-def decoder(encoding: str) -> Decode:
+def decoder(encoding: str) -> Callable[..., Tensor]:
     """What expands an encoding: ours, or gguf's own for ggml types that no kernel reads."""
     if encoding in ENCODINGS:
         return ENCODINGS[encoding].decode
     from gguf import GGMLQuantizationType, dequantize
 
-    def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        values = dequantize(parts[0].numpy(), GGMLQuantizationType[encoding])
-        return torch.from_numpy(values).view(shape).to(dtype)
-
-    return decode
+    kind = GGMLQuantizationType[encoding]
+    return Encoding(
+        encoding, lambda codes: torch.from_numpy(dequantize(codes.numpy(), kind))
+    ).decode
 
 
 def _rows(

@@ -193,10 +193,7 @@ def out_of_memory(what: str, error: BaseException) -> str:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Whether a RuntimeError of torch is the device's: `torch.AcceleratorError`, or an older one
-    that only its words tell."""
-    kind = getattr(torch, "AcceleratorError", None)
-    words = str(error)
-    return (kind is not None and isinstance(error, kind)) or any(
-        word in words for word in ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
-    )
+    """Whether a RuntimeError of torch is the device's: `torch.AcceleratorError`, or one that only
+    its words tell."""
+    words = ("CUDA error", "CUDA driver error", "cuBLAS", "CUBLAS_STATUS")
+    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in words)

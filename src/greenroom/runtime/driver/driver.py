@@ -48,7 +48,8 @@ OnHost = Callable[[np.ndarray, np.ndarray], Job]  # (experts, slots of host memo
 class Driver:
     """One model's experts at run time. Steps are served one after another.
 
-    `foresight` predicts, unless every expert has a slot; `guard` stops what does not pay.
+    `foresight` predicts, unless every expert has a slot; `guard` stops what does not pay;
+    `between` is the memory between two links.
 
     An exception in the midst of a decision, in whichever thread, leaves it unknown what is where:
     the driver is broken, whoever waits is told so (ClosedError), and so is everybody after.
@@ -65,7 +66,6 @@ class Driver:
         links: tuple[str, ...] = ("disk -> host",),
         between: HostMemory | None = None,
     ) -> None:
-        """`between` is the memory between two links."""
         self.scheduler, self.slots = scheduler, slots
         self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
         self.meter = Meter.of(scheduler.view.lanes)
@@ -80,8 +80,7 @@ class Driver:
         self._error: Failure | None = None  # of the step under way
         self._meanwhile: Callable[[], None] | None = None
         self._pass, self._layer = -1, scheduler.pieces.layers
-        self._request = 0
-        self._prefill = False
+        self._request, self._prefill = 0, False
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
         self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None

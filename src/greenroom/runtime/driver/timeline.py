@@ -1,10 +1,10 @@
 """A timeline: what ran when, in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
 
-One row for what computes, one for each lane of a link; counters are drawn above them. An event is
-appended from any thread without a lock. The latest `limit` events are kept, 400 bytes or so each.
+One row for what computes, one for each lane of a link. An event is appended from any thread without
+a lock. The latest `limit` events are kept, 400 bytes or so each.
 
 The file is JSON: `{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}`. Spans are
-complete events (`ph` X), marks are instants (i), counters are C, names of rows metadata (M).
+complete events (`ph` X), names of rows metadata (M), and an instant (i) says what was dropped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def lane(link: str, number: int) -> str:
     return f"{link}, lane {number}"
 
 
-# number among all recorded, ph, row, name, begin and end in seconds, args
-_Event = tuple[int, str, str, str, float, float, dict[str, Any]]
+# number among all recorded, row, name, begin and end in seconds, args
+_Event = tuple[int, str, str, float, float, dict[str, Any]]
 
 
 class Timeline:
@@ -50,15 +50,7 @@ class Timeline:
         Spans of a row must not overlap but for those that lie whole within another. `args` are
         shown with it; they are numbers, texts, or lists of them.
         """
-        self._events.append((next(self._numbers), "X", row, name, begin, end, args))
-
-    def mark(self, row: str, name: str, at: float, **args: Any) -> None:
-        """Something happened in a row at a moment."""
-        self._events.append((next(self._numbers), "i", row, name, at, at, args))
-
-    def count(self, name: str, at: float, **values: float) -> None:
-        """A counter's values from here on; several are drawn on top of each other."""
-        self._events.append((next(self._numbers), "C", "", name, at, at, values))
+        self._events.append((next(self._numbers), row, name, begin, end, args))
 
     def wave(self, layer: int, order: Compute, begin: float) -> None:
         """Experts of a layer were computed from `begin` until now."""
@@ -97,23 +89,26 @@ class Timeline:
             file.write(b"\n]}\n")
 
     def _as_json(self, events: list[_Event], dropped: int) -> Iterator[dict[str, Any]]:
-        names = sorted({event[2] for event in events} - {COMPUTE, ""})
+        names = sorted({event[1] for event in events} - {COMPUTE})
         rows = {row: tid for tid, row in enumerate([COMPUTE, *names])}
         yield _named("process_name", 0, name="greenroom")
         for row, tid in rows.items():
             yield _named("thread_name", tid, name=row)
             yield _named("thread_sort_index", tid, sort_index=tid)
         if dropped:
-            name, at = f"{dropped} earlier events were dropped", self._micros(events[0][4])
+            name, at = f"{dropped} earlier events were dropped", self._micros(events[0][3])
             yield {"ph": "i", "name": name, "ts": at, "pid": _PID, "tid": 0, "s": "g"}
-        for _, kind, row, name, begin, end, args in events:
-            event = {"ph": kind, "name": name, "ts": self._micros(begin), "pid": _PID}
-            event |= {"tid": rows.get(row, 0), "args": {k: _plain(v) for k, v in args.items()}}
-            if kind == "X":
-                event |= {"cat": name.split(" ")[0], "dur": max(0.0, round((end - begin) * 1e6, 3))}
-            elif kind == "i":
-                event["s"] = "t"  # drawn as high as its row
-            yield event
+        for _, row, name, begin, end, args in events:
+            yield {
+                "ph": "X",
+                "name": name,
+                "cat": name.split(" ")[0],
+                "ts": self._micros(begin),
+                "dur": max(0.0, round((end - begin) * 1e6, 3)),
+                "pid": _PID,
+                "tid": rows[row],
+                "args": {key: _plain(value) for key, value in args.items()},
+            }
 
     def _micros(self, at: float) -> float:
         return round((at - self.origin) * 1e6, 3)

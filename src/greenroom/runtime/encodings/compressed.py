@@ -9,8 +9,6 @@ value:  scale * code, rounded to the scale's dtype and then to the model's; the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,11 +16,10 @@ from greenroom.runtime.encodings.encoding import Encoding, nibbles
 from greenroom.runtime.encodings.packed import scaled
 
 
-def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expand; see the module."""
-    codes, scale = parts
+def expand(codes: Tensor, scale: Tensor) -> Tensor:
+    """See the module."""
     values = scaled(nibbles(codes.view(torch.uint8)).float() - 8, scale.float())
-    return values.to(scale.dtype).reshape(shape).to(dtype)
+    return values.to(scale.dtype)
 
 
-ENCODINGS = (Encoding("ct_int4", decode, ("scale",)),)
+ENCODINGS = (Encoding("ct_int4", expand, ("scale",)),)

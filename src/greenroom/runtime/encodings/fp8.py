@@ -10,20 +10,16 @@ value:  code * scale in float32, rounded to the model's dtype; the reference is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.encoding import Encoding
 
 
-def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expand; see the module."""
-    codes, scale = parts
-    (rows, columns), (down, across) = shape, scale.shape
-    blocks = codes.float().view(down, rows // down, across, columns // across)
-    return (blocks * scale[:, None, :, None]).view(shape).to(dtype)
+def expand(codes: Tensor, scale: Tensor) -> Tensor:
+    """See the module."""
+    down, across = scale.shape
+    blocks = codes.float().unflatten(1, (across, -1)).unflatten(0, (down, -1))
+    return blocks * scale[:, None, :, None]
 
 
-ENCODINGS = (Encoding("fp8", decode, ("scale",)),)
+ENCODINGS = (Encoding("fp8", expand, ("scale",)),)

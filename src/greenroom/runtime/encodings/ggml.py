@@ -19,7 +19,7 @@ everything in float32, one rounding after each product and each difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -92,11 +92,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 def _encoding(name: str, blocks: Callable[[Tensor], Tensor]) -> Encoding:
     nbytes = BLOCKS[name][1]
-
-    def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return blocks(parts[0].reshape(-1, nbytes)).reshape(shape).to(dtype)
-
-    return Encoding(name, decode)
+    return Encoding(name, lambda codes: blocks(codes.reshape(-1, nbytes)))
 
 
 _OF = {

@@ -8,8 +8,6 @@ value:  e2m1 * 2^(scale - 127), exact in float32 but for overflow, rounded to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,12 +19,11 @@ E2M1 = (
 )
 
 
-def decode(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expand; see the module."""
-    codes, scale = parts
+def expand(codes: Tensor, scale: Tensor) -> Tensor:
+    """See the module."""
     values = torch.tensor(E2M1, device=codes.device)[nibbles(codes).int()]
     power = scale.view(torch.float8_e8m0fnu).float()[..., None]
-    return (values.unflatten(1, (-1, 32)) * power).reshape(shape).to(dtype)
+    return values.unflatten(1, (-1, 32)) * power
 
 
-ENCODINGS = (Encoding("mxfp4", decode, ("scale",)),)
+ENCODINGS = (Encoding("mxfp4", expand, ("scale",)),)

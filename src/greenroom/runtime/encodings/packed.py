@@ -9,9 +9,6 @@ value:  scale * code in float32, rounded to the model's dtype
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from greenroom.runtime.encodings.encoding import Encoding, nibbles
@@ -19,16 +16,14 @@ from greenroom.runtime.encodings.encoding import Encoding, nibbles
 GROUP = {"int8": 64, "int4": 32}  # inputs that share a scale
 
 
-def int8(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expand; see the module."""
-    codes, scale = parts
-    return scaled(codes.float(), scale.float()).reshape(shape).to(dtype)
+def int8(codes: Tensor, scale: Tensor) -> Tensor:
+    """See the module."""
+    return scaled(codes.float(), scale.float())
 
 
-def int4(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Expand; see the module."""
-    codes, scale = parts
-    return scaled(nibbles(codes).float() - 8, scale.float()).reshape(shape).to(dtype)
+def int4(codes: Tensor, scale: Tensor) -> Tensor:
+    """See the module."""
+    return scaled(nibbles(codes).float() - 8, scale.float())
 
 
 def scaled(codes: Tensor, scale: Tensor) -> Tensor:

@@ -64,25 +64,22 @@ def rss_bytes() -> int:
     process only its own pages count. A memory cgroup counts the same pages, and also the page
     cache of files that nobody maps, which the kernel takes back where memory is short.
     """
-    return _status_bytes("self", "VmRSS") + sum(
-        _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem") for pid in _helpers()
-    )
+    return _status_bytes("self", "VmRSS") + _helpers_bytes()
 
 
 def peak_rss_bytes() -> int:
     """The most that this process has held since it started, with its helper processes."""
     own = _status_bytes("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-    return own + sum(
-        _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem") for pid in _helpers()
-    )
+    return own + _helpers_bytes()
 
 
-def _helpers() -> list[str]:
-    """Process ids of the children that live now."""
-    found: list[str] = []
+def _helpers_bytes() -> int:
+    """Pages of their own that the children that live now hold."""
+    found = 0
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
-            found += path.read_text().split()
+            for pid in path.read_text().split():
+                found += _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem")
     return found
 
 

@@ -10,12 +10,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from greenroom.core.predictor import Inputs
 from greenroom.runtime.kernels.codegen.entries import layers
@@ -30,28 +32,11 @@ _COMPILED = {torch.bfloat16, torch.float16, torch.float32}
 _SCALES = (0.3, 1.0, 3.0)  # of random inputs: a sigmoid is nearly linear, or nearly a step
 
 
-def _softmax(x: Floats) -> Floats:
-    raised = np.exp(x - x.max(axis=1, keepdims=True))
-    result: Floats = raised / raised.sum(axis=1, keepdims=True)
-    return result
-
-
-def _sigmoid(x: Floats) -> Floats:
-    one = np.float32(1)
-    result: Floats = one / (one + np.exp(-np.clip(x, -80, 80)))
-    return result
-
-
-def _softplus_root(x: Floats) -> Floats:
-    result: Floats = np.sqrt(np.logaddexp(np.float32(0), x))
-    return result
-
-
-FUNCTIONS: dict[str, Callable[[Floats], Floats] | None] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
-    "sigmoid": _sigmoid,
-    "softmax": _softmax,
-    "root of softplus": _softplus_root,
+    "sigmoid": torch.sigmoid,
+    "softmax": partial(torch.softmax, dim=1),
+    "root of softplus": lambda x: softplus(x).sqrt(),
 }
 
 
@@ -72,7 +57,7 @@ class Linear:
         if self.bias is not None:
             out += self.bias
         if (f := FUNCTIONS[self.function]) is not None:
-            out = f(out)
+            out = f(torch.from_numpy(out)).numpy()
         return out if self.correction is None else out + self.correction
 
     def _product(self, x: Floats) -> Floats:
