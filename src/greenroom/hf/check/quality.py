@@ -110,7 +110,11 @@ def quality(
             for window, kind in zip(windows, kinds, strict=True):
                 found += _compare(spool, kind, _logits(model, window, step), window[1:])
             served = model.greenroom.stats().lesser
-    rows = torch.cat(found)
+    return _result(source, original, torch.cat(found), served)
+
+
+def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
+    """The figures of `rows` as `_compare` makes them."""
     kl, theirs, mine, same = rows.mean(0).tolist()
     return Quality(
         model=source,
@@ -121,7 +125,7 @@ def quality(
         perplexity=exp(mine),
         original_perplexity=exp(theirs),
         same_top=same,
-        lesser=served,
+        lesser=lesser,
     )
 
 
