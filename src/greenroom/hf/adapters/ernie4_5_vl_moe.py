@@ -10,15 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightTransform,
-)
+from transformers.core_model_loading import Concatenate, WeightTransform
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.helpers.socket import Adapter
+from greenroom.hf.adapters.helpers.socket import Adapter, merged
 
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
@@ -43,15 +38,12 @@ def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
     kept = [m for m in mapping if not any("vision_moe.experts" in p for p in m.target_patterns)]
     return [
         *kept,
-        WeightConverter(
-            source_patterns="mlp.experts.*.down_proj.weight",
-            target_patterns="mlp.text_moe.experts.down_proj",
-            operations=[MergeModulelist(dim=0)],
-        ),
-        WeightConverter(
-            source_patterns=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
-            target_patterns="mlp.text_moe.experts.gate_up_proj",
-            operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+        merged("mlp.text_moe.experts.down_proj", "mlp.experts.*.down_proj.weight"),
+        merged(
+            "mlp.text_moe.experts.gate_up_proj",
+            "mlp.experts.*.gate_proj.weight",
+            "mlp.experts.*.up_proj.weight",
+            then=[Concatenate(dim=1)],
         ),
     ]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
+from transformers.core_model_loading import WeightTransform
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, merged
 
 NAMES = {"fc1.weight": "up_proj", "fc2.weight": "down_proj"}
 NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
@@ -59,17 +59,8 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
 
 
 def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    return [
-        *mapping,
-        *(
-            WeightConverter(
-                source_patterns=f"experts.expert_*.{name}",
-                target_patterns=f"experts.{target}",
-                operations=[MergeModulelist(dim=0)],
-            )
-            for name, target in NAMES.items()
-        ),
-    ]
+    more = [merged(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()]
+    return [*mapping, *more]
 
 
 ADAPTER = Adapter(

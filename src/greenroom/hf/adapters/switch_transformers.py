@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
+from transformers.core_model_loading import WeightTransform
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become, merged
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
@@ -40,14 +40,8 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
 def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
     return [
         *mapping,
-        *(
-            WeightConverter(
-                source_patterns=f"experts.expert_*.{name}.weight",
-                target_patterns=f"experts.{target}",
-                operations=[MergeModulelist(dim=0)],
-            )
-            for name, target in (("wi", "up_proj"), ("wo", "down_proj"))
-        ),
+        merged("experts.up_proj", "experts.expert_*.wi.weight"),
+        merged("experts.down_proj", "experts.expert_*.wo.weight"),
     ]
 
 

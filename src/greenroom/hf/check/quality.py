@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -99,7 +99,7 @@ def quality(
     step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
     size = whole.model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
-    found = _Sums()
+    found: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
         with streamed(original, config) as (model, _):
@@ -108,9 +108,25 @@ def quality(
         spool.seek(0)
         with streamed(source, changed) as (model, _):
             for window, kind in zip(windows, kinds, strict=True):
-                _compare(spool, kind, _logits(model, window, step), window[1:], found)
+                found += _compare(spool, kind, _logits(model, window, step), window[1:])
             served = model.greenroom.stats().lesser
-    return found.result(source, original, served)
+    return _result(source, original, torch.cat(found), served)
+
+
+def _result(source: str, original: str, rows: Tensor, lesser: dict[str, Any] | None) -> Quality:
+    """The figures of `rows` as `_compare` makes them."""
+    kl, theirs, mine, same = rows.mean(0).tolist()
+    return Quality(
+        model=source,
+        original=original,
+        tokens=len(rows),
+        kl_mean=kl,
+        kl_p99=float(rows[:, 0].quantile(0.99)),
+        perplexity=exp(mine),
+        original_perplexity=exp(theirs),
+        same_top=same,
+        lesser=lesser,
+    )
 
 
 def _original(source: str, against: str | None, itself: bool) -> str:
@@ -202,13 +218,11 @@ def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:
 
 @torch.inference_mode()
 def _compare(
-    spool: BinaryIO,
-    kind: tuple[torch.Size, torch.dtype],
-    logits: Tensor,
-    targets: Sequence[int],
-    into: _Sums,
-) -> None:
-    """Add a window: the original's logits are the next in the file."""
+    spool: BinaryIO, kind: tuple[torch.Size, torch.dtype], logits: Tensor, targets: Sequence[int]
+) -> Iterator[Tensor]:
+    """Of some positions of a window at a time, [n, 4]: the divergence, both negative
+    log-likelihoods, and whether both find the same token likeliest. The original's logits are the
+    next in the file."""
     (count, size), dtype = kind
     for row in range(0, count, ROWS):
         stop = min(row + ROWS, count)
@@ -218,33 +232,9 @@ def _compare(
         p, q = (each.double().log_softmax(-1) for each in (original, logits[row:stop]))
         share = p.exp()
         gap = torch.where(share > 0, p - q, 0)  # what has no chance has logits of minus infinity
-        into.kl += (share * gap).sum(-1).tolist()
-        into.original += -float(p.gather(1, wanted).sum())
-        into.mine += -float(q.gather(1, wanted).sum())
-        into.same += int((p.argmax(-1) == q.argmax(-1)).sum())
-
-
-class _Sums:
-    """What is added up: divergences, negative log-likelihoods, agreements."""
-
-    def __init__(self) -> None:
-        self.kl: list[float] = []
-        self.mine = self.original = 0.0
-        self.same = 0
-
-    def result(self, model: str, original: str, lesser: dict[str, Any] | None) -> Quality:
-        count, kl = len(self.kl), torch.tensor(self.kl, dtype=torch.float64)
-        return Quality(
-            model=model,
-            original=original,
-            tokens=count,
-            kl_mean=float(kl.mean()),
-            kl_p99=float(kl.quantile(0.99)),
-            perplexity=exp(self.mine / count),
-            original_perplexity=exp(self.original / count),
-            same_top=self.same / count,
-            lesser=lesser,
-        )
+        likelihoods = [-each.gather(1, wanted)[:, 0] for each in (p, q)]
+        same = (p.argmax(-1) == q.argmax(-1)).double()
+        yield torch.stack([(share * gap).sum(-1), *likelihoods, same], 1)
 
 
 def text_in(path: Path) -> str:

@@ -110,12 +110,7 @@ def remote(model: str) -> Checkpoint:
     for number, name in enumerate(names):
         for key, info in found.files_metadata[name].tensors.items():
             if found.weight_map.get(key, name) == name:
-                entry = {
-                    "dtype": info.dtype,
-                    "shape": info.shape,
-                    "data_offsets": info.data_offsets,
-                }
-                tensors[key] = tensor_of(folder / name, number, key, entry, 0)
+                tensors[key] = tensor_of(folder / name, number, key, vars(info), 0)
     return Checkpoint.of(folder, config, names, tensors)
 
 

@@ -8,6 +8,7 @@ module finds the two-dimensional strided blocks in these numbers.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,10 +86,17 @@ def _used_runs(inverse: np.ndarray) -> list[Run] | None:
 
 
 def _stacks(lines: Iterable[Line], bases: list[int]) -> list[Block] | None:
-    """Stack the lines of each source tensor that are alike and at equal distances."""
-    stacks: list[list[list[int]]] = [[] for _ in bases[1:]]
-    for tensor, target, source, n, *steps in _split(lines, bases):
-        stack = stacks[tensor]
+    """Stack the lines of each source tensor that are alike and at equal distances. Where a row of
+    the other side consists of two lines (gate and up), each kind is stacked by itself."""
+    split = list(_split(lines, bases))
+    made = [_stacked(split, kinds) for kinds in (1, 2)]
+    return min((blocks for blocks in made if blocks), key=len, default=None)
+
+
+def _stacked(lines: list[tuple[int, ...]], kinds: int) -> list[Block] | None:
+    stacks: defaultdict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    for number, (tensor, target, source, n, *steps) in enumerate(lines):
+        stack = stacks[tensor, number % kinds]
         if stack and stack[-1][3:6] == [n, *steps]:
             row = stack[-1]
             before = row[2] - 1
@@ -101,7 +109,7 @@ def _stacks(lines: Iterable[Line], bases: list[int]) -> list[Block] | None:
             return None
     return [
         Block(tensor, source, target, (rows, n), (outer_source, ds), (outer_target, dt))
-        for tensor, stack in enumerate(stacks)
+        for (tensor, _), stack in stacks.items()
         for target, source, rows, n, dt, ds, outer_target, outer_source in stack
     ]
 

@@ -167,14 +167,18 @@ def _tensors(part: Part) -> list[Stored]:
 def _copies(
     stored: Stored, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
 ) -> list[list[Copy]]:
-    """The copies out of each stored tensor of a part."""
-    if stored.encoding == PLAIN:
-        return [plain_copies(stored.dtype, source, blocks, layout)]
-    outputs = stored.codes[0]
+    """The copies out of each stored tensor of a part, which is the number `source` of its route."""
     plans = []
     for i, tensor in enumerate((replace(stored, shape=stored.codes), *stored.companions)):
-        specs = {name: layout.weight(name).parts[i] for name in blocks}
-        plans.append(row_copies(tensor, outputs // tensor.shape[0], source, blocks, specs))
+        copies: list[Copy] = []
+        for name, its in blocks.items():
+            spec = layout.weight(name).parts[i]
+            for block in (block for block in its if block.source == source):
+                if stored.encoding == PLAIN:
+                    copies += plain_copies(block, stored.dtype, spec)
+                else:
+                    copies += row_copies(block, tensor, stored.codes[0] // tensor.shape[0], spec)
+        plans.append(sorted(copies, key=lambda copy: copy.source))
     return plans
 
 

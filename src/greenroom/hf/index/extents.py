@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from greenroom.core.layout import ITEMSIZE, Copy, Extent, SlotLayout, TensorSpec
+from greenroom.core.layout import ITEMSIZE, Copy, Extent, TensorSpec
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.header import Stored
 from greenroom.hf.index.blocks import Block
@@ -14,52 +14,29 @@ from greenroom.hf.index.blocks import Block
 GAP = 4096  # bytes; tensors at most this far apart are read in one go
 
 
-def plain_copies(
-    dtype: str, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
-) -> list[Copy]:
-    """The copies out of one plain tensor; `source` is its number among its route's tensors."""
-    copies = []
-    for name, its in blocks.items():
-        spec = layout[name]
-        a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
-        copies += [
-            Copy(
-                source=block.source_start * a,
-                target=spec.offset + block.target_start * b,
-                shape=block.shape,
-                source_strides=(block.source_strides[0] * a, block.source_strides[1] * a),
-                target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
-                source_dtype=dtype,
-                target_dtype=spec.dtype,
-            )
-            for block in its
-            if block.source == source
-        ]
-    return sorted(copies, key=lambda copy: copy.source)
+def plain_copies(block: Block, dtype: str, spec: TensorSpec) -> list[Copy]:
+    """A block of elements of a plain tensor."""
+    a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
+    return [
+        Copy(
+            source=block.source_start * a,
+            target=spec.offset + block.target_start * b,
+            shape=block.shape,
+            source_strides=(block.source_strides[0] * a, block.source_strides[1] * a),
+            target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
+            source_dtype=dtype,
+            target_dtype=spec.dtype,
+        )
+    ]
 
 
-def row_copies(
-    stored: Stored,
-    unit: int,
-    source: int,
-    blocks: dict[str, list[Block]],
-    specs: dict[str, TensorSpec],
-) -> list[Copy]:
-    """The copies out of the codes of an encoded matrix, or out of a companion of it.
+def row_copies(block: Block, stored: Stored, unit: int, spec: TensorSpec) -> list[Copy]:
+    """A block of outputs, of the codes of an encoded matrix or of a companion of it.
 
     stored: of one expert, two axes
     unit:   how many outputs one row of it stands for
-    blocks: in outputs
-    specs:  where they go, by the matrix's name
     """
-    width = stored.shape[1]
-    copies = []
-    for name, its in blocks.items():
-        spec = specs[name]
-        for block in its:
-            if block.source == source:
-                copies += _runs(_in_units(block, unit), width, stored.dtype, spec)
-    return sorted(copies, key=lambda copy: copy.source)
+    return _runs(_in_units(block, unit), stored.shape[1], stored.dtype, spec)
 
 
 def _in_units(block: Block, unit: int) -> Block:

@@ -29,7 +29,6 @@ from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.runtime.kernels.dense.attention import TOGETHER as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
-_OWN = {ours: own for own, ours in ATTENTION.items()}
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that are known
 
 Attend = Callable[..., tuple[Tensor, Any]]

@@ -2,8 +2,7 @@
 
 making       `pack`: expert by expert, in bounded memory, resumable
 benches      the threads that make experts; data: the file that they write
-target       what a packed expert looks like, and how it is made of one in a slot
-
+target       what a packed expert and its copy look like, and how they are made
 quantise     compiled: plain weights to codes and scales
 dense        the tensors that are not experts, copied as they are; dense_gguf: those of GGUF files
 """

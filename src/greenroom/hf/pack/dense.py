@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
@@ -100,31 +100,23 @@ def copy_bytes(
 ) -> None:
     """Append the bytes of stored tensors, each begun at a multiple of `align` from here on."""
     start = out.nbytes
-    with ExitStack() as stack:
-        streams: dict[int, FileIO] = {}
-        for stored in tensors:
-            out(b"\0" * (-(out.nbytes - start) % align))
-            path = checkpoint.files[stored.file]
-            try:
-                if stored.file not in streams:
-                    opened = stack.enter_context(open(path, "rb", buffering=0))
-                    streams[stored.file] = opened
-                for piece in _pieces(streams[stored.file], stored, path):
+    for stored in tensors:
+        out(b"\0" * (-(out.nbytes - start) % align))
+        path, left = checkpoint.files[stored.file], stored.nbytes
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                stream.seek(stored.offset)
+                while left:
+                    piece = stream.read(min(PIECE, left))
+                    if not piece:
+                        raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
                     out(piece)
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _pieces(stream: FileIO, stored: Stored, path: str) -> Iterator[bytes]:
-    stream.seek(stored.offset)
-    left = stored.nbytes
-    while left:
-        piece = stream.read(min(PIECE, left))
-        if not piece:
-            raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
-        yield piece
-        left -= len(piece)
-    os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
+                    left -= len(piece)
+                os.posix_fadvise(
+                    stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
+                )
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class Output:

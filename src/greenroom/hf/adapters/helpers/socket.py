@@ -7,7 +7,7 @@ is loaded, and by transformers' own decorator, so that "eager" and "grouped_mm" 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import (
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightTransform,
+)
 from transformers.integrations.moe import use_experts_implementation
 
 FLAGS = {
@@ -50,6 +55,11 @@ class Adapter:
     warning: str = ""
     part: str = ""
     names: tuple[tuple[str, str], ...] = ()
+
+
+def merged(target: str, *sources: str, then: Sequence[ConversionOps] = ()) -> WeightConverter:
+    """The conversion of experts that are stored one by one; patterns have `*` for their number."""
+    return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
 
 
 def plug(module: Any, model: PreTrainedModel, **flags: bool) -> None:
