@@ -8,9 +8,11 @@ asked for most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,42 +33,9 @@ from greenroom.plan.recorded import Configured, activity_of, programmed
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.recording.forecasts import choices, distance_of
 from greenroom.trace import Trace, stream
+from greenroom.trace.journal import Journal, read
 from greenroom.trace.prompts import Prompt
-from greenroom.trace.segments import PREDICTED, Header, Segment
-from greenroom.trace.trace import Prediction, starts_of
-
-
-@dataclass
-class RequestTrace:
-    """Segments of one request, in memory in place of a journal."""
-
-    header: Header
-    tokens: int = 0
-    segments: list[Segment] = field(default_factory=list)
-
-    def append(self, segment: Segment) -> None:
-        self.segments.append(segment)
-
-    def trace(self) -> Trace:
-        """What was recorded."""
-        header, passes = self.header, [each for s in self.segments for each in s.passes]
-        arrays = {
-            name: np.concatenate([s.arrays[name] for s in self.segments]).astype(header.dtype(name))
-            for name in header.fields()
-        }
-        counts = np.array([tokens for tokens, _ in passes])
-        return Trace(
-            experts=arrays["experts"],
-            experts_per_layer=np.array(header.experts_per_layer, np.int64),
-            request_starts=starts_of(counts.sum(keepdims=True)),
-            pass_starts=starts_of(counts),
-            pass_prefill=np.array([prefill for _, prefill in passes]),
-            labels=(self.segments[0].label,),
-            predictions={
-                name: Prediction(arrays[PREDICTED + name], distance)
-                for name, distance in header.predictions.items()
-            },
-        )
+from greenroom.trace.segments import Header
 
 
 @dataclass(frozen=True)
@@ -145,17 +114,19 @@ def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside)
         tuple(b - a for a, b in pairwise(catalog.offsets)),
         predictions={name: distance_of(each) for name, each in made.items()},
     )
-    memory, length = RequestTrace(header), encode(harness.tokenizer, prompt.content, raw).shape[1]
-    head = HeadTimer(model)
-    try:
+    length, head = encode(harness.tokenizer, prompt.content, raw).shape[1], HeadTimer(model)
+    with (
+        closing(head),
+        TemporaryDirectory(prefix="greenroom-") as folder,
+        closing(Journal(Path(folder) / "warm-up", header)) as journal,
+    ):
         with (
-            recorder_of(model, catalog, memory, by) as recorder,
+            recorder_of(model, catalog, journal, by) as recorder,
             recorder.request(0, prompt.label, length),
         ):
             harness.play([prompt], tokens, raw=raw)
-    finally:
-        head.detach()
-    return Calibration(memory.trace(), latency_of(model.greenroom.driver, head.seconds))
+        trace = read(journal.path)
+    return Calibration(trace, latency_of(model.greenroom.driver, head.seconds))
 
 
 def predicting(harness: Harness, entry: Entry) -> Beside:

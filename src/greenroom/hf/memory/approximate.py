@@ -5,17 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from greenroom.config import Amount, LoadConfig, thresholds_of
-from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
 from greenroom.core.options.precision import Thresholds
-from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.pieces import Copies
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.copies import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
-from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import NestedSlots
-from greenroom.runtime.slots.tier import Pools, Tier
+from greenroom.runtime.slots.tier import Tier
 
 LESSER = ("miss_precision", "low_below", "low_share", "low_follow", "skip_below",
           "substitute_below")  # fmt: skip
@@ -60,26 +57,6 @@ def copies_of(catalog: Catalog, config: LoadConfig, room: int, top_k: int) -> Co
     share = Amount.parse(config.low_share, "--low-share").of(room * catalog.slot_bytes)
     most = catalog.experts
     return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
-
-
-def slots_with_copies(parts: ModelSetup, pieces: Pieces, kind: type[HostSlots]) -> Pools:
-    """Slots of exact experts, and those of low-precision copies, in memory of this kind."""
-    catalog, copies = parts.catalog, parts.copies
-    assert copies is not None
-    seats = copies.seats
-
-    def sizes(capacity: int) -> list[int]:
-        return [sum(group_sizes(pieces, capacity, parts.scope)), seats]
-
-    exact = kind(sizes(parts.capacity)[0], catalog.slot_bytes, catalog.experts)
-    low = kind(seats, max(copies.low))
-    return Pools([joining(catalog, exact), low], parts.capacity, sizes)
-
-
-def joining(catalog: Catalog, slots: HostSlots) -> HostSlots | NestedSlots:
-    """Slots of exact experts, which join planes where the pack has these."""
-    nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-    return NestedSlots(slots, nestings) if nestings else slots
 
 
 def layer_with_less(
