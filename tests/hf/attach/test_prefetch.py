@@ -103,7 +103,7 @@ def without(folder: Path) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_the_default_kernels_compute_the_same_with_and_without(name, folder, without, tmp_path):
-    with streamed(folder, capacity=9, fake=True, **ahead(name, folder, tmp_path)) as model:
+    with streamed(folder, capacity=9, fake=True, seed=3, **ahead(name, folder, tmp_path)) as model:
         assert equal(answers(model), without)
 
 

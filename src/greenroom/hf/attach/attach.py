@@ -159,6 +159,7 @@ class Greenroom:
             scope=parts.scope,
             lanes=lanes_of(parts),
             ahead=self._ahead,
+            seed=parts.seed,
             host=self._tier,
             thresholds=parts.thresholds,
             rates=Rates(nominal(slot_bytes), slot_bytes, pieces.devices) if both else None,

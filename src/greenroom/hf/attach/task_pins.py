@@ -13,7 +13,7 @@ from greenroom.runtime.driver.driver import Driver
 class TaskPins:
     """Counts what each prompt uses; when its answer begins, the nearest task's experts are kept.
 
-    With one task alone its experts are kept from the start. `task` is the one that is kept now.
+    With one task alone its experts are kept from the start.
     """
 
     def __init__(self, pins: Pins, driver: Driver) -> None:
@@ -21,10 +21,7 @@ class TaskPins:
         self._counts = np.zeros(pins.offsets[-1], np.int64)
         self._reading = False  # is the pass a prompt's?
         self._request = 0
-        self.task: str | None = None
         driver.order(Keep(pins.first))
-        if len(pins.tasks) == 1:
-            self.task = next(iter(pins.tasks))
 
     def begins(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass begins."""
@@ -34,8 +31,8 @@ class TaskPins:
             self._request = request
             self._counts[:] = 0
         if self._reading and not prompt:
-            self.task = self._pins.nearest(self._counts)
-            self._driver.order(Keep(self._pins.tasks[self.task].experts))
+            task = self._pins.nearest(self._counts)
+            self._driver.order(Keep(self._pins.tasks[task].experts))
         self._reading = prompt
 
     def chosen(self, layer: int, experts: Ids) -> None:
