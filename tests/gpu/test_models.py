@@ -89,7 +89,10 @@ def test_one_small_copy_a_layer_is_all_that_is_waited_for(loaded):
     model.generate(prompt(), **OPTIONS)
     with torch.inference_mode():
         cache = model(prompt(), use_cache=True).past_key_values
-        hidden, layer = torch.randn(1, 32, device="cuda").bfloat16(), model.greenroom._modules[0]
+        hidden, layer = (
+            torch.randn(1, 32, device="cuda").bfloat16(),
+            model.greenroom.bindings.modules[0],
+        )
         index, weights = torch.tensor([[1, 3]]).cuda(), torch.ones(1, 2, device="cuda").bfloat16()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

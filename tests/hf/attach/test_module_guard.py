@@ -31,7 +31,7 @@ def folder() -> Path:
 def model(folder: Path) -> Iterator[Any]:
     """Shared: every test leaves it as it was. Its dense layers are computed by compiled code."""
     made, _ = greenroom.load(str(folder), cache="25%")
-    assert made.greenroom.accelerated.counts["layer"] > 0
+    assert made.greenroom.bindings.accelerated.counts["layer"] > 0
     yield made
     made.greenroom.detach()
 

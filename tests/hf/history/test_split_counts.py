@@ -23,6 +23,6 @@ def test_the_head_is_timed_where_it_computes_one_position(monkeypatch: pytest.Mo
     for length in (1, 5, 1):
         layer(torch.zeros(1, length, 2))
     assert head.seconds == 3.0  # of 2 and 4 seconds
-    head.detach()
+    head.close()
     layer(torch.zeros(1, 1, 2))  # would ask for another time
     assert HeadTimer(SimpleNamespace(get_output_embeddings=lambda: None)).seconds == 0  # type: ignore[arg-type]

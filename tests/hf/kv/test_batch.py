@@ -212,7 +212,7 @@ def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:
         Batch(model), Batch(model, exact=True)
         assert driver.meter.bytes_read == driver.scheduler.counts.requests == 0
         assert model.config._attn_implementation == attention
-        assert all("forward" not in vars(m) for m in model.greenroom._modules)
+        assert all("forward" not in vars(m) for m in model.greenroom.bindings.modules)
         (logits,) = passes(Batch(model), draw(5), [[5]])[0]
         assert driver.meter.passes == 1
         assert logits.abs().sum() > 0
@@ -229,13 +229,13 @@ def test_what_predictors_and_policies_are_told_of_a_batch(monkeypatch: Any) -> N
         own = caches(batch, 2)
         one, two = draw(6, 4)
         with torch.inference_mode():
-            model.greenroom.begins(2)
+            model.greenroom.hooks.begins(2)
             batch([one, two], own)
-            model.greenroom.begins(0)
+            model.greenroom.hooks.begins(0)
             batch([[7], [8]], own)
             third = caches(batch, 1)
             batch([[9]], third)  # nobody said: it begins, since it has no keys and values
-            model.greenroom.begins(1)
+            model.greenroom.hooks.begins(1)
             batch([[5], [6, 7, 8]], [own[0], third[0]])
     assert [(at.request, at.first, at.tokens, at.prefill) for at in told] == [
         (2, 0, 10, True), (2, 10, 2, False), (3, 12, 1, False), (4, 13, 4, True),

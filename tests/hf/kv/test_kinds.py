@@ -76,7 +76,7 @@ def test_compiled_attention_goes_by_the_cache_s_own_update():
     model, _ = greenroom.load(str(folder), cache="50%", kernels="numba", kv="fp8")
     plain, _ = greenroom.load(str(folder), cache="50%", kernels="numba")
     try:
-        assert model.greenroom.accelerated.counts["attention"]
+        assert model.greenroom.bindings.accelerated.counts["attention"]
         with torch.inference_mode():
             near, exact = (
                 each(ids(1, 1), past_key_values=each(ids(1, 30)).past_key_values).logits

@@ -35,7 +35,7 @@ GIB = 1 << 30
 @contextmanager
 def placed(name: str, monkeypatch, engine: Engine | None = None, **parts: Any) -> Iterator[Any]:
     """A tiny model in bfloat16 on the stand-in for a GPU."""
-    monkeypatch.setattr(places, "engine_for", lambda parts: engine or Engine())
+    monkeypatch.setattr(places, "engine_for", lambda parts, number: engine or Engine())
     draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
     model = draft.load()
     parts = {"kernels": "eager", "capacity": 3, **parts}

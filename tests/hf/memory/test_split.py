@@ -252,7 +252,7 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     model.greenroom = Greenroom(model, parts)
     try:
         model.generate(ids(1, 7), max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        state = model.greenroom._watch.state(model.greenroom.driver)
+        state = model.greenroom._watch.state(model.greenroom.driver, model.greenroom._head.seconds)
     finally:
         model.greenroom.detach()
     assert state["tokens"].tolist() == [5, 5]

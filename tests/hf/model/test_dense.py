@@ -73,11 +73,11 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 def test_the_bits_of_expanded_ones_and_less_memory(checkpoint: Path) -> None:
     with served(checkpoint, False, kernels="rounded") as model:
-        wanted, counts = logits(model), model.greenroom.accelerated.counts
+        wanted, counts = logits(model), model.greenroom.bindings.accelerated.counts
     with served(checkpoint, True, kernels="rounded") as model:
         kept = [name for name, module in model.named_modules() if stored_of(module) is not None]
         assert torch.equal(logits(model), wanted)
-        mine = model.greenroom.accelerated.counts
+        mine = model.greenroom.bindings.accelerated.counts
         assert {key: mine.get(key) for key in counts} == counts
         assert len(kept) >= 3
         assert not any("gate" in name.split(".") for name in kept)

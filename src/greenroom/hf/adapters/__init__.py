@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -54,8 +55,9 @@ def adapt(model: PreTrainedModel) -> str:
     return adapter.warning
 
 
-def conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """How a checkpoint's tensors become this model's parameters."""
-    mapping = get_model_conversion_mapping(model)
+def conversions(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
+    """How a checkpoint's tensors become this model's parameters, by a quantiser of transformers
+    where they are to be expanded."""
+    mapping = get_model_conversion_mapping(model, None, quantiser)
     adapter = adapter_of(model)
     return mapping if adapter is None else adapter.conversions(mapping)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import slots_ahead
+from greenroom.core.counts import Counts
 from greenroom.core.events import Resized
 from greenroom.core.pieces import Pieces
 from greenroom.core.prefetch.foresight import Foresight
@@ -19,15 +19,14 @@ from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
 from greenroom.hf.attach.bindings import Bindings, Memory
-from greenroom.hf.attach.generation import GenerationSettings
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
-from greenroom.hf.attach.pass_hooks import PassHooks
-from greenroom.hf.attach.predictors import Beside, foresee
+from greenroom.hf.attach.pass_hooks import Observer, PassHooks
+from greenroom.hf.attach.predictors import foresee
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.history import split_counts
-from greenroom.hf.history.split_counts import ObservedForesight, SplitCounts
+from greenroom.hf.history.split_counts import HeadTimer, ObservedForesight, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
@@ -50,7 +49,7 @@ from greenroom.predictors.compiling import compile_predictor
 from greenroom.runtime.cuda.calibrate import nominal
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.driver.driver import Driver
-from greenroom.runtime.driver.meter import minus
+from greenroom.runtime.driver.meter import Meter, minus
 from greenroom.runtime.driver.stats import (
     Stats,
     host_stats,
@@ -61,7 +60,6 @@ from greenroom.runtime.driver.stats import (
 )
 from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.kernels.base import Kernel
-from greenroom.runtime.kernels.dense.accelerate import Accelerated
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.kernels.table import kernel
 from greenroom.runtime.memory.system import peak_rss_bytes
@@ -76,10 +74,14 @@ class Greenroom:
         """`store` stands in for the checkpoint's own files, such as one in memory."""
         module_guard.remove(model)  # of an earlier cache: modules are copied to other devices
         self.parts, self._model = parts, weakref.ref(model)
-        self.generation: GenerationSettings | None = None  # as they were before `load` set its own
+        self.generation: Any = None  # the model's config, as it was before `load` set its own
         self.kernel: Kernel = kernel(kernels_of(parts))
-        self._modules = [model.get_submodule(name) for name in parts.catalog.layers]
-        running = self._predictor(model)
+        modules = [model.get_submodule(name) for name in parts.catalog.layers]
+        running = None
+        if parts.capacity < parts.catalog.experts:
+            running = foresee(
+                model, parts.catalog, parts.prefetch, parts.predictor, parts.fingerprint
+            )
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
@@ -101,21 +103,21 @@ class Greenroom:
         self.warmed = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
         self._close = weakref.finalize(model, self.driver.close)
-        self._base = replace(self.driver.scheduler.counts), self.driver.meter.copy()
-        self._tier_base, self._host_base = (0, 0), 0.0
-        self._hooks = PassHooks(
-            parts, self.driver, self._watch, self._recent, self.engine is not None
-        )
-        self._bindings = Bindings(self.kernel, self._modules, parts, memory)
-        hears = parts.pins is not None or parts.watch or self._recent is not None
-        chosen = self._hooks.chosen if hears else None
+        self._head: HeadTimer | None = None
+        self._base = self._so_far()
+        self.bindings = Bindings(self.kernel, modules, parts, memory)
+        observers: list[Observer] = [
+            each for each in (self._watch, self._recent) if each is not None
+        ]
+        self.hooks = PassHooks(parts, self.driver, self.bindings, observers)
+        chosen = self.hooks.chosen if observers or parts.pins is not None else None
         try:
-            self._bindings.bind(model, self.driver, self._inputs, chosen)
-            self._hooks.listen(model, self._modules, self._bindings.shared)
-            if self._watch is not None:
-                self._watch.listen(model)
-            compiled = self.accelerated.compiled if self.accelerated is not None else set()
-            self._hooks.weights = WeightGuard(model, self._modules, compiled)
+            self.bindings.bind(model, self.driver, self._inputs, chosen)
+            self.hooks.listen(model)
+            self._head = HeadTimer(model) if parts.watch else None
+            dense = self.bindings.accelerated
+            compiled = dense.compiled if dense is not None else set()
+            self.hooks.weights = WeightGuard(model, modules, compiled)
             module_guard.install(model, compiled)
         except BaseException:
             self.detach()
@@ -139,7 +141,7 @@ class Greenroom:
             store,
             slots,
             foresight=self._foresight(),
-            guard=Guard(parts.seed) if parts.guard and self.predictor else None,
+            guard=Guard() if parts.guard and self.predictor else None,
             links=links_of(parts),
             between=between,
         )
@@ -162,21 +164,6 @@ class Greenroom:
             host=self._tier,
         )
 
-    def _predictor(self, model: PreTrainedModel) -> Beside | None:
-        """What predicts; nothing where all experts have a slot."""
-        parts = self.parts
-        choice = predictor(parts.prefetch)
-        if choice.kind.name == "none" or parts.capacity >= parts.catalog.experts:
-            return None
-        return foresee(
-            model,
-            parts.catalog,
-            parts.prefetch,
-            file=parts.predictor,
-            fingerprint=parts.fingerprint,
-            seed=parts.seed,
-        )
-
     def _foresight(self) -> Foresight | None:
         """What makes of guesses what the scheduler is told, where anybody guesses."""
         if self.predictor is None:
@@ -186,14 +173,9 @@ class Greenroom:
         return ObservedForesight(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
 
     @property
-    def accelerated(self) -> Accelerated | None:
-        """The dense layers that are computed by compiled code, where any are."""
-        return self._bindings.accelerated
-
-    @property
     def growth(self) -> Growth | None:
         """Of keys and values, where they share the slots' budget."""
-        return self._hooks.growth
+        return self.hooks.growth
 
     @property
     def memory_bytes(self) -> int | None:
@@ -211,28 +193,9 @@ class Greenroom:
         """Slots that the cache has."""
         return self.driver.scheduler.capacity
 
-    def begins(self, prompts: int) -> None:
-        """So many prompts begin with the next pass; else that is told by keys and values, which a
-        prompt may have of an earlier one."""
-        self._hooks.begins(prompts)
-
-    def left_out(self) -> AbstractContextManager[None]:
-        """Experts give nothing for the while, nothing is read, and no pass is noted."""
-        return self._hooks.left_out()
-
-    def alone(self) -> AbstractContextManager[None]:
-        """For the while a token's experts give the bits that they give it alone, whoever is beside
-        it in a pass."""
-        return self._bindings.alone()
-
-    def by_tokens(self) -> bool:
-        """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
-        model: Any = self._model()
-        return self._bindings.by_tokens(model.config.get_text_config().num_hidden_layers)
-
     def compile(self) -> None:
         """Compile the kernels, for one token and for many, and the predictor."""
-        self._bindings.compile()
+        self.bindings.compile()
         if self.predictor is not None:
             compile_predictor(predictor(self.predictor.name))
 
@@ -244,7 +207,7 @@ class Greenroom:
             fewest = self.growth.least if self.growth is not None else self.capacity
             for task in parts.pins.tasks.values():
                 self.driver.scheduler.view.check_capacity(fewest, task.experts)
-            self._hooks.pinned = TaskPins(parts.pins, self.driver)
+            self.hooks.observers.append(TaskPins(parts.pins, self.driver))
 
     def warm_up(self) -> None:
         """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
@@ -259,14 +222,15 @@ class Greenroom:
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
-        counts = minus(driver.scheduler.counts, self._base[0])
-        meter = minus(driver.meter.copy(), self._base[1])
+        counts_before, meter_before, host_s, requests, hits = self._base
+        counts = minus(driver.scheduler.counts, counts_before)
+        meter = minus(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
-            kernels=self._bindings.described(),
+            kernels=self.bindings.described,
             capacity=self.capacity,
-            capacity_least=self._hooks.sizes[0],
-            capacity_most=self._hooks.sizes[1],
+            capacity_least=self.hooks.sizes[0],
+            capacity_most=self.hooks.sizes[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -283,23 +247,25 @@ class Greenroom:
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
             lesser=lesser_stats(driver, counts, self.parts.approximation),
-            co_compute=host_stats(driver, counts, driver.host_s - self._host_base),
+            co_compute=host_stats(driver, counts, driver.host_s - host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
-                "requests": self._tier.requests - self._tier_base[0],
-                "hits": self._tier.hits - self._tier_base[1],
+                "requests": self._tier.requests - requests,
+                "hits": self._tier.hits - hits,
             },
         )  # fmt: skip
 
     def reset_stats(self) -> None:
         """Count from here on; what is resident stays."""
-        driver = self.driver
-        if self._tier is not None:
-            self._tier_base = self._tier.requests, self._tier.hits
-        self._base = replace(driver.scheduler.counts), driver.meter.copy()
-        self._host_base = driver.host_s
-        self._hooks.size_from_here()
-        driver.scheduler.view.accuracy.reset()
+        self._base = self._so_far()
+        self.hooks.size_from_here()
+        self.driver.scheduler.view.accuracy.reset()
+
+    def _so_far(self) -> tuple[Counts, Meter, float, int, int]:
+        """All that is counted: of the scheduler, the links, the host's processor and its memory."""
+        driver, tier = self.driver, self._tier
+        held = (0, 0) if tier is None else (tier.requests, tier.hits)
+        return replace(driver.scheduler.counts), driver.meter.copy(), driver.host_s, *held
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Record what runs when from here on; the timeline so far is returned as recording ends."""
@@ -316,16 +282,16 @@ class Greenroom:
             raise ClosedError("the model was detached: load it again")
         slots = slots_for(cache, self.parts.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
-        self._hooks.growth = None
+        self.hooks.growth = None
         self.driver.resize(slots)
-        self._hooks.sized()
+        self.hooks.sized()
         return self.capacity
 
     def grow(self, growth: Growth) -> None:
         """Have as many slots as keys and values leave, from here on."""
         growth.bind(self.driver)
-        self._hooks.size_from_here()
-        self._hooks.growth = growth
+        self.hooks.size_from_here()
+        self.hooks.growth = growth
 
     def detach(self) -> None:
         """End the threads, free the slots, and take hooks and compiled layers out of the model.
@@ -336,14 +302,16 @@ class Greenroom:
         """
         if self._close.alive:
             self._close()
-            counted = self._watch.state(self.driver) if self._watch is not None else None
+            counted = None
+            if self._watch is not None and self._head is not None:
+                counted = self._watch.state(self.driver, self._head.seconds)
             noted = self._recent.state() if self._recent is not None else None
             states = {split_counts.NAME: counted, recent.NAME: noted}
             self._warm_start.save({name: each for name, each in states.items() if each is not None})
-        if self._watch is not None:
-            self._watch.detach()
-        self._hooks.detach()
-        self._bindings.detach()
+        if self._head is not None:
+            self._head.close()
+        self.hooks.detach()
+        self.bindings.detach()
         if self._inputs is not None:
             self._inputs.detach()
 
@@ -365,7 +333,7 @@ class Greenroom:
         self.detach()
         materialize(model, source)
         if self.generation is not None:
-            self.generation.restore(model)
+            model.generation_config = self.generation
         del model.greenroom
         return model
 

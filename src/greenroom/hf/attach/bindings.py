@@ -75,7 +75,7 @@ class Bindings:
         self.accelerated: Accelerated | None = None
         self.shared: Shared | None = None
         self._parts, self._memory = parts, memory
-        self._described = kernel.name
+        self.described = kernel.name  # what computes the experts, or did so before `detach`
 
     def bind(
         self,
@@ -112,7 +112,7 @@ class Bindings:
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
             fuse_layers(model, self.accelerated.layers, experts_of_layers, take_back)
-        self._described = described(self.kernel, self.experts)
+        self.described = described(self.kernel, self.experts)
 
     def _computing(self, model: PreTrainedModel) -> Kernel:
         """The kernel, or what has it compute on several devices, on the host too, or in parts."""
@@ -170,36 +170,33 @@ class Bindings:
         """Every layer's."""
         return [getattr(module, BINDING).experts for module in self.modules]
 
-    def described(self) -> str:
-        """What computes the experts, or did so before `detach`."""
-        return self._described
-
     def alone(self) -> AbstractContextManager[None]:
-        """A token's experts do not know of others beside it for the while."""
+        """For the while a token's experts give the bits that they give it alone, whoever is beside
+        it in a pass."""
         return self.kernel.alone() if isinstance(self.kernel, CpuKernel) else nullcontext()
 
-    def by_tokens(self, layers: int) -> bool:
-        """Has every layer of so many a way of its own for single tokens?"""
+    def by_tokens(self, model: PreTrainedModel) -> bool:
+        """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
+        layers = model.config.get_text_config().num_hidden_layers
         known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
-        return known == layers and not any(experts.unfused for experts in self.experts)
+        return bool(known == layers) and not any(experts.unfused for experts in self.experts)
 
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
-        experts, slots, engines = [0], [0], self._memory.engines
+        layer, engines = binding.experts, self._memory.engines
+        device = engines[0].device if engines else None
+        kernel: Any = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
+        ways: list[tuple[Any, ...]] = [([0], [0])]
+        if self._parts.copies is not None:
+            ways.append(([0], [1], LOW))
         for tokens in (1, COMPILED_TOKENS):
-            device = engines[0].device if engines else None
-            dtype = binding.experts.dtype
-            x = torch.zeros(tokens, binding.experts.hidden, dtype=dtype, device=device)
-            weights = torch.ones(tokens, 1, dtype=dtype, device=device)
+            x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=device)
+            weights = torch.ones(tokens, 1, dtype=layer.dtype, device=device)
             routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
-            kernel = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
-            step = kernel.begin(binding.experts, x, routing, weights)
-            kernel.wave(step, experts, slots)
-            kernel.combine(step)
-            if self._parts.copies is not None:
-                step = kernel.begin(binding.experts, x, routing, weights)
-                kernel.wave(step, experts, [1], LOW)  # type: ignore[call-arg]
+            for way in ways:
+                step = kernel.begin(layer, x, routing, weights)
+                kernel.wave(step, *way)
                 kernel.combine(step)
 
     def detach(self) -> None:

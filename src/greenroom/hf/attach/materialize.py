@@ -17,7 +17,7 @@ from greenroom.errors import BudgetError, UnsupportedCall, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.attach.module_guard import remove
 from greenroom.hf.checkpoint.source import Source
-from greenroom.hf.index.experts import STREAMED, Streamed, streamed_of
+from greenroom.hf.index.experts import STREAMED, streamed_of
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
 from greenroom.hf.model.reference import load_experts, quantiser
@@ -54,11 +54,10 @@ def check(model: PreTrainedModel, source: Source | None, freed: int) -> Source:
 def expanded_bytes(model: nn.Module) -> int:
     """The most that memory grows by: all experts, stored dense weights expanded, and once more a
     layer's experts while they are converted."""
-
-    def nbytes(layer: tuple[Streamed, ...]) -> int:
-        return sum(prod(each.shape) * each.dtype.itemsize for each in layer)
-
-    layers = [nbytes(streamed_of(module)) for module in model.modules()]
+    layers = [
+        sum(prod(each.shape) * each.dtype.itemsize for each in streamed_of(module))
+        for module in model.modules()
+    ]
     stored = {id(each): each for m in model.modules() if (each := stored_of(m)) is not None}
     dense = sum(each.shape.numel() * each.dtype.itemsize for each in stored.values())
     return sum(layers) + max(layers) + dense

@@ -24,6 +24,14 @@ from greenroom.hf.index.experts import streamed_of
 from greenroom.runtime.kernels.dense.stored import stored_of
 
 WAY_OUT = "model.greenroom.materialize() reads them into memory first"
+COPIES = (
+    "a model whose experts are streamed cannot be {} (it has open files and threads):"
+    f" load it again where it is needed, or {WAY_OUT}"
+)
+SAVES = (
+    "{} would leave the experts out, which are streamed: copy the checkpoint's folder, or"
+    f" {WAY_OUT}"
+)
 _EVERYWHERE = ("train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
 _WITH_WEIGHTS = ("_apply", "_save_to_state_dict")
 _OF_MODELS = ("save_pretrained", "push_to_hub", "num_parameters")
@@ -42,22 +50,22 @@ def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
     for module in model.modules():
         own, me = module.__dict__, weakref.ref(module)
         own["train"] = partial(_train, me)
-        if any(_is_held(part, compiled) for part in module.modules()):
+        if any(part in compiled or _holds(part) for part in module.modules()):
             own["_apply"] = partial(_apply, me)
         own["_load_from_state_dict"] = partial(_load_from_state_dict, me)
-        own["__deepcopy__"] = partial(_refuse_copy, "copied")
-        own["__reduce_ex__"] = partial(_refuse_copy, "pickled")
-        if streamed_of(module) or stored_of(module) is not None:
+        own["__deepcopy__"] = partial(_refuse, COPIES.format("copied"))
+        own["__reduce_ex__"] = partial(_refuse, COPIES.format("pickled"))
+        if _holds(module):
             own["_save_to_state_dict"] = partial(_save_to_state_dict, me)
         if isinstance(module, PreTrainedModel):
-            own["save_pretrained"] = partial(_refuse_save, "save_pretrained")
-            own["push_to_hub"] = partial(_refuse_save, "push_to_hub")
+            for name in ("save_pretrained", "push_to_hub"):
+                own[name] = partial(_refuse, SAVES.format(name))
             own["num_parameters"] = partial(_num_parameters, me)
 
 
-def _is_held(module: nn.Module, compiled: Set[nn.Module]) -> bool:
-    """Are a module's weights elsewhere too, or at addresses that must not change?"""
-    return module in compiled or bool(streamed_of(module)) or stored_of(module) is not None
+def _holds(module: nn.Module) -> bool:
+    """Are a module's weights streamed or stored?"""
+    return bool(streamed_of(module)) or stored_of(module) is not None
 
 
 def remove(model: nn.Module) -> None:
@@ -119,24 +127,14 @@ def _train(me: Me, mode: bool = True) -> nn.Module:
     return type(module).train(module, False)
 
 
-def _refuse_copy(how: str, *_: Any) -> NoReturn:
-    raise UnsupportedCall(
-        f"a model whose experts are streamed cannot be {how} (it has open files and threads):"
-        f" load it again where it is needed, or {WAY_OUT}"
-    )
-
-
-def _refuse_save(call: str, *_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedCall(
-        f"{call} would leave the experts out, which are streamed: copy the checkpoint's folder, or"
-        f" {WAY_OUT}"
-    )
+def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedCall(message)
 
 
 def _save_to_state_dict(me: Me, *args: Any, **kwargs: Any) -> None:
     """A module's own part of `state_dict`."""
     module: nn.Module = me()
-    if streamed_of(module) or stored_of(module) is not None:
+    if _holds(module):
         raise UnsupportedCall(
             f"state_dict would leave weights out that are streamed or stored: {WAY_OUT}"
         )

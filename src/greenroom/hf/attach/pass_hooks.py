@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from greenroom.core.predictor import Ids, PassBegins
-from greenroom.hf.attach.shared import Shared
-from greenroom.hf.attach.task_pins import TaskPins
+from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.weight_guard import WeightGuard
-from greenroom.hf.history.split_counts import SplitCounts
 from greenroom.hf.kv.batch import Together
 from greenroom.hf.kv.cache import ROOM, adopt
 from greenroom.hf.kv.kinds import DYNAMIC
 from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.plan.history.recent import RecentRouting
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
+
+
+class Observer(Protocol):
+    """Is told of passes, and of what routers choose in them."""
+
+    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+        """A pass of so many sequences begins."""
+
+    def chosen(self, layer: int, experts: Ids) -> None:
+        """A layer's router has chosen these experts, [T, K]."""
 
 
 class PassHooks:
@@ -33,33 +40,23 @@ class PassHooks:
         self,
         parts: ModelSetup,
         driver: Driver,
-        watch: SplitCounts | None,
-        recent: RecentRouting | None,
-        on_gpu: bool,
+        bindings: Bindings,
+        observers: list[Observer],
     ) -> None:
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
-        self.pinned: TaskPins | None = None
         self.sizes = parts.capacity, parts.capacity  # the least and the most slots there were
-        self._parts, self._driver, self._watch, self._on_gpu = parts, driver, watch, on_gpu
-        self._recent = recent
+        self._parts, self._driver, self._bindings = parts, driver, bindings
+        self.observers = observers  # of what routers choose
         self.weights: WeightGuard | None = None
-        self._modules: Sequence[nn.Module] = ()
-        self._shared: Shared | None = None
         self._request, self._tokens = 0, 0
         self._begin: int | None = None  # prompts that begin with the next pass, where it was said
         self._unnoted = False  # are passes those of a trial?
-        self._reading = False  # is the pass a prompt's?
-        self._pinned_for = 0  # the request whose prompt says what stays
         self._decoder: nn.Module | None = None  # of an encoder-decoder model
         self._preempting = False  # are routers listened to, after which something else runs?
         self._hooks: list[Any] = []
 
-    def listen(
-        self, model: PreTrainedModel, modules: Sequence[nn.Module], shared: Shared | None
-    ) -> None:
-        """Begin with a model that has these experts modules; `shared` finds out in the first pass
-        what runs between a router and its experts."""
-        self._modules, self._shared = modules, shared
+    def listen(self, model: PreTrainedModel) -> None:
+        """Begin."""
         passes: list[nn.Module] = [model]
         if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
             self._decoder = model.get_decoder()
@@ -92,24 +89,20 @@ class PassHooks:
 
     def chosen(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [T, K]."""
-        if self.pinned is not None:
-            self.pinned.chosen(layer, experts)
-        if self._watch is not None and not self._reading:
-            self._watch.chosen(layer, experts)
-        if self._recent is not None:
-            self._recent.chosen(layer, experts)
+        for each in self.observers:
+            each.chosen(layer, experts)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Experts give nothing for the while, nothing is read, and no pass is noted."""
         self._unnoted = True
         try:
-            for module in self._modules:
+            for module in self._bindings.modules:
                 module.forward = lambda x, *args, **kwargs: torch.zeros_like(x)
             yield
         finally:
             self._unnoted = False
-            for module in self._modules:
+            for module in self._bindings.modules:
                 del module.forward
 
     @outside_graphs
@@ -131,13 +124,10 @@ class PassHooks:
             self._request += 1
         if self._request != before and self.weights is not None:
             self.weights.check()
-        self._reading = prompt = max(cache.lengths) > 1 if together else length > 1
-        if self.pinned is not None:
-            self.pinned.begins(prompt, anew=self._request != self._pinned_for)
-            self._pinned_for = self._request
-        if self._recent is not None:
-            sequences = len(cache.caches) if together else int(batch)
-            self._recent.begins(self._request, prompt, sequences)
+        prompt = max(cache.lengths) > 1 if together else length > 1
+        sequences = len(cache.caches) if together else int(batch)
+        for each in self.observers:
+            each.begins(self._request, prompt, sequences)
         self._driver.begin_pass(
             PassBegins(
                 self._request,
@@ -174,7 +164,7 @@ class PassHooks:
         return cache
 
     def _adopt(self, cache: Any) -> None:
-        adopt(cache, max(self._parts.context, ROOM) + 1, in_blocks=self._on_gpu)
+        adopt(cache, max(self._parts.context, ROOM) + 1, in_blocks=self._parts.cuda)
 
     @outside_graphs
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -183,11 +173,12 @@ class PassHooks:
         self._driver.end_pass()
         if (growth := self.growth) is not None:
             growth.seen(getattr(out, "past_key_values", None))
-        if self._on_gpu:  # a router's choice is known here when its experts run
+        if self._parts.cuda:  # a router's choice is known here when its experts run
             return
-        if not self._preempting and self._shared is not None and self._shared.early:
+        shared = self._bindings.shared
+        if not self._preempting and shared is not None and shared.early:
             self._preempting = True
-            for layer, router in self._shared.early.items():
+            for layer, router in shared.early.items():
                 self._hooks.append(router.register_forward_hook(partial(self._decided, layer)))
 
     @outside_graphs
@@ -197,4 +188,4 @@ class PassHooks:
         chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
         if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
             ids = chosen.unique().cpu().numpy()
-            self._driver.decided(layer, ids[ids < self._modules[layer].num_experts])
+            self._driver.decided(layer, ids[ids < self._bindings.modules[layer].num_experts])

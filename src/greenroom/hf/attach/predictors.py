@@ -38,7 +38,6 @@ def beside(
     *,
     file: str | os.PathLike[str] | None = None,
     fingerprint: str = "",
-    seed: int = 0,
     inputs: bool = False,
 ) -> Beside:
     """Make predictors for a model; `file` is that of `learned`, `inputs` asks for routers anyhow.
@@ -50,12 +49,10 @@ def beside(
     needs = _needs(chosen, file)
     looks = "inputs" in needs or inputs
     routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
-    tensors = None
-    if "file" in needs and file is not None:
-        tensors = load_predictor(file, fingerprint)
+    learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
     shape = Shape(tuple(np.diff(catalog.offsets).tolist()), _top_k(model, routers))
-    setting = Setting(shape, seed, gates=gates, learned=tensors)
+    setting = Setting(shape, gates=gates, learned=learned)
     made = {choice.name: choice.make(setting) for choice in chosen}
     return Beside(shape, routers if looks else [], made)
 
@@ -69,12 +66,8 @@ def check(
 ) -> None:
     """Whatever can be wrong with `--prefetch` and `--predictor`, as far as it can be told before
     the weights are there: UsageError or PredictorError, in one line."""
-    choice = predictor(prefetch)
-    if choice.kind is AUTO and file is None and model.config.is_encoder_decoder:
-        return  # it switches itself off
-    if choice.kind is AUTO:
-        choice = predictor("learned" if file is not None else "off")
-    if choice.kind.name == "none":  # the file may be for predictors that are only recorded
+    choice = _choice(prefetch, file)
+    if choice.kind is AUTO or choice.kind.name == "none":  # a file may be for a recording
         return
     _check_passes(model)
     needs = _needs([choice], file)
@@ -115,23 +108,28 @@ def foresee(
     model: PreTrainedModel,
     catalog: Catalog,
     prefetch: str,
-    *,
-    file: str | os.PathLike[str] | None = None,
-    fingerprint: str = "",
-    seed: int = 0,
-) -> Beside:
-    """The one predictor of `--prefetch`. `auto` is the first of AUTOMATIC that the model allows."""
-    choice = predictor(prefetch)
+    file: str | os.PathLike[str] | None,
+    fingerprint: str,
+) -> Beside | None:
+    """The one predictor of `--prefetch`, if any. `auto` is the first of AUTOMATIC that the model
+    allows."""
+    choice = _choice(prefetch, file)
+    if choice.kind.name == "none":
+        return None
     if choice.kind is not AUTO:
-        return beside(model, catalog, [choice], file=file, fingerprint=fingerprint, seed=seed)
-    if file is not None:
-        return foresee(model, catalog, "learned", file=file, fingerprint=fingerprint, seed=seed)
+        return beside(model, catalog, [choice], file=file, fingerprint=fingerprint)
     for name in AUTOMATIC:
         try:
-            return beside(model, catalog, [predictor(name)], seed=seed)
+            return beside(model, catalog, [predictor(name)])
         except PredictorError:
             continue
     raise AssertionError("one of them needs nothing of the model")
+
+
+def _choice(prefetch: str, file: object) -> Choice:
+    """What `--prefetch` names; with a file `auto` is the predictor whose file it is."""
+    choice = predictor(prefetch)
+    return predictor("learned") if choice.kind is AUTO and file is not None else choice
 
 
 def _routers(model: PreTrainedModel, catalog: Catalog, must: bool) -> list[Router]:

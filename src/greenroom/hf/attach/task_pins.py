@@ -13,28 +13,27 @@ from greenroom.runtime.driver.driver import Driver
 class TaskPins:
     """Counts what each prompt uses; when its answer begins, the nearest task's experts are kept.
 
-    With one task alone its experts are kept from the start. `task` is the one that is kept now.
+    With one task alone its experts are kept from the start.
     """
 
     def __init__(self, pins: Pins, driver: Driver) -> None:
         self._pins, self._driver = pins, driver
         self._counts = np.zeros(pins.offsets[-1], np.int64)
-        self._reading = False
-        self.task: str | None = None
+        self._reading = False  # is the pass a prompt's?
+        self._request = 0
         driver.order(Keep(pins.first))
-        if len(pins.tasks) == 1:
-            self.task = next(iter(pins.tasks))
 
-    def begins(self, prefill: bool, anew: bool) -> None:
-        """A pass begins; `anew`: of a new prompt."""
+    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+        """A pass begins."""
         if len(self._pins.tasks) == 1:
             return
-        if anew:
+        if request != self._request:
+            self._request = request
             self._counts[:] = 0
-        if self._reading and not prefill:
-            self.task = self._pins.nearest(self._counts)
-            self._driver.order(Keep(self._pins.tasks[self.task].experts))
-        self._reading = prefill
+        if self._reading and not prompt:
+            task = self._pins.nearest(self._counts)
+            self._driver.order(Keep(self._pins.tasks[task].experts))
+        self._reading = prompt
 
     def chosen(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen: ids within it, [T, K]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from torch import Tensor, nn
+from torch import nn
 
 from greenroom.errors import UnsupportedCall
 
@@ -22,30 +22,20 @@ class WeightGuard:
     ) -> None:
         """`experts` are the modules whose own parameters (biases) kernels hold, `compiled` those
         whose weights compiled dense layers read by address."""
-        self._held: list[tuple[str, Tensor, int]] = [
-            (f"{name}.{own}", weight, weight.data_ptr())
+        self._held = [
+            (module if module in experts else None, name, own, weight, weight.data_ptr())
             for name, module in model.named_modules()
             if module in compiled or module in experts
             for own, weight in module.named_parameters(recurse=False)
         ]
-        self._experts = [
-            (module, name, each)
-            for module in experts
-            for name, each in module.named_parameters(recurse=False)
-        ]
 
     def check(self) -> None:
         """Raise UnsupportedCall where a weight's memory is another than when this was made."""
-        for name, weight, address in self._held:
-            if weight.data_ptr() != address:
-                raise UnsupportedCall(_said(name))
-        for module, name, weight in self._experts:
-            if module._parameters.get(name) is not weight:
-                raise UnsupportedCall(_said(name))
-
-
-def _said(name: str) -> str:
-    return (
-        f"{name} was given other memory, which compiled kernels do not see: write values in place"
-        " (weight.copy_(...) without gradients), or change it before the model is attached"
-    )
+        for module, name, own, weight, address in self._held:
+            exchanged = module is not None and module._parameters.get(own) is not weight
+            if exchanged or weight.data_ptr() != address:
+                raise UnsupportedCall(
+                    f"{name}.{own} was given other memory, which compiled kernels do not see: write"
+                    " values in place (weight.copy_(...) without gradients), or change it before"
+                    " the model is attached"
+                )

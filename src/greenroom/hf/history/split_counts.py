@@ -59,7 +59,7 @@ class HeadTimer:
     def seconds(self) -> float:
         return self._spent / max(1, self._count)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out again; what was measured stays."""
         for hook in self._hooks:
             hook.remove()
@@ -98,7 +98,7 @@ class SplitCounts:
         self._offsets = tuple(offsets)
         self.activity = Activity(np.diff(offsets).tolist())
         self._expected: dict[int, Ids] = {}
-        self._head: HeadTimer | None = None
+        self._reading = False
         if known is not None and NAME in known.states:
             try:
                 self.activity.restore(known.states[NAME])
@@ -109,25 +109,22 @@ class SplitCounts:
         """A layer is expected to need these, likeliest first."""
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
+    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+        """A pass begins; those of prompts are not counted."""
+        self._reading = prompt
+
     def chosen(self, layer: int, experts: Ids) -> None:
-        """A decoded token's router has chosen, [T, K]."""
+        """A router has chosen, [T, K]."""
+        if self._reading:
+            return
         expected = self._expected.pop(layer, None)
         n = self.activity.experts[layer]
         for row in experts:
             self.activity.token(layer, row[(row >= 0) & (row < n)], expected)
 
-    def listen(self, model: PreTrainedModel) -> None:
-        """Time the head layer too, until `detach`."""
-        self._head = HeadTimer(model)
-
-    def detach(self) -> None:
-        """Take out of the model what `listen` put in."""
-        if self._head is not None:
-            self._head.detach()
-
-    def state(self, driver: Driver) -> Arrays | None:
+    def state(self, driver: Driver, head: float) -> Arrays | None:
         """What is stored: the counts, and seconds as MoEpic names them; None before a token."""
-        latency = latency_of(driver, self._head.seconds if self._head is not None else 0.0)
+        latency = latency_of(driver, head)
         if latency is None:
             return None
         return {**self.activity.state(), "latency": np.array(astuple(latency))}

@@ -175,7 +175,7 @@ class Batch:
         model = self._model
         if reason := unlike(model, self._configs):
             return reason
-        if self.exact and not model.greenroom.by_tokens():
+        if self.exact and not model.greenroom.bindings.by_tokens(model):
             return f"{type(model).__name__}: not every layer is computed token by token"
         reason = trial(self, model)
         if reason and not self.exact:
@@ -235,7 +235,7 @@ class Batch:
             had = length_of(own)
             positions += range(had, had + len(each))
             rows += range(len(positions) - count, len(positions))
-        experts = model.greenroom.alone() if self.exact else nullcontext()
+        experts = model.greenroom.bindings.alone() if self.exact else nullcontext()
         with self._attending(), self._head_by_tokens(), experts:
             out = model(
                 input_ids=torch.tensor([[token for each in ids for token in each]],
@@ -323,7 +323,7 @@ def trial(batch: Batch, model: Any) -> str:
     ends = [(3, 6, 7), (9, 11, 12), (3, 4, 5)]  # of each sequence's parts: prompts, then tokens
     near = 1e-3 if model.dtype is torch.float32 else 5e-2
     try:
-        with model.greenroom.left_out():
+        with model.greenroom.hooks.left_out():
             wanted = [_in_parts(batch, [each], [end]) for each, end in zip(ids, ends, strict=True)]
             found = _in_parts(batch, ids, ends)
     except Exception as error:  # a model's own code fails in its own way

@@ -14,7 +14,7 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.attach.generation import GenerationSettings
+from greenroom.hf.attach.generation import replace_settings
 from greenroom.hf.load.budget import Budget, SlotBudget, least_of, with_host
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import Workspace
@@ -46,7 +46,7 @@ def attach(
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.draft.load(budget.engines[0].device if budget.engines else "cpu")
-    generation = GenerationSettings(model, description.keys_values.kind)
+    generation = replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
     ahead.wait()

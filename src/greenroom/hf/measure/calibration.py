@@ -8,9 +8,11 @@ asked for most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -31,25 +33,9 @@ from greenroom.plan.recorded import Configured, activity_of, programmed
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.recording.forecasts import choices, distance_of
 from greenroom.trace import Trace, stream
-from greenroom.trace.journal import trace_of
+from greenroom.trace.journal import Journal, read
 from greenroom.trace.prompts import Prompt
-from greenroom.trace.segments import Header, Segment
-
-
-@dataclass
-class RequestTrace:
-    """Segments of one request, in memory in place of a journal."""
-
-    header: Header
-    tokens: int = 0
-    segments: list[Segment] = field(default_factory=list)
-
-    def append(self, segment: Segment) -> None:
-        self.segments.append(segment)
-
-    def trace(self) -> Trace:
-        """What was recorded."""
-        return trace_of(self.header, self.segments)
+from greenroom.trace.segments import Header
 
 
 @dataclass(frozen=True)
@@ -128,17 +114,19 @@ def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside)
         tuple(b - a for a, b in pairwise(catalog.offsets)),
         predictions={name: distance_of(each) for name, each in made.items()},
     )
-    memory, length = RequestTrace(header), encode(harness.tokenizer, prompt.content, raw).shape[1]
-    head = HeadTimer(model)
-    try:
+    length, head = encode(harness.tokenizer, prompt.content, raw).shape[1], HeadTimer(model)
+    with (
+        closing(head),
+        TemporaryDirectory(prefix="greenroom-") as folder,
+        closing(Journal(Path(folder) / "warm-up", header)) as journal,
+    ):
         with (
-            recorder_of(model, catalog, memory, by) as recorder,
+            recorder_of(model, catalog, journal, by) as recorder,
             recorder.request(0, prompt.label, length),
         ):
             harness.play([prompt], tokens, raw=raw)
-    finally:
-        head.detach()
-    return Calibration(memory.trace(), latency_of(model.greenroom.driver, head.seconds))
+        trace = read(journal.path)
+    return Calibration(trace, latency_of(model.greenroom.driver, head.seconds))
 
 
 def predicting(harness: Harness, entry: Entry) -> Beside:

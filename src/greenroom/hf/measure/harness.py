@@ -80,18 +80,10 @@ class Harness:
         )
         self.config = config
         self.parts = self.model.greenroom.parts
-        self._slots = int(self.model.greenroom.capacity)
+        self.capacity = int(self.model.greenroom.capacity)  # slots that the budget leaves
+        self.experts = self.parts.catalog.experts
         self._growth = self.model.greenroom.growth
         self.process_bytes: int | None = self.model.greenroom.process_bytes
-
-    @property
-    def experts(self) -> int:
-        return self.parts.catalog.experts
-
-    @property
-    def capacity(self) -> int:
-        """Slots that the budget leaves."""
-        return self._slots
 
     def learn(self) -> None:
         """From here on, caches begin with what was asked for most in all that was played."""
@@ -111,6 +103,8 @@ class Harness:
             self._load(replace(self.config, scope=config.scope, **cut))
             self.close()
         slots = self.capacity if capacity is None else capacity
+        if pins is None and config.pin is not None:
+            pins = Pins.load(config.pin, self.parts.catalog.offsets)
         chosen = choose(config.policy, slots, self.experts)
         compile_for(chosen)
         full = slots >= self.experts
@@ -119,7 +113,7 @@ class Harness:
             capacity=slots,
             policy=chosen.name,
             scope=self.parts.scope if config.split == "auto" else scope_of(config.scope),
-            pins=pins or self._pins(config),
+            pins=pins,
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
@@ -131,10 +125,6 @@ class Harness:
         made.pin()
         self._warm(made)
         return made
-
-    def _pins(self, config: LoadConfig) -> Pins | None:
-        """Those of a file."""
-        return None if config.pin is None else Pins.load(config.pin, self.parts.catalog.offsets)
 
     def _warm(self, made: Greenroom) -> None:
         """Fill its cache with what was asked for most so far; nothing of that is counted."""

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from greenroom.errors import OutputError
 from greenroom.interrupts import undone_by
@@ -59,66 +59,36 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
 
 def write(folder: Path, shape: Shape) -> None:
     """Config, tokenizer of whole words, weights; all experts of a layer are alike."""
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=shape.inner,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        vocab_size=shape.words,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model: Any = Qwen3MoeForCausalLM(config)
+    model.to(torch.bfloat16).to_empty(device="cpu")
     random = torch.Generator().manual_seed(0)
-
-    def drawn(*size: int) -> torch.Tensor:
-        return (torch.randn(size, generator=random) / size[-1] ** 0.5).bfloat16()
-
-    heads = shape.heads
-    tensors = {
-        "model.embed_tokens.weight": drawn(shape.words, shape.hidden),
-        "model.norm.weight": torch.ones(shape.hidden).bfloat16(),
-        "lm_head.weight": drawn(shape.words, shape.hidden),
-    }
-    each = {
-        "gate_proj": drawn(shape.inner, shape.hidden),
-        "up_proj": drawn(shape.inner, shape.hidden),
-        "down_proj": drawn(shape.hidden, shape.inner),
-    }
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = torch.ones(shape.hidden).bfloat16()
-        for norm in ("q_norm", "k_norm"):
-            tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(64).bfloat16()
-        for name, rows in (("q", heads * 64), ("k", 256), ("v", 256)):
-            tensors[f"{at}.self_attn.{name}_proj.weight"] = drawn(rows, shape.hidden)
-        tensors[f"{at}.self_attn.o_proj.weight"] = drawn(shape.hidden, heads * 64)
-        tensors[f"{at}.mlp.gate.weight"] = drawn(shape.experts, shape.hidden)
-        for expert in range(shape.experts):
-            for name, weight in each.items():
-                tensors[f"{at}.mlp.experts.{expert}.{name}.weight"] = weight.clone()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config(shape)))
+    for parameter in model.parameters():
+        size = parameter.shape[-2:]
+        matrix = parameter.ndim > 1
+        drawn = torch.randn(size, generator=random) / size[-1] ** 0.5 if matrix else 1.0
+        parameter.data[:] = drawn
+    model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape)))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
     )
-
-
-def _config(shape: Shape) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": shape.inner,
-        "moe_intermediate_size": shape.inner,
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": shape.words,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": None,
-    }
 
 
 def _tokenizer(shape: Shape) -> dict[str, Any]:

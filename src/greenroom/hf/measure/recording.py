@@ -15,8 +15,6 @@ from greenroom.config import RecordConfig, SamplingConfig
 from greenroom.core.layout import Catalog
 from greenroom.errors import UsageError
 from greenroom.hf.attach.predictors import Beside, beside
-from greenroom.hf.checkpoint.fingerprint import fingerprint
-from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.text.generate import answer, encode
 from greenroom.runtime.kernels.dense.stored import matrix_of, stored_of
 from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
@@ -44,7 +42,8 @@ def record(
     with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
     is called after every request, and at the start with those of the earlier run.
     """
-    context = model.greenroom.parts.context
+    parts, catalog = model.greenroom.parts, model.greenroom.parts.catalog
+    context = parts.context
     lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
     if (longest := max(lengths)) + 1 > context:
         raise UsageError(
@@ -52,9 +51,12 @@ def record(
             f" {context}: raise it"
         )
     encoded = model.config.is_encoder_decoder
-    catalog = model.greenroom.parts.catalog
     skipped = _encoders(model, catalog) if encoded else 0
-    running, about = _observed(model, recording)
+    running = beside(
+        model, catalog, choices(recording.predict) if recording.predict else [],
+        file=parts.predictor, fingerprint=parts.fingerprint, inputs=recording.gate_inputs > 0,
+    )  # fmt: skip
+    about = {**_sizes(model), "fingerprint": parts.fingerprint}
     header = Header(
         running.shape.experts_per_layer[skipped:],
         recording.weights,
@@ -80,19 +82,6 @@ def record(
             return recorder.tokens
     finally:
         journal.close()
-
-
-def _observed(model: PreTrainedModel, recording: RecordConfig) -> tuple[Beside, dict[str, Any]]:
-    """(the predictors that are recorded, what the trace says of the model)."""
-    parts = model.greenroom.parts
-    first = Path(parts.catalog.files[0])
-    digest = fingerprint(open_checkpoint(first if first.suffix == ".gguf" else first.parent))
-    chosen = choices(recording.predict) if recording.predict else []
-    running = beside(
-        model, parts.catalog, chosen, file=parts.predictor, fingerprint=digest,
-        inputs=recording.gate_inputs > 0,
-    )  # fmt: skip
-    return running, {**_sizes(model), "fingerprint": digest}
 
 
 def recorder_of(

@@ -5,17 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from greenroom.config import INEXACT, SchedulerConfig, options_in
-from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Copies, Pieces
+from greenroom.core.pieces import Copies
 from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
-from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import Nested
-from greenroom.runtime.slots.tier import Pools, Tier
+from greenroom.runtime.slots.tier import Tier
 
 # The options of misses that get less.
 LESSER = tuple(
@@ -53,27 +50,6 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
     share = int(at.share * room * catalog.slot_bytes + 1e-9)
     most = catalog.experts
     return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
-
-
-def slots_with_copies(parts: ModelSetup, pieces: Pieces, kind: type[HostSlots]) -> Pools:
-    """Slots of exact experts, and those of low-precision copies, in memory of this kind."""
-    catalog, copies = parts.catalog, parts.copies
-    assert copies is not None
-    seats = copies.seats
-
-    def sizes(capacity: int) -> list[int]:
-        return [sum(group_sizes(pieces, capacity, parts.scope)), seats]
-
-    room = sizes(parts.capacity)[0]
-    exact = kind(room, catalog.slot_bytes, catalog.experts, nested=nested(catalog))
-    low = kind(seats, max(copies.low))
-    return Pools([exact, low], parts.capacity, sizes)
-
-
-def nested(catalog: Catalog) -> Nested | None:
-    """What joins the planes of exact experts, where a pack has these."""
-    nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-    return Nested(nestings) if nestings else None
 
 
 def layer_with_less(

@@ -17,15 +17,14 @@ LINKS = ("disk -> host", "host -> device")
 log = logging.getLogger(__name__)
 
 
-def engine_for(parts: ModelSetup, number: int = 0) -> Engine | None:
-    """A GPU, the first one has the dense parts; None where slots are in host memory."""
-    return Cuda(parts.devices[number]) if parts.cuda else None
+def engine_for(parts: ModelSetup, number: int) -> Engine:
+    """One of the GPUs; the first one has the dense parts."""
+    return Cuda(parts.devices[number])
 
 
 def engines_for(parts: ModelSetup) -> list[Engine]:
     """Every GPU; none where slots are in host memory."""
-    found = [engine_for(parts), *(engine_for(parts, i) for i in range(1, len(parts.devices)))]
-    return [engine for engine in found if engine is not None]
+    return [engine_for(parts, n) for n in range(len(parts.devices))] if parts.cuda else []
 
 
 def lanes_of(parts: ModelSetup) -> tuple[int, ...]:

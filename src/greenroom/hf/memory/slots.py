@@ -8,12 +8,11 @@ from itertools import pairwise
 from greenroom.config import Amount
 from greenroom.core.cache.state import group_sizes
 from greenroom.core.layout import Catalog
-from greenroom.core.pieces import Pieces, Split
+from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.pack.checked import checked
-from greenroom.hf.memory.approximate import nested, slots_with_copies
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.engine import Engine
@@ -22,6 +21,7 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
+from greenroom.runtime.slots.nested import Nested
 from greenroom.runtime.slots.tier import Pool, Pools, Tier
 from greenroom.runtime.store.disk import Chunk, DiskStore
 
@@ -94,61 +94,57 @@ def open_store(parts: ModelSetup, given: Store | None) -> tuple[Store, bool]:
 def chunks_in(store: Store, parts: ModelSetup) -> Chunks:
     """The chunks of every piece; none of those that do not exist."""
     catalog = parts.catalog
-    chunks: list[tuple[Chunk, ...]] = [store.chunks(piece) for piece in range(catalog.experts)]
+    there, count = set(range(catalog.experts)), catalog.experts
     if isinstance(catalog, PackCatalog) and parts.split is not None:
-        there = set(catalog.pieces)
-        bottoms = range(catalog.experts, 2 * catalog.experts)
-        chunks += [store.chunks(piece) if piece in there else () for piece in bottoms]
-    if isinstance(catalog, CopiesCatalog) and parts.copies is not None:
-        chunks += [store.chunks(piece) for piece in catalog.pieces[catalog.experts :]]
-    return chunks
+        there, count = set(catalog.pieces), 2 * catalog.experts
+    elif isinstance(catalog, CopiesCatalog) and parts.copies is not None:
+        there, count = set(catalog.pieces), len(catalog.pieces)
+    return [store.chunks(piece) if piece in there else () for piece in range(count)]
 
 
 def make_slots(parts: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
-    """Room for `parts.capacity` experts, in the memory of each device."""
-    catalog = parts.catalog
-    if parts.split is not None:
-        return _kinds(parts, pieces, parts.split)
-    if parts.copies is not None:
-        return slots_with_copies(parts, pieces, _in_memory(parts))
-    each: list[Pool] = []
-    for number, share in enumerate(pieces.shares(parts.capacity)):
-        if engines:
-            each.append(DeviceSlots(engines[number], share, catalog.slot_bytes, catalog.experts))
-        else:
-            kind, most = _in_memory(parts), catalog.experts
-            each.append(kind(share, catalog.slot_bytes, most, nested=nested(catalog)))
-    return Pools(each, parts.capacity, pieces.shares) if len(each) > 1 else each[0]
-
-
-def _in_memory(parts: ModelSetup) -> type[HostSlots]:
-    return FakeSlots if parts.fake else HostSlots
-
-
-def _kinds(parts: ModelSetup, pieces: Pieces, split: Split) -> Pools:
-    """Slots of tops, of a size for each group, and those of bottoms."""
-    offsets, kind = pieces.offsets, _in_memory(parts)
+    """Room for `parts.capacity` experts, in the memory of each device; tops of split experts in
+    slots of a size for each group. Bottoms and copies have slots of their own."""
+    catalog, copies, split = parts.catalog, parts.copies, parts.split
+    strides, most = [catalog.slot_bytes], [catalog.experts]
+    if split is not None and parts.scope == "shared":
+        strides, most = [max(split.tops)], [pieces.offsets[-1]]
+    elif split is not None:
+        strides, most = list(split.tops), [b - a for a, b in pairwise(pieces.offsets)]
 
     def sizes(capacity: int) -> list[int]:
-        return [*group_sizes(pieces, capacity, parts.scope), split.seats]
+        if split is not None:
+            return [*group_sizes(pieces, capacity, parts.scope), split.seats]
+        if copies is not None:
+            return [sum(group_sizes(pieces, capacity, parts.scope)), copies.seats]
+        return pieces.shares(capacity)
 
-    if parts.scope == "shared":
-        tops, most = [max(split.tops)], [offsets[-1]]
+    counts = sizes(parts.capacity)
+    if split is not None:
+        strides, most = [*strides, max(split.bottoms)], [*most, split.seats]
+    elif copies is not None:
+        strides, most = [*strides, max(copies.low)], [*most, copies.seats]
     else:
-        tops, most = list(split.tops), [b - a for a, b in pairwise(offsets)]
-    counted = zip(
-        sizes(parts.capacity), [*tops, max(split.bottoms)], [*most, split.seats], strict=True
-    )
-    made = [kind(n, stride, reserve) for n, stride, reserve in counted]
-    return Pools(made, parts.capacity, sizes)
+        strides, most = strides * len(counts), most * len(counts)
+    made: list[Pool]
+    if engines:
+        made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
+    else:
+        kind = FakeSlots if parts.fake else HostSlots
+        nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
+        joins = Nested(nestings) if nestings and split is None else None
+        made = [
+            kind(*each, nested=None if n else joins)
+            for n, each in enumerate(zip(counts, strides, most, strict=True))
+        ]
+    return Pools(made, parts.capacity, sizes) if len(made) > 1 else made[0]
 
 
 def host_tier(parts: ModelSetup, pieces: Pieces) -> HostTier | None:
     """What keeps experts in host memory, where there is room for any."""
     if parts.host_capacity < len(parts.devices):
         return None
-    policy = named_policy(parts.host_policy)
-    return HostTier(pieces, parts.host_capacity, policy, seed=parts.seed)
+    return HostTier(pieces, parts.host_capacity, named_policy(parts.host_policy))
 
 
 def memory_between(

@@ -7,7 +7,7 @@ wrapper (`internvl`) has no experts of its own: its config says which text model
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,6 @@ NOT_SERVED = {
     "vitpose_backbone": "it finds poses in pictures and writes no text",
 }
 
-# No model of these was small enough, or whole enough, to be compared with transformers in a test.
-UNTESTED: frozenset[str] = frozenset()
-
 # Wrappers of which one was compared with transformers in a test, with one text model.
 WRAPPERS = frozenset({"internvl", "kimi_k25", "lfm2_vl"})
 
@@ -52,7 +49,9 @@ _TEXT = (
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 )
-_DECORATOR = "use_experts_implementation"
+MODELS = Path(transformers.__file__).parent / "models"
+DECORATOR = re.compile(r"^@use_experts_implementation\b(?:\(([^)]*)\))?", re.MULTILINE)
+FLAG = re.compile(r"(\w+)\s*=\s*(True|False)\b")
 _FLAGS = {  # the decorator's arguments: what is said where they are not the default
     ("has_bias", True): "bias",
     ("has_gate", False): "no gate",
@@ -68,7 +67,6 @@ class Architecture:
 
     name: str
     how: str
-    model_types: tuple[str, ...]  # of the configs that lead to it
     special: tuple[str, ...] = ()
     reason: str = ""  # why it is not served
     tested: bool = False
@@ -102,7 +100,7 @@ def architectures() -> list[Architecture]:
     rows = []
     for name in sorted({*flags, *ADAPTERS, *NOT_SERVED}):
         if name in NOT_SERVED:
-            rows.append(Architecture(name, "not", (), reason=NOT_SERVED[name]))
+            rows.append(Architecture(name, "not", reason=NOT_SERVED[name]))
             continue
         how = "adapter" if name in ADAPTERS else "socket"
         special = [_FLAGS[flag] for flag in _FLAGS if flag in flags.get(name, ())]
@@ -114,9 +112,7 @@ def architectures() -> list[Architecture]:
             special.append("text part")
         if how == "adapter" and (said := named(name).special):
             special.append(said)
-        rows.append(
-            Architecture(name, how, types[name], tuple(special), tested=name not in UNTESTED)
-        )
+        rows.append(Architecture(name, how, tuple(special), tested=True))
     return rows + _wrappers({row.name for row in rows})
 
 
@@ -124,7 +120,7 @@ def _wrappers(known: set[str]) -> list[Architecture]:
     """Models that see, around whichever text model their config says."""
     return [
         Architecture(
-            folder, "wrapper", (kind,), ("text part: any of the others",), tested=folder in WRAPPERS
+            folder, "wrapper", ("text part: any of the others",), tested=folder in WRAPPERS
         )
         for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         if (folder := model_type_to_module_name(kind)) not in known
@@ -138,39 +134,17 @@ def _sees(model_type: str) -> bool:
     return bool(kind) and not str(kind).endswith("ForCausalLM")
 
 
-def _sources() -> Iterator[tuple[str, str]]:
-    """(folder, code) of transformers' models."""
-    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        yield path.parent.name, path.read_text(encoding="utf-8")
-
-
-def _decorated() -> Iterator[tuple[str, frozenset[tuple[str, bool]]]]:
+def _decorated() -> Iterator[tuple[str, set[tuple[str, bool]]]]:
     """(folder, the decorator's arguments) of the architectures with a decorated experts class."""
-    for folder, code in _sources():
-        if f"@{_DECORATOR}" in code:
-            calls = [
-                decorator
-                for node in ast.parse(code).body
-                if isinstance(node, ast.ClassDef)
-                for decorator in node.decorator_list
-                if isinstance(decorator, ast.Call)
-                and isinstance(decorator.func, ast.Name)
-                and decorator.func.id == _DECORATOR
-            ]
-            yield (
-                folder,
-                frozenset(
-                    (keyword.arg, bool(keyword.value.value))
-                    for call in calls
-                    for keyword in call.keywords
-                    if keyword.arg is not None and isinstance(keyword.value, ast.Constant)
-                ),
-            )
+    for path in sorted(MODELS.glob("*/modeling_*.py")):
+        if found := DECORATOR.findall(path.read_text(encoding="utf-8")):
+            given = [flag for arguments in found for flag in FLAG.findall(arguments)]
+            yield path.parent.name, {(name, value == "True") for name, value in given}
 
 
 def _shares(folder: str) -> bool:
     """Whether its code has a shared expert: what a block computes beside those that it chooses."""
-    path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
+    path = MODELS / folder / f"modeling_{folder}.py"
     return "self.shared_" in path.read_text(encoding="utf-8")
 
 

@@ -14,12 +14,13 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.monkey_patching import patch_output_recorders
@@ -136,11 +137,14 @@ class Draft:
         kept as stored, is in evaluation mode, and its experts' parameters are None. Raises
         CheckpointError, and DeviceError where there is no address space or no room on the device.
         """
-        model, options = self.model, self._options()
+        model, options = self.model, self.options()
         tied = model.all_tied_weights_keys
         taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
-        info = self._load(self._routes, self._names, options, Pages().empty)
+        info, _ = type(model)._load_pretrained_model(
+            model, self._deferred(options), None, options, expected_keys=self._names
+        )
+        self._check_loaded(info)
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
         apart = Pages()  # these go before the others when the model is detached
@@ -155,41 +159,38 @@ class Draft:
                 model.to(device)
         return model
 
-    def _options(self) -> LoadStateDictConfig:
+    def options(self, quantiser: Any = None) -> LoadStateDictConfig:
+        """How transformers loads parameters, by its quantiser where they are to be expanded."""
         # No device map: with one, transformers looks up every name it expects, experts included,
         # to reserve memory. A move afterwards also takes what a class keeps beside its parameters.
         return LoadStateDictConfig(
             pretrained_model_name_or_path=str(self.checkpoint.folder),
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
-            weight_mapping=[] if isinstance(self.checkpoint, Gguf) else conversions(self.model),
+            weight_mapping=[]
+            if isinstance(self.checkpoint, Gguf)
+            else conversions(self.model, quantiser),
+            hf_quantizer=quantiser,
             use_safetensors=True,
         )
 
-    def _load(
-        self,
-        routes: dict[str, Route],
-        expected: list[str],
-        options: LoadStateDictConfig,
-        empty: Callable[..., torch.Tensor],
-    ) -> Any:
-        """Have transformers load what these routes lead to. What it does not convert by itself
-        lies in memory from `empty`."""
+    def _deferred(self, options: LoadStateDictConfig) -> dict[str, Deferred]:
+        """Tensors that the routes lead from. What transformers does not convert by itself lies in
+        memory of its own."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
-        tensors: dict[str, Any] = {}
-        for target, route in routes.items():
+        checkpoint, empty = self.checkpoint, Pages().empty
+        tensors: dict[str, Deferred] = {}
+        for target, route in self._routes.items():
             dtype = dtypes(target, constructed[target].dtype)
             names = [name for own in route.sources.values() for name in own]
-            if isinstance(self.checkpoint, Gguf):  # its names mean nothing to transformers' loader
-                tensors[target] = _Converted(self.checkpoint, route, self.model, dtype, empty)
-            else:
-                into = empty if route.converter is None else torch.empty
-                tensors |= {name: _OnDisk(self.checkpoint, name, dtype, into) for name in names}
-        info, _ = type(self.model)._load_pretrained_model(
-            self.model, tensors, None, options, expected_keys=expected
-        )
-        self._check_loaded(info)
-        return info
+            if isinstance(checkpoint, Gguf):  # its names mean nothing to transformers' loader
+                made = partial(_expanded, checkpoint, route, names, self.model, dtype, empty)
+                tensors[target] = Deferred(made)
+                continue
+            into = empty if route.converter is None else torch.empty
+            for name in names:
+                tensors[name] = Deferred(partial(checkpoint.read, name, dtype, into))
+        return tensors
 
     def _check_dense(self) -> None:
         """Every dense parameter must be in the checkpoint, plain ones in their shape."""
@@ -230,42 +231,36 @@ class Draft:
             )
 
 
-class _OnDisk:
+@dataclass(frozen=True, slots=True)
+class Deferred:
     """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        name: str,
-        dtype: torch.dtype,
-        empty: Callable[..., torch.Tensor],
-    ) -> None:
-        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
-        self._empty = empty
+    read: Callable[[], torch.Tensor]
+    dtype: str = ""  # as safetensors spell it
 
     def __getitem__(self, whole: object) -> torch.Tensor:
-        return self._checkpoint.read(self._name, self._dtype, self._empty)
+        return self.read()
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """Stands for a parameter that is made from tensors of a GGUF file, when it is asked for."""
-
-    checkpoint: Gguf
-    route: Route
-    model: PreTrainedModel
-    dtype: torch.dtype
-    empty: Callable[..., torch.Tensor]
-
-    def __getitem__(self, whole: object) -> torch.Tensor:
-        names = [name for own in self.route.sources.values() for name in own]
-        if self.route.converter is None:
-            return self.checkpoint.read(names[0], self.dtype, self.empty)
-        # As transformers does: what is computed with is in float32, and cast at the end.
-        tensors = {name: self.checkpoint.read(name, torch.float32) for name in names}
-        (target,) = self.route.targets
-        made = self.route.convert(tensors, self.model, self.model.config)[target]
-        return self.empty(*made.shape, dtype=self.dtype).copy_(made)
+def _expanded(
+    checkpoint: Gguf,
+    route: Route,
+    names: list[str],
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    empty: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """A parameter that is made from tensors of a GGUF file."""
+    if route.converter is None:
+        return checkpoint.read(names[0], dtype, empty)
+    # As transformers does: what is computed with is in float32, and cast at the end.
+    tensors = {name: checkpoint.read(name, torch.float32) for name in names}
+    (target,) = route.targets
+    made = route.convert(tensors, model, model.config)[target]
+    return empty(*made.shape, dtype=dtype).copy_(made)
 
 
 def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:
@@ -330,23 +325,16 @@ def _construct(
 
 def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """The folder's generation_config.json, or one made from the config, as transformers does."""
-    if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+    if not model.can_generate():
         return
-    hub: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
     path = folder / "generation_config.json"
+    options: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
     if path.is_file():  # transformers takes its own defaults, without a word, for what is no JSON
         read_object(path, CheckpointError)
+        options = {}
     with foreign_errors(f"{path}: not a valid generation config"):
-        model.adjust_generation_fn(
-            None,
-            False,
-            None,
-            str(folder),
-            force_download=False,
-            local_files_only=True,
-            subfolder="",
-            trust_remote_code=False,
-            **hub,
+        model.generation_config = GenerationConfig.from_pretrained(
+            folder, local_files_only=True, **options
         )
 
 

@@ -5,6 +5,7 @@ Nothing here uses the catalog. A quantised checkpoint is expanded by transformer
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, BinaryIO
 
@@ -12,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import LoadStateDictConfig
 
 from greenroom.core.layout import PLAIN, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
@@ -26,10 +25,8 @@ from greenroom.hf.checkpoint.pack.format import DATA, Layer
 from greenroom.hf.checkpoint.pack.low import joined
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised import settings_of
-from greenroom.hf.index.experts import Streamed
-from greenroom.hf.index.gguf_routes import gguf_routes
-from greenroom.hf.index.routes import find_routes
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.index.routes import Route
+from greenroom.hf.model.draft import Deferred, Draft, routes_of
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -112,20 +109,28 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
 
     Takes the layer's whole size in memory; the draft is not to be loaded after this.
     """
-    if draft.checkpoint.pack is not None:
-        return expanded(draft, draft.checkpoint.pack, layer)
-    model, checkpoint, streamed = draft.model, draft.checkpoint, draft.layers[layer]
-    module = model.get_submodule(streamed[0].module)
+    checkpoint, streamed = draft.checkpoint, draft.layers[layer]
+    if checkpoint.pack is not None:
+        return expanded(draft, checkpoint.pack, layer)
+    module = draft.model.get_submodule(streamed[0].module)
     for one in streamed:
         empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
         module.register_parameter(one.name, nn.Parameter(empty, requires_grad=False))
-    wanted = {one.full_name for one in streamed}
+    routes, _ = routes_of(draft.model, checkpoint)
     if isinstance(checkpoint, Gguf):
-        made = {one.name: _by_gguf(draft, checkpoint, one) for one in streamed}
-        for one in streamed:
-            module.register_parameter(one.name, None)
-        return made
-    routes, _ = find_routes(model, checkpoint.tensors)
+        made = {one.name: _by_gguf(draft, checkpoint, routes[one.full_name]) for one in streamed}
+    else:
+        _by_transformers(draft, routes, {one.full_name for one in streamed})
+        made = {one.name: getattr(module, one.name).data for one in streamed}
+    for one in streamed:
+        module.register_parameter(one.name, None)
+    # What compressed-tensors expands, transformers leaves in the type of its scales.
+    return {one.name: made[one.name].to(one.dtype) for one in streamed}
+
+
+def _by_transformers(draft: Draft, routes: dict[str, Route], wanted: set[str]) -> None:
+    """Have transformers load some parameters, which the routes lead to."""
+    model, checkpoint = draft.model, draft.checkpoint
     sources = [
         name
         for route in routes.values()
@@ -133,32 +138,16 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
         for names in route.sources.values()
         for name in names
     ]
-    quantised, adapter = quantiser(checkpoint), adapter_of(model)
-    mapping = get_model_conversion_mapping(model, None, quantised)
-    options = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(checkpoint.folder),
-        dtype=draft.dtype,
-        dtype_plan=model._get_dtype_plan(draft.dtype),
-        weight_mapping=mapping if adapter is None else adapter.conversions(mapping),
-        hf_quantizer=quantised,
-        use_safetensors=True,
-    )
+    options = draft.options(quantiser(checkpoint))
     info, _ = type(model)._load_pretrained_model(
         model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(wanted)
     )
     if info.conversion_errors:
         raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
-    # What compressed-tensors expands, transformers leaves in the type of its scales.
-    loaded = {one.name: getattr(module, one.name).data.to(one.dtype) for one in streamed}
-    for one in streamed:
-        module.register_parameter(one.name, None)
-    return loaded
 
 
-def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
+def _by_gguf(draft: Draft, checkpoint: Gguf, route: Route) -> Tensor:
     """One parameter, expanded by gguf and joined as transformers joins it."""
-    routes, _ = gguf_routes(draft.model, checkpoint)
-    route = routes[streamed.full_name]
     import gguf  # only here: what reads no GGUF must not need it
 
     tensors = {}
@@ -175,11 +164,11 @@ def _by_gguf(draft: Draft, checkpoint: Gguf, streamed: Streamed) -> Tensor:
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
         tensors[name] = values.view(stored.shape).float()
-    made = route.convert(tensors, draft.model, draft.model.config)[streamed.full_name]
-    return made.to(streamed.dtype)
+    (target,) = route.targets
+    return route.convert(tensors, draft.model, draft.model.config)[target]
 
 
-def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:
+def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, Deferred]:
     """What the files hold for some tensors, under the names there."""
 
     def place(stored: Stored) -> tuple[int, int]:
@@ -189,26 +178,12 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Lazy]:
     for name in names:
         stored = checkpoint.tensors[name]
         wanted |= {place(stored), *map(place, stored.companions)}
+    spelled = {dtype: name for name, (dtype, _) in DTYPES.items()}
     return {
-        name: _Lazy(checkpoint, name)
+        name: Deferred(partial(checkpoint.read_stored, name), spelled[stored.dtype])
         for name, stored in checkpoint.stored.items()
         if place(stored) in wanted
     }
-
-
-class _Lazy:
-    """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
-
-    def get_dtype(self) -> str:
-        """As safetensors spell it."""
-        dtype = self._checkpoint.stored[self._name].dtype
-        return next(name for name, (torch_name, _) in DTYPES.items() if torch_name == dtype)
-
-    def __getitem__(self, whole: object) -> Tensor:
-        return self._checkpoint.read_stored(self._name)
 
 
 def expanded(draft: Draft, pack: Pack, layer: int) -> dict[str, Tensor]:

@@ -72,14 +72,17 @@ class Dialogue:
     @cached_property
     def knows_tools(self) -> bool:
         """Whether tools can be told to the model, and its calls be found in what it says."""
-        fields = self._response_template.fields if self._response_template else {}
-        return self.reads("tools") and "tool_calls" in fields
+        return self.reads("tools") and "tool_calls" in self._fields
 
     @property
     def reasons(self) -> bool:
         """Whether the model has a way to reason before it answers."""
-        fields = self._response_template.fields if self._response_template else {}
-        return any(name in fields for name in REASONING)
+        return any(name in self._fields for name in REASONING)
+
+    @property
+    def _fields(self) -> Any:
+        """What the model's answers are parsed into."""
+        return self._response_template.fields if self._response_template else {}
 
     def reads(self, name: str) -> bool:
         """Whether the chat template looks at this variable."""
@@ -104,13 +107,10 @@ class Dialogue:
             raise UsageError("this model has no chat template: it only completes text")
         self._limit.check_messages(messages, tools)
         text = self.templates.chat(self.tokenizer, messages, tools, resume, ends, **told)
-        return self._ids(text, special=False)
+        return self.encode(text, special=False)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text as it is."""
-        return self._ids(text)
-
-    def _ids(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text as it is, and of what the tokenizer puts around texts where `special`."""
         self._limit.check_text(text)
         return token_ids(self.tokenizer, text, special)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, raw: bool = False
         raise UsageError("the model has no chat template: give prompts that are text")
     if tokenizer.chat_template and not (raw and isinstance(prompt, str)):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        with Templates() as templates:
+        with closing(Templates()) as templates:
             ids = token_ids(tokenizer, templates.chat(tokenizer, messages), special=False)
     else:
         ids = token_ids(tokenizer, str(prompt))

@@ -1,6 +1,6 @@
 """Chat templates, rendered in a process of their own that may be ended.
 
-with Templates() as templates:
+with closing(Templates()) as templates:
     text = templates.chat(tokenizer, messages)
 
 The text is that of `tokenizer.apply_chat_template`. A template that loops, writes without end or
@@ -44,17 +44,6 @@ class Templates:
         self._process: subprocess.Popen[bytes] | None = None
         self._link = socket.socket()  # to the process
         self._end: Any = None  # ends the process, at the latest with ours
-
-    @property
-    def limit_bytes(self) -> int:
-        """The address space that the process may have; it holds 20 MiB of memory at rest."""
-        return limit_bytes(self.most_chars)
-
-    def __enter__(self) -> Templates:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process. The next rendering starts another."""
@@ -134,13 +123,13 @@ class Templates:
     def _start(self) -> None:
         script = str(Path(template_worker.__file__))
         path = [each for each in sys.path if each and Path(each) != Path(script).parent]
-        options = map(str, (script, self.limit_bytes, self._cpu_s, *path))
+        options = map(str, (script, BASE_BYTES + CHAR_BYTES * self.most_chars, self._cpu_s, *path))
         ours, theirs = socket.socketpair()
         with theirs:
+            end = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", *options],
-                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
-                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+                [sys.executable, "-I", "-S", *options], stdin=end, stdout=end,
+                stderr=subprocess.DEVNULL, env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )  # fmt: skip
         ours.settimeout(WALL_S)
         self._process, self._link = process, ours
@@ -150,11 +139,6 @@ class Templates:
         if self._end is not None:
             self._end()
         self._process = self._end = None
-
-
-def limit_bytes(most_chars: int) -> int:
-    """Bytes that the process may take to render texts of so many characters."""
-    return BASE_BYTES + CHAR_BYTES * min(most_chars, MOST_CHARS)
 
 
 def _refused(why: str) -> UsageError:

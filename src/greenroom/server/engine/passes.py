@@ -121,7 +121,7 @@ class Passes:
                 return False
             self._current = sequences
             self._driver.resume()
-        self._greenroom.begins(sum(not each.begun for each in sequences))
+        self._greenroom.hooks.begins(sum(not each.begun for each in sequences))
         return True
 
     def _note(self, shares: list[Share], caches: list[Any], requests: int, hits: int) -> None:
