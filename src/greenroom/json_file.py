@@ -263,8 +263,7 @@ def _check_brackets(data: bytes) -> None:
         return
     if opening > MOST_BRACKETS:
         raise Malformed(f"not usable: it has more than {MOST_BRACKETS} lists and objects")
-    data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
-    data = _STRING.sub(b"", data.replace(b'""', b""))
+    data = without_strings(data, _OTHERS)
     for _ in range(DEEPEST):
         data = data.replace(b"[]", b"").replace(b"{}", b"")
         if not data:
@@ -272,6 +271,12 @@ def _check_brackets(data: bytes) -> None:
     pairs = b"[]" in data or b"{}" in data
     said = f"not usable: nested deeper than {DEEPEST} levels"
     raise Malformed(said if pairs else "not JSON: its brackets are not in pairs")
+
+
+def without_strings(data: bytes, others: bytes = b"") -> bytes:
+    """A JSON text without its strings, and without these bytes."""
+    data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, others)
+    return _STRING.sub(b"", data.replace(b'""', b""))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

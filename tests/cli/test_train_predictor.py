@@ -156,8 +156,8 @@ def test_a_trace_of_another_model_cannot_teach(
         (("--distance", 9), "the model has 2 MoE layers only"),
         (("--held-out", 1), "--held-out must be above 0 and below 1"),
         (("--epochs", 0), "--epochs must be at least 1"),
-        (("-o", "/"), "name a file for the predictor"),
-        (("-o", "/no/such/p"), "name a file for the predictor"),
+        (("-o", "/"), "folder"),
+        (("-o", "/no/such/p"), "folder"),
     ],
 )
 def test_bad_options(

@@ -10,6 +10,7 @@ from typing import Any
 
 from greenroom.errors import GreenroomError, TooLong
 from greenroom.server.engine.requests import Busy, Finished, Listener, PromptTokens, Request, Token
+from greenroom.server.engine.snapshot import Totals
 
 Script = Callable[[Request], Iterable[int]]
 
@@ -59,6 +60,7 @@ class FakeEngine:
         self.tickets: list[FakeTicket] = []
         self.resized: list[str | int] = []
         self.stopped_after: float | None = None
+        self.totals = Totals()
         self._lock = threading.Lock()
 
     def submit(self, request: Request, listener: Listener) -> FakeTicket:
@@ -100,19 +102,12 @@ class FakeEngine:
             reason = "stopping" if ticket.stopping else "cancelled"
         error = self.failing if reason == "error" else None
         ticket.done.set()
-        ticket.listener(
-            Finished(
-                reason,
-                len(request.ids),
-                self.reused,
-                ticket.told,
-                0.0,
-                first,
-                time.monotonic() - began,
-                0.75,
-                error,
-            )
-        )
+        took = time.monotonic() - began
+        prompt = len(request.ids)
+        found = Finished(reason, prompt, self.reused, ticket.told, 0.0, first, took, 0.75, error)
+        with self._lock:
+            self.totals.note(found)
+        ticket.listener(found)
 
     def _scored(self, request: Request, token: int) -> Token:
         """Its log-probability names the token; two others are likelier."""
@@ -129,7 +124,8 @@ class FakeEngine:
         return self.now
 
     def stats(self) -> dict[str, Any]:
-        return {"running": 0, "queued": 0, "layers": {"hits": [3, 4], "misses": [1, 0]}}
+        counted = self.totals.as_json()
+        return {"running": 0, "layers": {"hits": [3, 4], "misses": [1, 0]}, **counted}
 
     def resize(self, cache: str | int) -> int:
         self.resized.append(cache)

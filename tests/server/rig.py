@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from greenroom.server.engine.requests import (
     PromptTokens,
     Request,
     Sampling,
-    Ticket,
     Token,
 )
+from greenroom.server.engine.sequence import Sequence
 
 PATIENCE = 100.0  # seconds
 GREEDY = Sampling(temperature=0.0)
@@ -43,7 +44,7 @@ class Heard:
         self.tokens: list[Token] = []
         self.prompt: tuple[Token, ...] | None = None
         self.finished: Finished | None = None
-        self.ticket: Ticket | None = None
+        self.ticket: Sequence | None = None
         self.first = threading.Event()
         self._end = threading.Event()
         self.on_token: Callable[[Token], None] = lambda token: None
@@ -129,7 +130,7 @@ class Served:
 
     def ask(
         self,
-        ids: Sequence[int],
+        ids: Many[int],
         new: int = 8,
         *,
         heard: Heard | None = None,
@@ -152,7 +153,7 @@ def draw(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy(model: Any, ids: Sequence[int], new: int) -> list[int]:
+def greedy(model: Any, ids: Many[int], new: int) -> list[int]:
     """What transformers' own `generate` answers."""
     given = torch.tensor([list(ids)])
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1}  # it never ends

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+from importlib import import_module
 
 from greenroom import __version__
 from greenroom.cli.options.parser import Parser, add_commands
@@ -15,31 +16,19 @@ from greenroom.interrupts import INTERRUPTED, InterruptWatch, caught
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
+COMMANDS = {
+    name: name.replace("-", "_")
+    for name in (
+        "run", "chat", "serve", "doctor", "plan", "tune", "bench", "verify", "pack", "models",
+        "simulate", "trace", "train-predictor",
+    )
+} | {"trace": "trace.group"}  # fmt: skip
+
 
 def parser() -> Parser:
-    from greenroom.cli import (
-        bench,
-        chat,
-        doctor,
-        models,
-        pack,
-        plan,
-        run,
-        serve,
-        simulate,
-        train_predictor,
-        tune,
-        verify,
-    )
-    from greenroom.cli.trace import group as trace
-
     top = Parser("greenroom", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"greenroom {__version__}")
-    commands = {
-        "run": run, "chat": chat, "serve": serve, "doctor": doctor, "plan": plan, "tune": tune,
-        "bench": bench, "verify": verify, "pack": pack, "models": models, "simulate": simulate,
-        "trace": trace, "train-predictor": train_predictor,
-    }  # fmt: skip
+    commands = {name: import_module(f"greenroom.cli.{where}") for name, where in COMMANDS.items()}
     add_commands(top, "command", commands)
     return top
 

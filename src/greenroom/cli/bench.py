@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, quiet, starting
+from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
 
@@ -33,7 +34,7 @@ def add_to(parser: Parser) -> None:
         " --policy and --prefetch beside it override their rows, and what only some have (--pin,"
         " --split, sizes of --scope, ...) is theirs",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    add_json(parser, "a JSON list of objects")
     add_options(parser, ContestConfig, "measuring")
     add_options(parser, LoadConfig)
     parser.show("system", "json")
@@ -44,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
     # Others may be a part of some rows only.
     named = ("policy", "prefetch", "predictor", "device")
     check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         load, entries = entries_of(args)
         check_early(load)
         stage = play(args, load, how, entries, prompts_of(how), progress)
@@ -140,8 +141,6 @@ def play(
 
 def table(rows: list[dict[str, Any]], stage: Harness) -> str:
     """For people: means and 95 % intervals over rounds that were played in turns."""
-    from greenroom.cli.terminal.files import columns
-
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
               "miss ratio", "read a token", "stalled a token")  # fmt: skip

@@ -11,7 +11,7 @@ from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.serve import name_of, need_extra
-from greenroom.cli.terminal.progress import collect_garbage, quiet, starting
+from greenroom.cli.terminal.progress import collect_garbage, model_progress, quiet
 from greenroom.cli.terminal.session import Session, Terminal
 from greenroom.config import LoadConfig, SamplingConfig, ServeConfig
 from greenroom.errors import UsageError
@@ -68,7 +68,7 @@ def _local(
 ) -> tuple[Talker, str]:
     check_early(load)
     need_extra("chat")
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         compile_ahead(args.model, load)
 
         from greenroom.server.chat.local import Voice, loaded

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import columns
-from greenroom.cli.terminal.progress import Progress, starting
+from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.progress import Progress, model_progress
 from greenroom.config import show_bytes
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def add_to(parser: Parser) -> None:
         help="save the profile here (default: where simulate --machine auto looks for it,"
         f" {default_profile()})",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the profile, nothing else")
+    add_json(parser, "the profile as JSON")
 
 
 def main(args: argparse.Namespace) -> None:
     if args.model is not None:
-        with starting(args.model) as progress:
+        with model_progress(args.model) as progress:
             return of_model(args, progress)
     with Progress("starting") as progress:
         machine = measure(args.path, args.quick, progress, args.output)

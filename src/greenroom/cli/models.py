@@ -9,18 +9,17 @@ from collections import Counter
 from dataclasses import asdict
 
 from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import add_json, columns
 from greenroom.cli.terminal.progress import Progress
 
 HELP = "list the architectures that are served, and how"
 
 
 def add_to(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON list, nothing else")
+    add_json(parser, "one JSON list")
 
 
 def main(args: argparse.Namespace) -> None:
-    from greenroom.cli.terminal.files import columns
-
     with Progress("reading transformers' architectures"):
         from greenroom.hf.model.architectures import architectures
 

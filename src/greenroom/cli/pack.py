@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import quiet, starting
+from greenroom.cli.terminal.files import add_json
+from greenroom.cli.terminal.progress import model_progress, quiet
 from greenroom.config import show_bytes
 
 HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
@@ -39,11 +40,11 @@ def add_to(parser: Parser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    add_json(parser)
 
 
 def main(args: argparse.Namespace) -> None:
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         from greenroom.hf.pack.making import pack
 
         quiet(progress)

@@ -15,8 +15,8 @@ from greenroom.cli.estimate.machine import computes, machine_of, memory_of, on_a
 from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import check_target, write_whole
-from greenroom.cli.terminal.progress import Progress, starting
+from greenroom.cli.terminal.files import add_json, check_target, write_whole
+from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import Amount, LoadConfig, changed, flag
 from greenroom.errors import UsageError
 
@@ -56,7 +56,7 @@ def add_to(parser: Parser) -> None:
     add("--trace", metavar="FILE", type=Path,
         help="this model's own routing, of `greenroom trace record` (default: stand-ins)",
     )  # fmt: skip
-    add("--json", action="store_true", help="print one object")
+    add_json(parser)
     add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
     add_options(parser, LoadConfig, names=OPTIONS, texts=TEXTS)
     parser.show("target_tpot", "trace", "machine", "json", "output")
@@ -68,48 +68,37 @@ def main(args: argparse.Namespace) -> None:
     target = None if args.target_tpot is None else seconds(args.target_tpot)
     if args.output is not None:
         check_target(args.output)
-    with starting(args.model) as progress:
-        _plan(args, config, budget, target, progress)
+    with model_progress(args.model) as progress:
+        from greenroom.plan.page import page
+        from greenroom.plan.planner import plan
 
-
-def _plan(
-    args: argparse.Namespace,
-    config: LoadConfig,
-    budget: Amount,
-    target: float | None,
-    progress: Progress,
-) -> None:
-    from greenroom.plan.page import page
-    from greenroom.plan.planner import plan
-
-    machine, here = machine_of(args.machine, progress)
-    processor = computes(machine, args.processor)
-    gpu = on_a_gpu(processor)
-    model = described(args.model, config, gpu)
-    evidence = evidence_of(args.trace, model)
-    progress.say("comparing settings")
-    estimator, measured = estimator_of(
-        model, machine, evidence, config, processor, config.host_memory, config.co_compute
-    )
-    memory = budget.of(memory_of(machine, gpu))
-    device = "cuda" if gpu else "cpu"
-    found = plan(estimator, memory, target, lambda slots: taken(model, machine, slots, device))
-    facts = facts_of(model, machine, evidence, here, measured, found, processor)
-    setting = found.best.setting
-    lossless = setting.miss_precision == setting.co_compute == "off"
-    usual = config.read_limit is None and config.host_memory is None  # as runs will be
-    if here and found.sure and lossless and usual:
-        keep(model, machine, found, device)
-    progress.clear()
-    if args.json:
-        print(json.dumps(as_json(found, facts, args.model)))
-    else:
-        print(shown(found, facts, args.model, beside(config, machine, processor)))
-    if args.output is not None:
-        write_whole(
-            args.output, page(args.model, facts, found, shlex.join(["greenroom", *sys.argv[1:]]))
+        machine, here = machine_of(args.machine, progress)
+        processor = computes(machine, args.processor)
+        gpu = on_a_gpu(processor)
+        model = described(args.model, config, gpu)
+        evidence = evidence_of(args.trace, model)
+        progress.say("comparing settings")
+        estimator, measured = estimator_of(
+            model, machine, evidence, config, processor, config.host_memory, config.co_compute
         )
-        print(f"report: {args.output}", file=sys.stderr)
+        memory = budget.of(memory_of(machine, gpu))
+        device = "cuda" if gpu else "cpu"
+        found = plan(estimator, memory, target, lambda slots: taken(model, machine, slots, device))
+        facts = facts_of(model, machine, evidence, here, measured, found, processor)
+        setting = found.best.setting
+        lossless = setting.miss_precision == setting.co_compute == "off"
+        usual = config.read_limit is None and config.host_memory is None  # as runs will be
+        if here and found.sure and lossless and usual:
+            keep(model, machine, found, device)
+        progress.clear()
+        if args.json:
+            print(json.dumps(as_json(found, facts, args.model)))
+        else:
+            print(shown(found, facts, args.model, beside(config, machine, processor)))
+        if args.output is not None:
+            command = shlex.join(["greenroom", *sys.argv[1:]])
+            write_whole(args.output, page(args.model, facts, found, command))
+            print(f"report: {args.output}", file=sys.stderr)
 
 
 def seconds(text: str) -> float:

@@ -14,7 +14,7 @@ from greenroom.cli.early.compilation import compile_ahead
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
-from greenroom.cli.terminal.progress import Progress, loaded, starting
+from greenroom.cli.terminal.progress import Progress, model_progress, open_model
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
@@ -29,16 +29,16 @@ SYSTEM = (
     " override its row"
 )
 
-OF_ANSWERS = (
+ANSWER_FIELDS = (
     "text", "token_ids", "prompt_tokens", "new_tokens", "ttft_s", "tpot_s", "tpot_p95_s",
     "tpot_p99_s", "tokens_per_s",
 )  # fmt: skip
-OF_STATS = (
+STATS_FIELDS = (
     "capacity", "capacity_least", "capacity_most", "expert_requests", "expert_hits", "hit_ratio",
     "bytes_read", "stall_s", "peak_rss_bytes", "memory_bytes", "budget_bytes", "policy", "kernels",
     "prefetch", "stalls", "links",
 )  # fmt: skip
-OF_SOME = ("split", "lesser", "co_compute")  # where there are any
+OPTIONAL_FIELDS = ("split", "lesser", "co_compute")  # where there are any
 
 
 def add_to(parser: Parser) -> None:
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
     if args.timeline is not None:
         check_target(args.timeline)
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         compile_ahead(args.model, load)
         _run(args, load, sampling, prompt, progress)
 
@@ -107,7 +107,7 @@ def _run(
     from greenroom.hf.text.generate import answer
 
     out = _Out(shown=not args.json)
-    with loaded(args.model, load, progress, args.verbose) as (model, tokenizer):
+    with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
         greenroom = model.greenroom
         greenroom.timeline(args.timeline is not None)
         with out, LiveLine(greenroom.stats, shown=args.live) as live:
@@ -183,9 +183,9 @@ def _from_stdin() -> str:
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
     """What `--json` prints."""
-    found = {name: getattr(result, name) for name in OF_ANSWERS}
-    found |= {name: stats[name] for name in OF_STATS}
-    return found | {name: stats[name] for name in OF_SOME if stats[name] is not None}
+    found = {name: getattr(result, name) for name in ANSWER_FIELDS}
+    found |= {name: stats[name] for name in STATS_FIELDS}
+    return found | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
 
 
 def closing_line(result: Answer, stats: Stats) -> str:

@@ -15,7 +15,7 @@ from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.study.table import table
 from greenroom.cli.study.timing import timing
-from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import (
     PINS,
@@ -49,7 +49,7 @@ TEXTS = {
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a trace: safetensors, or npz")
-    add("--json", action="store_true", help="print an object, or a list of them for several cells")
+    add_json(parser, "a JSON object, or a list of them for several cells")
     add("--report", metavar="FILE", type=Path, help="write one HTML page with curves and tables")
     add_options(parser, SimulateConfig, texts=TEXTS)
     parser.show("json", "report")
@@ -90,7 +90,7 @@ def _simulate(
     slots = capacities(config.capacity, int(trace.offsets[-1]))
     ahead = predictors(config, trace)
     study = study_of(config, trace)
-    go = partial(simulated, config.ray, progress)
+    go = partial(run_cells, config.ray, progress)
     if config.system is not None:
         mine = {name: getattr(config, name) for name in config.given}
         return None, simulate_systems(systems(config.system), mine, study, slots, go), trace
@@ -164,7 +164,7 @@ def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def simulated(
+def run_cells(
     ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
 ) -> list[Row]:
     """The cells of a study, here or on a Ray cluster; says how far it is."""

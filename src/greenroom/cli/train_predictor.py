@@ -9,8 +9,8 @@ from typing import Any
 
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_out, check_target
-from greenroom.cli.terminal.progress import Progress, starting
+from greenroom.cli.terminal.files import add_json, add_out, check_target
+from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import TrainConfig
 from greenroom.errors import UsageError
 
@@ -24,41 +24,36 @@ def add_to(parser: Parser) -> None:
         help="a recording of this model, made with --gate-inputs",
     )  # fmt: skip
     add_out(parser, "the predictor to write")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     add_options(parser, TrainConfig, "training")
 
 
 def main(args: argparse.Namespace) -> None:
     config = take(args, TrainConfig)
     check_target(args.out)
-    with starting(args.model) as progress:
-        said = _train(args, config, progress)
+    with model_progress(args.model) as progress:
+        import torch
+
+        from greenroom.hf.checkpoint.fingerprint import fingerprint
+        from greenroom.hf.checkpoint.resolve import find_checkpoint
+        from greenroom.plan.history.files import save_predictor
+        from greenroom.runtime.recording.training import about, train
+        from greenroom.trace import load
+
+        trace = load(args.trace)
+        digest = fingerprint(find_checkpoint(args.model))
+        recorded = trace.meta.get("fingerprint")
+        if recorded != digest:
+            none = recorded is None
+            other = "does not say of which model it is" if none else "is of another model"
+            raise UsageError(f"{args.trace}: {other}: record {args.model} with --gate-inputs 1")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        trained = train(
+            trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
+        )
+        said = about(trace, config, trained)
+        save_predictor(args.out, trained.tensors, digest, said)
     print(json.dumps(said) if args.json else _report(args.out, said))
-
-
-def _train(args: argparse.Namespace, config: TrainConfig, progress: Progress) -> Any:
-    """Train, and write the file; what is to be said of it."""
-    import torch
-
-    from greenroom.hf.checkpoint.fingerprint import fingerprint
-    from greenroom.hf.checkpoint.resolve import find_checkpoint
-    from greenroom.plan.history.files import save_predictor
-    from greenroom.runtime.recording.training import about, train
-    from greenroom.trace import load
-
-    trace = load(args.trace)
-    digest = fingerprint(find_checkpoint(args.model))
-    recorded = trace.meta.get("fingerprint")
-    if recorded != digest:
-        other = "does not say of which model it is" if recorded is None else "is of another model"
-        raise UsageError(f"{args.trace}: {other}: record {args.model} with --gate-inputs 1")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trained = train(
-        trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
-    )
-    said = about(trace, config, trained)
-    save_predictor(args.out, trained.tensors, digest, said)
-    return said
 
 
 def _report(path: Path, said: Any) -> str:

@@ -13,7 +13,8 @@ from greenroom.cli.bench import play, prompts_of, table
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.progress import Progress, starting
+from greenroom.cli.terminal.files import add_json
+from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import ContestConfig, LoadConfig, changed, flag
 from greenroom.errors import UsageError
 
@@ -34,7 +35,7 @@ def add_to(parser: Parser) -> None:
         help="this model's own routing, for choosing what is measured (default: stand-ins)",
     )  # fmt: skip
     parser.add_argument("--machine", metavar="FILE", default="auto", help="as of `greenroom plan`")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    add_json(parser)
     add_options(parser, ContestConfig, "measuring")
     add_options(parser, LoadConfig)
     parser.show("trace", "json")
@@ -55,25 +56,19 @@ def main(args: argparse.Namespace) -> None:
             " --substitute-below; greenroom bench measures what they give"
         )
     check_early(load)
-    with starting(args.model) as progress:
-        _tune(args, load, how, progress)
+    with model_progress(args.model) as progress:
+        from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+        from greenroom.cli.estimate.machine import machine_of
+        from greenroom.hf.measure.entries import winner
+        from greenroom.plan.settings import PLAIN
 
-
-def _tune(
-    args: argparse.Namespace, load: LoadConfig, how: ContestConfig, progress: Progress
-) -> None:
-    from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
-    from greenroom.cli.estimate.machine import machine_of
-    from greenroom.hf.measure.entries import winner
-    from greenroom.plan.settings import PLAIN
-
-    model = described(args.model, load)
-    machine, _ = machine_of(args.machine, progress)
-    estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
-    settings = candidates(estimator, capacity_of(load, model))
-    entries = [_entry(setting, load) for setting in settings]
-    stage = play(args, load, how, entries, prompts_of(how), progress)
-    progress.clear()
+        model = described(args.model, load)
+        machine, _ = machine_of(args.machine, progress)
+        estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
+        settings = candidates(estimator, capacity_of(load, model))
+        entries = [_entry(setting, load) for setting in settings]
+        stage = play(args, load, how, entries, prompts_of(how), progress)
+        progress.clear()
     plain = entries[settings.index(PLAIN)]
     best = winner(entries, plain)
     where = keep(stage, load, model.fingerprint, entries, best, plain)

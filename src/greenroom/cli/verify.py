@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from greenroom.cli.options.fields import add_model, add_options, given
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.run import text_of
-from greenroom.cli.terminal.progress import Progress, quiet, starting
+from greenroom.cli.terminal.files import add_json
+from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import INEXACT, LoadConfig, flag, options_in
 from greenroom.errors import UsageError, VerifyError
 
@@ -28,7 +29,7 @@ TOKENS = 24  # to compare
 PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
 LESSER = tuple(each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT)
 QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
-SHOWN = (
+FIELDS = (
     "identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared", "kernels",
 )  # fmt: skip
 TEXTS = {
@@ -65,7 +66,7 @@ def add_to(parser: Parser) -> None:
         "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
     )
     add_options(parser, LoadConfig, "quality", names=("kv", *LESSER), texts=TEXTS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    add_json(parser)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
         raise UsageError(f"--tokens must be at least 2, got {args.tokens}")
     if args.prompt is not None:
         text_of(args.prompt)
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         quiet(progress)
         work = _quality if args.quality is not None else _proof
         work(args, progress)
@@ -147,7 +148,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
     progress.clear()
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
-        found = {name: getattr(verdict, name) for name in SHOWN}
+        found = {name: getattr(verdict, name) for name in FIELDS}
         found["compared"] = "logits" if verdict.whole else "layers"
         found["layer_difference"], found["grouped_mm_layer_difference"] = verdict.layer_differences
         print(json.dumps({**found, "layers_as_stored": verdict.as_stored, "failed": failed}))

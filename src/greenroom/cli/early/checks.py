@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from greenroom.config import LoadConfig, devices_of
@@ -44,7 +44,7 @@ def _check_predictor(config: LoadConfig) -> None:
 
 def _check_device(config: LoadConfig) -> None:
     kind, _ = devices_of(config.device)
-    if kind == "cuda" and _torch().endswith("+cpu"):
+    if kind == "cuda" and version("torch").endswith("+cpu"):
         raise DeviceError(
             f"--device {config.device}: this torch was built without CUDA; --device cpu computes"
             " here"
@@ -57,13 +57,6 @@ def _check_device(config: LoadConfig) -> None:
         raise UsageError(
             "--kv offloaded keeps what is a GPU's in host memory: on a CPU it is there already"
         )
-
-
-def _torch() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
 
 
 def _readable(path: str, error: type[UsageError] | type[PredictorError], text: str) -> None:

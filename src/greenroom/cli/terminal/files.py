@@ -14,6 +14,10 @@ def add_out(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("-o", "--out", metavar="FILE", required=True, type=Path, help=text)
 
 
+def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what}, nothing else")
+
+
 def check_target(path: Path) -> None:
     """OutputError where a file cannot be written there: said before the work, not after it."""
     if path.is_dir():

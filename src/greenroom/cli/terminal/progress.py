@@ -80,7 +80,7 @@ class _Above(logging.Handler):
 
 
 @contextlib.contextmanager
-def starting(model: str) -> Iterator[Progress]:
+def model_progress(model: str) -> Iterator[Progress]:
     """The progress of a command with a model, whose name is checked first."""
     check_name(model)
     with Progress(f"{model}: starting") as progress:
@@ -88,7 +88,7 @@ def starting(model: str) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def loaded(
+def open_model(
     source: str, config: LoadConfig, progress: Progress, verbose: bool
 ) -> Iterator[tuple[Any, Any]]:
     """(a model, its tokenizer), until the command needs them no more; the start-up line is said."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.options.parser import Parser
+from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
 from greenroom.cli.trace.out import contents
 from greenroom.errors import UsageError
@@ -33,7 +34,7 @@ def add_to(parser: Parser) -> None:
         help="try up to N groups of requests (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the groups")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    add_json(parser)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, add_verbose, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_out, check_target
-from greenroom.cli.terminal.progress import Progress, loaded, starting
+from greenroom.cli.terminal.progress import Progress, model_progress, open_model
 from greenroom.cli.trace.out import contents
 from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
 
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     from greenroom.trace.prompts import read_prompts
 
     prompts = read_prompts(args.prompts)
-    with starting(args.model) as progress:
+    with model_progress(args.model) as progress:
         stats = _recorded(args, load, sampling, recording, prompts, progress)
 
     from greenroom.trace import load as load_trace
@@ -84,7 +84,7 @@ def _recorded(
         progress.say("recording requests", done, len(prompts))
 
     try:
-        with loaded(args.model, load, progress, args.verbose) as (model, tokenizer):
+        with open_model(args.model, load, progress, args.verbose) as (model, tokenizer):
             record(
                 model, tokenizer, prompts, args.out,
                 sampling=sampling, recording=recording, name=args.model, on_request=recorded,

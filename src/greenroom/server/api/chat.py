@@ -24,8 +24,8 @@ from greenroom.server.http.endpoints import route
 from greenroom.server.http.params import (
     Choice,
     Function,
+    FunctionType,
     Name,
-    OfFunctions,
     OpenAI,
     Sampled,
     Stop,
@@ -131,7 +131,7 @@ class ResponseFormat(Strict):
         return JsonForm("response_format", "response_format.json_schema.schema", schema)
 
 
-class Tool(OfFunctions):
+class Tool(FunctionType):
     function: Function
 
 
@@ -198,10 +198,10 @@ BODIES = (ChatRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/chat/completions", ChatRequest, ChatAnswers)
+    return route(service, "/v1/chat/completions", ChatRequest, ChatBuilder)
 
 
-class ChatAnswers(Chunks):
+class ChatBuilder(Chunks):
     """Answers in the form of chat completions."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -222,9 +222,9 @@ class ChatAnswers(Chunks):
                     message["content"] = message["content"] or ""
                 yield self._piece(index, {}, reason=self._ended(index, said))
             else:
-                yield self._grown(index, said)
+                yield self._add(index, said)
 
-    def _grown(self, index: int, said: Delta) -> dict[str, Any]:
+    def _add(self, index: int, said: Delta) -> dict[str, Any]:
         """A piece of a choice, which is added to the choice."""
         choice = self._choices[index]
         message, shown = choice["message"], None

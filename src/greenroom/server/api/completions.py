@@ -112,10 +112,10 @@ BODIES = (CompletionRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/completions", CompletionRequest, CompletionAnswers)
+    return route(service, "/v1/completions", CompletionRequest, CompletionBuilder)
 
 
-class CompletionAnswers(Chunks):
+class CompletionBuilder(Chunks):
     """Answers in the form of completions."""
 
     prefix, kind, says = "cmpl-", "text_completion", "text"
@@ -127,16 +127,16 @@ class CompletionAnswers(Chunks):
         self._choices = [self._piece(index, "", self._logprobs([])) for index in range(count)]
         for index in range(count):
             if self._body.logprobs is None and (text := self._echo(index)):
-                yield self._grown(index, text, None)
+                yield self._add(index, text, None)
         async for index, said in self._answers:
             if isinstance(said, End):
                 yield self._piece(index, "", self._logprobs([]), self._ended(index, said))
             else:
                 shown = self._logprobs(self._placed(index, said))
                 text = self._echo(index) if said.prompt else said.text
-                yield self._grown(index, text, shown)
+                yield self._add(index, text, shown)
 
-    def _grown(self, index: int, text: str, shown: dict[str, Any] | None) -> dict[str, Any]:
+    def _add(self, index: int, text: str, shown: dict[str, Any] | None) -> dict[str, Any]:
         """A piece of a choice, which is added to the choice."""
         choice = self._choices[index]
         choice["text"] += text

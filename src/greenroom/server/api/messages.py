@@ -15,7 +15,7 @@ from greenroom.server.api.shared.conversation import JsonForm, call, chat_job, t
 from greenroom.server.engine.requests import Sampling
 from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.answers import Answers, Job
-from greenroom.server.http.endpoints import Shown, route
+from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ANTHROPIC_PATH, ApiError
 from greenroom.server.http.params import (
     CallId,
@@ -239,7 +239,7 @@ BODIES = (MessagesRequest, CountRequest)
 
 
 def router(service: Service) -> APIRouter:
-    routes = route(service, "/v1/messages", MessagesRequest, MessageAnswer, "create")
+    routes = route(service, "/v1/messages", MessagesRequest, MessageBuilder, "create")
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=described(CountRequest))
     async def count(request: Request) -> dict[str, int]:
@@ -269,7 +269,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-class MessageAnswer(Shown):
+class MessageBuilder(ResponseBuilder):
     """An answer in the form of messages."""
 
     def __init__(self, service: Service, body: MessagesRequest, answers: Answers) -> None:
@@ -306,7 +306,7 @@ class MessageAnswer(Shown):
                 kind, at = empty["type"], len(blocks)
                 blocks.append(empty)
                 yield {"type": "content_block_start", "index": at, "content_block": {**empty}}
-            delta = _grown(blocks[-1], said)
+            delta = _add(blocks[-1], said)
             yield {"type": "content_block_delta", "index": len(blocks) - 1, "delta": delta}
         yield {"type": "message_stop"}
 
@@ -326,7 +326,7 @@ class MessageAnswer(Shown):
         }
 
 
-def _grown(block: dict[str, Any], said: Delta) -> dict[str, Any]:
+def _add(block: dict[str, Any], said: Delta) -> dict[str, Any]:
     """A part of a content block, which is added to the block."""
     if said.call:
         block["input"] = _input(said.call.arguments)

@@ -21,14 +21,14 @@ from greenroom.server.api.shared.conversation import (
 from greenroom.server.api.shared.output import Output
 from greenroom.server.engine.tokens.reader import End
 from greenroom.server.http.answers import Answers, Job
-from greenroom.server.http.endpoints import Shown, route
+from greenroom.server.http.endpoints import ResponseBuilder, route
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import (
     CallId,
     Choice,
     Function,
+    FunctionType,
     Name,
-    OfFunctions,
     OpenAI,
     Sampled,
     Strict,
@@ -61,12 +61,15 @@ class ReasoningText(Strict):
     text: str
 
 
-class InMessage(Strict):
+class InItem(Strict):
+    id: str | None = None
+    status: Status | None = None
+
+
+class InMessage(InItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputText
-    id: str | None = None
-    status: Status | None = None
     phase: None = None
 
     def told(self, where: str) -> dict[str, Any]:
@@ -74,36 +77,30 @@ class InMessage(Strict):
         return {"role": role, "content": self.content}
 
 
-class InCall(Strict):
+class InCall(InItem):
     type: Literal["function_call"]
     call_id: CallId
     name: Name
     arguments: str
-    id: str | None = None
-    status: Status | None = None
 
     def told(self, where: str) -> dict[str, Any]:
         made = call(self.name, arguments_of(self.arguments, f"{where}.arguments"), self.call_id)
         return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
-class InOutput(Strict):
+class InOutput(InItem):
     type: Literal["function_call_output"]
     call_id: CallId
     output: InputText
-    id: str | None = None
-    status: Status | None = None
 
     def told(self, where: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-class InReasoning(Strict):
+class InReasoning(InItem):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    id: str | None = None
-    status: Status | None = None
     encrypted_content: None = None
 
     def told(self, where: str) -> dict[str, Any]:
@@ -124,7 +121,7 @@ Items = Annotated[
 ]
 
 
-class ResponsesTool(Function, OfFunctions):
+class ResponsesTool(Function, FunctionType):
     pass
 
 
@@ -190,10 +187,6 @@ class ResponsesRequest(OpenAI, Sampled):
     prompt_cache_options: None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.include)
-
     @model_validator(mode="after")
     def _fits(self) -> ResponsesRequest:
         if self.top_logprobs is not None and not self.include:
@@ -252,16 +245,16 @@ BODIES = (ResponsesRequest,)
 
 
 def router(service: Service) -> APIRouter:
-    return route(service, "/v1/responses", ResponsesRequest, ResponseAnswer, "create")
+    return route(service, "/v1/responses", ResponsesRequest, ResponsesBuilder, "create")
 
 
-class ResponseAnswer(Shown):
+class ResponsesBuilder(ResponseBuilder):
     """An answer in the form of responses."""
 
     def __init__(self, service: Service, body: ResponsesRequest, answers: Answers) -> None:
         super().__init__(service, body, answers)
         self._sequence = 0
-        self._output = Output(answers.dialogue, body.wants_logprobs)
+        self._output = Output(answers.dialogue, bool(body.include))
         self._response: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",

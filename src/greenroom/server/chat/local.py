@@ -16,29 +16,33 @@ from greenroom.errors import GreenroomError
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.interrupts import handled
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
+from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import (
-    Engine,
     Event,
     Finished,
-    PromptTokens,
     Request,
     Sampling,
+    Token,
 )
-from greenroom.server.engine.tokens.reader import Reader
+from greenroom.server.engine.tokens.reader import Delta, Reader
 from greenroom.server.http.request_log import tokens_per_s
+
+GRACE_S = 5.0
+FIELDS = ("reason", "prompt_tokens", "reused_tokens", "new_tokens", "ttft_s", "hit_ratio")
+Events = queue.SimpleQueue[Event]
 
 
 class Voice:
     """A model in this process."""
 
-    def __init__(self, engine: Engine, sampling: SamplingConfig, grace_s: float = 5.0) -> None:
-        self._engine, self._sampling, self._grace_s = engine, sampling, grace_s
+    def __init__(self, engine: ContinuousEngine, sampling: SamplingConfig) -> None:
+        self._engine, self._sampling = engine, sampling
         self._dialogue = Dialogue(engine.tokenizer, engine.model_type, engine.context)
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         ids = self._ids(messages)
         reader = Reader(self._dialogue.spoken(ids), end_ids=self._engine.end_ids)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        events: Events = queue.SimpleQueue()
         ticket = self._engine.submit(self._request(ids), events.put)
         reply = Reply()
         try:
@@ -49,26 +53,22 @@ class Voice:
             finished = _last(events)
         if finished.reason == "error":
             raise finished.error or GreenroomError("the engine failed")
-        return _told(reply, finished)
+        for name in FIELDS:
+            setattr(reply, name, getattr(finished, name))
+        reply.tokens_per_s = tokens_per_s(finished)
+        return reply
 
-    def _hear(
-        self,
-        events: queue.SimpleQueue[Event],
-        reader: Reader,
-        reply: Reply,
-        on_delta: OnDelta,
-    ) -> Finished:
+    def _hear(self, events: Events, reader: Reader, reply: Reply, on_delta: OnDelta) -> Finished:
         while True:
-            event = events.get()
-            done = isinstance(event, Finished)
-            if isinstance(event, PromptTokens):
-                continue  # which Voice does not ask for
-            deltas = reader.end(event)[0] if isinstance(event, Finished) else reader.feed(event)
+            event, deltas = events.get(), list[Delta]()
+            if isinstance(event, Token):
+                deltas = reader.feed(event)
+            elif isinstance(event, Finished):
+                deltas, _ = reader.end(event)
             for delta in deltas:
                 reply.add(delta)
                 on_delta(delta)
-            if done:
-                assert isinstance(event, Finished)
+            if isinstance(event, Finished):
                 return event
 
     def _ids(self, messages: Messages) -> tuple[int, ...]:
@@ -92,11 +92,11 @@ class Voice:
         return self._engine.resize(cache)
 
     def close(self) -> None:
-        self._engine.stop(self._grace_s)
+        self._engine.stop(GRACE_S)
         self._dialogue.close()
 
 
-def loaded(engine: Engine, show: Callable[[float], None]) -> None:
+def loaded(engine: ContinuousEngine, show: Callable[[float], None]) -> None:
     """Wait until the model is loaded, and tell how far it is. GreenroomError where it cannot be."""
     while True:
         state, progress, why = engine.state()
@@ -108,16 +108,8 @@ def loaded(engine: Engine, show: Callable[[float], None]) -> None:
         raise GreenroomError(why or f"the model is {state}")
 
 
-def _last(events: queue.SimpleQueue[Event]) -> Finished:
+def _last(events: Events) -> Finished:
     while True:
         event = events.get()
         if isinstance(event, Finished):
             return event
-
-
-def _told(reply: Reply, finished: Finished) -> Reply:
-    reply.reason, reply.prompt_tokens = finished.reason, finished.prompt_tokens
-    reply.reused_tokens, reply.new_tokens = finished.reused_tokens, finished.new_tokens
-    reply.ttft_s, reply.tokens_per_s = finished.ttft_s, tokens_per_s(finished)
-    reply.hit_ratio = finished.hit_ratio
-    return reply

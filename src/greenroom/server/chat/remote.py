@@ -15,6 +15,7 @@ from greenroom.json_file import Malformed, parse
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
 from greenroom.server.engine.tokens.reader import Delta
 
+CHOSEN = ("temperature", "top_p", "top_k", "seed")
 WAIT_S = httpx2.Timeout(600.0, connect=10.0)  # for a token; the first follows a whole prompt
 
 
@@ -72,12 +73,9 @@ class Remote:
     def _body(self, messages: Messages) -> dict[str, Any]:
         chosen = self._sampling
         options = {
-            "max_tokens": chosen.max_new_tokens,
-            "temperature": chosen.temperature,
-            "top_p": chosen.top_p,
-            "top_k": chosen.top_k,
-            "seed": chosen.seed,
+            name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "seed")
         }
+        options["max_tokens"] = chosen.max_new_tokens
         return {
             "model": self.model,
             "messages": messages,

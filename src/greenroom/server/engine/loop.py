@@ -63,7 +63,10 @@ log = logging.getLogger(__name__)
 
 
 class ContinuousEngine:
-    """See `requests.Engine`. `load` runs in the engine's thread; `journal` notes every pass."""
+    """Answers many requests at once; every public method may be called from any thread.
+
+    `load` runs in the engine's thread; `journal` notes every pass.
+    """
 
     def __init__(
         self, load: Load, config: ServeConfig, context: int, journal: Journal | None = None
@@ -74,10 +77,10 @@ class ContinuousEngine:
         self.served = False  # was it ready once?
         self.failure: BaseException | None = None  # why its state is "failed"
         self.final: dict[str, Any] | None = None  # what was counted, once the model is given back
-        self.tokenizer: Any = None
-        self.model_type: str | None = None
-        self.end_ids: tuple[int, ...] = ()
-        self.summary = ""
+        self.tokenizer: Any = None  # the model's, once the state is "ready", as all below
+        self.model_type: str | None = None  # of its config
+        self.end_ids: tuple[int, ...] = ()  # end an answer where a request says nothing
+        self.summary = ""  # one line that says what was placed where
         self.totals = Totals()
         self._load = load
         self._changed = threading.Condition()
@@ -92,7 +95,8 @@ class ContinuousEngine:
     # ---- from any thread
 
     def submit(self, request: Request, listener: Listener) -> Sequence:
-        """See `requests.Engine`."""
+        """Queue a request, which can be cancelled. Raises Busy, TooLong, UsageError, or
+        ClosedError."""
         self._check_open()
         made = self._sequence(request, listener)
         with self._changed:
@@ -151,14 +155,14 @@ class ContinuousEngine:
         self.passes.interrupt_if_unwanted()
 
     def state(self) -> tuple[str, float, str]:
-        """See `requests.Engine`."""
+        """("loading" | "ready" | "failed" | "stopping", progress from 0 to 1, why)."""
         name, progress, why = self._state
         if name in ("ready", "stopping") and not self._thread.is_alive() and self._stop_by is None:
             return "failed", progress, "its thread has ended"
         return name, progress, why
 
     def stats(self) -> dict[str, Any]:
-        """See `requests.Engine`; `snapshot` says what is in it."""
+        """JSON-ready; `snapshot` says what is in it."""
         return snapshot(self)
 
     @property
@@ -170,12 +174,13 @@ class ContinuousEngine:
         return len(self._running)
 
     def resize(self, cache: str | int) -> int:
-        """See `requests.Engine`."""
+        """Give the expert cache another size, while answers run; slots it has now. BudgetError."""
         self._check_open()
         return int(self.greenroom.resize(cache))
 
     def stop(self, grace_s: float) -> None:
-        """See `requests.Engine`. Those that wait get the same time. A second call waits too."""
+        """Take no more, give those that run or wait `grace_s` to end, save what was learned. A
+        second call waits too."""
         with self._changed:
             by = time.monotonic() + grace_s
             self._stop_by = by if self._stop_by is None else min(by, self._stop_by)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from greenroom.errors import GreenroomError, ModelError, TooLong, UsageError
 
@@ -115,36 +114,3 @@ class Finished:
 
 Event = Token | PromptTokens | Finished
 Listener = Callable[[Event], None]
-
-
-class Ticket(Protocol):
-    """One request in the engine."""
-
-    def cancel(self) -> None:
-        """Give its place up; a Finished("cancelled") follows. Nothing where it has finished."""
-
-
-class Engine(Protocol):
-    """Answers many requests at once. Every method may be called from any thread."""
-
-    context: int  # tokens that a prompt and its answer may have together
-    tokenizer: Any  # the model's, once the state is "ready"; None before
-    model_type: str | None  # of its config; so far None
-    end_ids: tuple[int, ...]  # tokens that end an answer where a request says nothing; so far ()
-    failure: BaseException | None  # why the state is "failed"
-    summary: str  # one line that says what was placed where; so far empty
-
-    def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Queue a request. Raises Busy, TooLong, UsageError, or ClosedError."""
-
-    def state(self) -> tuple[str, float, str]:
-        """("loading" | "ready" | "failed" | "stopping", progress from 0 to 1, why)."""
-
-    def stats(self) -> dict[str, Any]:
-        """JSON-ready: queue, running, tokens, hits and misses a layer, bytes, budget, prefixes."""
-
-    def resize(self, cache: str | int) -> int:
-        """Give the expert cache another size, while answers run; slots it has now. BudgetError."""
-
-    def stop(self, grace_s: float) -> None:
-        """Take no more, give running answers `grace_s` to end, save what was learned."""

@@ -72,7 +72,7 @@ class Sequence:
         return as_ids(self.ids[: self.computed])
 
     def cancel(self) -> None:
-        """See `requests.Ticket`."""
+        """Give its place up; a Finished("cancelled") follows. Nothing where it has finished."""
         self.on_cancel(self)
 
     def tell_scores(self) -> None:

@@ -37,6 +37,11 @@ class Totals:
         took = finished.duration_s - finished.queued_s
         self.usual_s += USUAL * (took - self.usual_s) if self.usual_s else took
 
+    def as_json(self) -> dict[str, Any]:
+        kinds = ("prompt", "reused", "new")
+        tokens = {kind: getattr(self, f"{kind}_tokens") for kind in kinds}
+        return {"requests": dict(self.reasons), "tokens": tokens}
+
 
 def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
     """JSON-ready; counts since the model was loaded, bytes and seconds.
@@ -46,7 +51,7 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
     each), prefetch and stalls (runtime.stats), links.
     """
     name, progress, why = engine.state()
-    config, totals = engine.config, engine.totals
+    config = engine.config
     found: dict[str, Any] = {
         "state": {"name": name, "progress": progress, "why": why},
         "queue": {
@@ -55,12 +60,7 @@ def snapshot(engine: ContinuousEngine) -> dict[str, Any]:
             "max_queue": config.max_queue,
             "max_batch": config.max_batch,
         },
-        "requests": dict(totals.reasons),
-        "tokens": {
-            "prompt": totals.prompt_tokens,
-            "reused": totals.reused_tokens,
-            "new": totals.new_tokens,
-        },
+        **engine.totals.as_json(),
     }
     if engine.final is not None:
         return found | engine.final
@@ -104,12 +104,8 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
             "bytes_read": stats.bytes_read,
             "layers": _by_layer(greenroom),
         },
-        "prefetch": stats.prefetch,
-        **({"lesser": stats.lesser} if stats.lesser is not None else {}),
-        **({"co_compute": stats.co_compute} if stats.co_compute is not None else {}),
-        "stalls": stats.stalls,
-        "stall_s": stats.stall_s,
-        "links": stats.links,
+        **{name: stats[name] for name in ("prefetch", "stalls", "stall_s", "links")},
+        **{name: stats[name] for name in ("lesser", "co_compute") if stats[name] is not None},
     }
 
 

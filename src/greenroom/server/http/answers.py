@@ -22,9 +22,9 @@ from greenroom.server.engine.requests import (
     PromptTokens,
     Request,
     Sampling,
-    Ticket,
     Token,
 )
+from greenroom.server.engine.sequence import Sequence
 from greenroom.server.engine.tokens.reader import Delta, End, Reader
 from greenroom.server.http.errors import ApiError, as_api_error
 from greenroom.server.http.request_log import Served
@@ -94,7 +94,7 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._early: list[tuple[int, Event]] = []  # of choices whose prompt is not scored yet
         self._scored = [job.prompt_logprobs is None] * len(job.prompts)
-        self._tickets: list[Ticket] = []
+        self._tickets: list[Sequence] = []
         self.count = len(job.prompts) * job.n
         if self.count > service.most_answers:
             most = service.most_answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Container
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from greenroom.config import show_bytes
+from greenroom.json_file import without_strings
 from greenroom.server.engine.requests import Busy
 from greenroom.server.http.errors import GONE, ApiError
 from greenroom.server.http.params import TAG
@@ -21,12 +21,20 @@ BODY_S = 30.0  # in which a body must be there
 FREE_BYTES = 64 << 10  # of each body, for which there is always room
 MOST_NESTS = 1 << 14  # objects and lists in a body: a message takes more than a kilobyte
 MOST_MEMBERS = 1 << 18  # members of all of these
-STRING = re.compile(rb'"[^"]*"')
 TOO_MANY = 100  # mistakes, of which none is worth a name
+# The code and the words of a mistake, by pydantic's name for it.
+MISTAKES = {
+    "extra_forbidden": ("unknown_parameter", "{param} is not supported"),
+    "missing": ("missing_required_parameter", "{param} is missing"),
+    "none_required": ("unsupported_parameter", "{param} is not supported: leave it out"),
+    "literal_error": ("unsupported_value", "{param} can only be {expected}"),
+    "union_tag_invalid": ("invalid_value", "{param}: {tag} is not supported here"),
+    "union_tag_not_found": ("invalid_value", "{param} must be an object with a type"),
+}
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Body], limit: int, room: Room | None = None) -> Body:
+async def read(request: Request, model: type[Body], limit: int, room: Room) -> Body:
     """The request's body as a `model`, of at most `limit` bytes. ApiError for anything else.
 
     It has its place in `room` until the request ends.
@@ -49,7 +57,7 @@ async def read(request: Request, model: type[Body], limit: int, room: Room | Non
     return await asyncio.to_thread(parse, model, data)
 
 
-async def _collect(request: Request, limit: int, room: Room | None) -> bytes:
+async def _collect(request: Request, limit: int, room: Room) -> bytes:
     too_large = ApiError(
         413, f"the body is larger than {show_bytes(limit)} (--max-body)", close=True
     )
@@ -61,8 +69,7 @@ async def _collect(request: Request, limit: int, room: Room | None) -> bytes:
         async for chunk in request.stream():
             if len(data) + len(chunk) > limit:
                 raise too_large
-            if room is not None:
-                room.take(request.state.served, len(chunk))
+            room.take(request.state.served, len(chunk))
             data += chunk
     except ClientDisconnect:
         raise ApiError(GONE, "the client hung up") from None
@@ -96,8 +103,7 @@ def check_parts(data: bytes) -> None:
     """ApiError where a JSON text has so many parts that it would fill the memory as objects."""
     if _has_room(data):
         return
-    bare = STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
-    if not _has_room(bare):
+    if not _has_room(without_strings(data)):
         raise ApiError(
             400, f"the body has more than {MOST_NESTS:,} objects and lists, or {MOST_MEMBERS:,}"
             " members of these"
@@ -124,27 +130,19 @@ def parse(model: type[Body], data: bytes) -> Body:
 def _mistake(error: Any, fields: Container[str]) -> ApiError:
     """One mistake in words. Those about several parameters begin with the one to blame."""
     param = ".".join(part for each in error["loc"] if not (part := str(each)).startswith(TAG))
-    kind, what = error["type"], error["msg"]
-    code = None
+    kind, what, about = error["type"], error["msg"], error.get("ctx", {})
+    code = "invalid_value"
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}")
-    if kind == "extra_forbidden":
-        code, text = "unknown_parameter", f"{param} is not supported"
-    elif kind == "missing":
-        code, text = "missing_required_parameter", f"{param} is missing"
-    elif kind == "none_required":
-        code, text = "unsupported_parameter", f"{param} is not supported: leave it out"
-    elif kind == "literal_error":
-        code, text = "unsupported_value", f"{param} can only be {error['ctx']['expected']}"
+        return ApiError(400, f"the body is not valid JSON: {about['error']}")
+    if kind in MISTAKES:
+        code, text = MISTAKES[kind]
+        tag = str(about.get("tag")).lstrip(TAG)[:40]
+        text = text.format(param=param, expected=about.get("expected"), tag=tag)
     elif kind == "value_error":
-        text = str(error["ctx"]["error"])
+        text = str(about["error"])
         first = text.partition(" ")[0].rstrip(":")
         text = text if not param or text.startswith(param) else f"{param}: {text}"
         param = param or (first if first in fields else "")
-    elif kind == "union_tag_invalid":
-        text = f"{param}: {error['ctx']['tag'].lstrip(TAG)[:40]} is not supported here"
-    elif kind == "union_tag_not_found":
-        text = f"{param} must be an object with a type"
     else:
         text = f"{param or 'the body'}: {what[:1].lower()}{what[1:]}"
-    return ApiError(400, text, param=param or None, code=code or "invalid_value")
+    return ApiError(400, text, param=param or None, code=code)

@@ -15,7 +15,7 @@ from greenroom.server.http.service import Service
 from greenroom.server.http.streams import EventStream, event, told, whole
 
 
-class Shown:
+class ResponseBuilder:
     """The answers to a request in the form of an API: parts, and the object they add up to."""
 
     def __init__(self, service: Service, body: Any, answers: Answers) -> None:
@@ -54,7 +54,7 @@ class Shown:
 
 
 def route(
-    service: Service, path: str, model: Any, shown_as: type[Shown], name: str = "answer"
+    service: Service, path: str, model: Any, builder: type[ResponseBuilder], name: str = "answer"
 ) -> APIRouter:
     """POST `path` with a body of `model`; `name` is what OpenAPI's document calls it."""
     routes = APIRouter()
@@ -64,7 +64,7 @@ def route(
         body = await body_of(request, service, model)
         served = served_of(request)
         answers = await begin(service, served, body.job)
-        shown = shown_as(service, body, answers)
+        shown = builder(service, body, answers)
         if not body.stream:
             return JSONResponse(await whole(request, answers, shown.whole()))
         return EventStream(told(shown.events(), service, served, shown.failed), answers, served)

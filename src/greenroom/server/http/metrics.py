@@ -1,6 +1,6 @@
-"""Prometheus metrics: what was answered is counted here, the rest is asked of the engine.
+"""Prometheus metrics: times of answers are counted here, the rest is asked of the engine.
 
-Names end in their unit. What the engine counts is read when somebody asks (see `Engine.stats`).
+Names end in their unit. What the engine counts is read when somebody asks.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
-from greenroom.server.engine.requests import Engine, Finished
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import Finished
 from greenroom.server.http.request_log import tpot_s
 
 TTFT_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
@@ -21,34 +23,20 @@ QUEUED_S = (0.001, 0.01, 0.1, 1, 10, 100)
 
 
 class Metrics:
-    """Counts of one server, in a registry of its own."""
+    """Times of one server's answers, and what its engine counts, in a registry of their own."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._registry = here = CollectorRegistry()
-        self._answers = Counter(
-            "greenroom_answers", "answers by how they ended", ["reason"], registry=here
+    def __init__(self, engine: ContinuousEngine, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._ttft, self._tpot, self._queued = (
+            Histogram(f"greenroom_{name}_seconds", text, buckets=bounds, registry=self._registry)
+            for name, text, bounds in TIMES
         )
-        self._tokens = Counter("greenroom_tokens", "tokens by kind", ["kind"], registry=here)
-        self._ttft = Histogram(
-            "greenroom_ttft_seconds", "time to the first token", buckets=TTFT_S, registry=here
-        )
-        self._tpot = Histogram(
-            "greenroom_tpot_seconds", "mean time between the tokens of an answer",
-            buckets=TPOT_S, registry=here,
-        )  # fmt: skip
-        self._queued = Histogram(
-            "greenroom_queue_seconds", "wait for a place", buckets=QUEUED_S, registry=here
-        )
-        here.register(EngineCollector(engine, model))
+        self._registry.register(EngineCollector(engine, model))
 
     def finished(self, finished: Finished) -> None:
-        """Count an answer. From any thread."""
-        self._answers.labels(finished.reason).inc()
-        self._tokens.labels("prompt").inc(finished.prompt_tokens)
-        self._tokens.labels("reused").inc(finished.reused_tokens)
-        self._tokens.labels("new").inc(finished.new_tokens)
+        """Count an answer's times. From any thread."""
         self._queued.observe(finished.queued_s)
         if finished.ttft_s is not None:
             self._ttft.observe(finished.ttft_s)
@@ -63,14 +51,15 @@ class Metrics:
 class EngineCollector(Collector):
     """What the engine's statistics say, as metrics; numbers that it does not give are left out."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: ContinuousEngine, model: str) -> None:
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Any]:
         state, progress, _ = self._engine.state()
-        yield _gauge("greenroom_up", "1 where the model answers", float(state == "ready"))
-        yield _gauge("greenroom_load_progress", "of loading, from 0 to 1", progress)
-        info = GaugeMetricFamily("greenroom_model_info", "the model's name", labels=["model"])
+        up = float(state == "ready")
+        yield Gauge("greenroom_up", "1 where the model answers", value=up)
+        yield Gauge("greenroom_load_progress", "of loading, from 0 to 1", value=progress)
+        info = Gauge("greenroom_model_info", "the model's name", labels=["model"])
         info.add_metric([self._model], 1)
         yield info
         yield from engine_metrics(self._engine.stats())
@@ -80,75 +69,89 @@ class EngineCollector(Collector):
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Any]:
-    """Metrics of one snapshot (see `Engine.stats`); what it does not have is left out."""
-    for name, path, text in GAUGES:
-        if (value := _at(stats, path)) is not None:
-            yield _gauge(f"greenroom_{name}", text, value)
-    for name, path, text in COUNTERS:
-        if (value := _at(stats, path)) is not None:
-            yield CounterMetricFamily(f"greenroom_{name}", text, value=value)
-    for name, path, label, key, text in ROWS:
-        if rows := _at(stats, path):
-            family = CounterMetricFamily(f"greenroom_{name}", text, labels=[label])
-            for row in rows:
-                family.add_metric([str(row[label])], row[key])
-            yield family
-    for name, path, label, text in TABLES:
-        if table := _at(stats, path):
-            family = CounterMetricFamily(f"greenroom_{name}", text, labels=[label])
-            for each, value in table.items():
-                if type(value) in (int, float) and each not in NO_COUNTS:
-                    family.add_metric([each], value)
+    """Metrics of one snapshot (see `ContinuousEngine.stats`); what it does not have is left out."""
+    for kind, name, path, label, text in METRICS:
+        family = kind(f"greenroom_{name}", text, labels=[label] if label else [])
+        for labels, value in _values(stats, path, label):
+            family.add_metric(labels, value)
+        if family.samples:
             yield family
 
 
-# (name, where in the statistics, text)
-GAUGES = (
-    ("running_requests", "queue.running", "answers that are being computed"),
-    ("queued_requests", "queue.waiting", "requests that wait for a place"),
-    ("budget_bytes", "memory.budget_bytes", "--memory"),
-    ("resident_bytes", "memory.resident_bytes", "bytes of the expert cache's slots"),
-    ("resident_experts", "memory.slots", "slots of the expert cache"),
-    ("process_resident_bytes", "memory.process_bytes", "memory of the process"),
-    ("kv_limit_bytes", "kv.limit_bytes", "keys and values that there may be"),
-    ("kv_reserved_bytes", "kv.reserved_bytes", "keys and values of what runs"),
-    ("prefix_bytes", "prefixes.bytes", "keys and values that are kept for reuse"),
+def _values(stats: dict[str, Any], path: str, label: str) -> list[tuple[list[str], float]]:
+    """(labels, value) of what lies at a path: of a number, of each row, or of a table's counts."""
+    found: Any = stats
+    for part in path.split("."):
+        if isinstance(found, list):
+            return [([str(row[label])], row[part]) for row in found]
+        found = found.get(part) if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        numbers = {each: n for each, n in found.items() if type(n) in (int, float)}
+        return [([each], n) for each, n in numbers.items() if each not in NO_COUNTS]
+    return [] if found is None else [([], found)]
+
+
+# (name, text, bounds)
+TIMES = (
+    ("ttft", "time to the first token", TTFT_S),
+    ("tpot", "mean time between the tokens of an answer", TPOT_S),
+    ("queue", "wait for a place", QUEUED_S),
 )
-COUNTERS = (
-    ("passes", "passes.count", "forward passes"),
-    ("pass_tokens", "passes.tokens", "tokens of all passes"),
-    ("pass_faults", "passes.faults", "passes that failed and were tried again"),
-    ("prefixes_evicted", "prefixes.evicted", "prefixes that made room for others"),
-    ("expert_bytes_read", "experts.bytes_read", "bytes of experts that were read"),
-    ("stalled_seconds", "stall_s", "seconds with nothing to compute"),
-    ("host_computed_seconds", "co_compute.host_s", "seconds that the host computed experts"),
-)
-# (name, where, label, key, text)
-ROWS = (
-    ("expert_hits", "experts.layers", "layer", "hits", "experts that were there when asked for"),
-    ("expert_misses", "experts.layers", "layer", "misses", "experts that were not"),
-    ("link_bytes", "links", "link", "bytes", "bytes carried"),
-    ("link_busy_seconds", "links", "link", "busy_s", "seconds in which it carried any"),
-    ("link_idle_seconds", "links", "link", "idle_s", "seconds in which it carried none"),
-)
-# (name, where, label, text)
-TABLES = (
-    ("prefetches", "prefetch", "outcome", "prefetches by what became of them"),
-    ("inexact_evaluations", "lesser", "kind", "experts computed with less than their own weights"),
-    ("miss_evaluations", "co_compute", "where", "misses that were moved, or computed on the host"),
-    ("stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
+# (kind, name, where in the statistics, label, text)
+METRICS: tuple[tuple[Any, str, str, str, str], ...] = (
+    (Gauge, "running_requests", "queue.running", "", "answers that are being computed"),
+    (Gauge, "queued_requests", "queue.waiting", "", "requests that wait for a place"),
+    (Gauge, "budget_bytes", "memory.budget_bytes", "", "--memory"),
+    (Gauge, "resident_bytes", "memory.resident_bytes", "", "bytes of the expert cache's slots"),
+    (Gauge, "resident_experts", "memory.slots", "", "slots of the expert cache"),
+    (Gauge, "process_resident_bytes", "memory.process_bytes", "", "memory of the process"),
+    (Gauge, "kv_limit_bytes", "kv.limit_bytes", "", "keys and values that there may be"),
+    (Gauge, "kv_reserved_bytes", "kv.reserved_bytes", "", "keys and values of what runs"),
+    (Gauge, "prefix_bytes", "prefixes.bytes", "", "keys and values that are kept for reuse"),
+    (Counter, "passes", "passes.count", "", "forward passes"),
+    (Counter, "pass_tokens", "passes.tokens", "", "tokens of all passes"),
+    (Counter, "pass_faults", "passes.faults", "", "passes that failed and were tried again"),
+    (Counter, "prefixes_evicted", "prefixes.evicted", "", "prefixes that made room for others"),
+    (Counter, "expert_bytes_read", "experts.bytes_read", "", "bytes of experts that were read"),
+    (Counter, "stalled_seconds", "stall_s", "", "seconds with nothing to compute"),
+    (
+        Counter,
+        "host_computed_seconds",
+        "co_compute.host_s",
+        "",
+        "seconds that the host computed experts",
+    ),
+    (
+        Counter,
+        "expert_hits",
+        "experts.layers.hits",
+        "layer",
+        "experts that were there when asked for",
+    ),
+    (Counter, "expert_misses", "experts.layers.misses", "layer", "experts that were not"),
+    (Counter, "link_bytes", "links.bytes", "link", "bytes carried"),
+    (Counter, "link_busy_seconds", "links.busy_s", "link", "seconds in which it carried any"),
+    (Counter, "link_idle_seconds", "links.idle_s", "link", "seconds in which it carried none"),
+    (Counter, "answers", "requests", "reason", "answers by how they ended"),
+    (Counter, "tokens", "tokens", "kind", "tokens by kind"),
+    (Counter, "prefetches", "prefetch", "outcome", "prefetches by what became of them"),
+    (
+        Counter,
+        "inexact_evaluations",
+        "lesser",
+        "kind",
+        "experts computed with less than their own weights",
+    ),
+    (
+        Counter,
+        "miss_evaluations",
+        "co_compute",
+        "where",
+        "misses that were moved, or computed on the host",
+    ),
+    (Counter, "stall_seconds", "stalls", "cause", "seconds with nothing to compute, by cause"),
 )
 OF_LESSER = ("low_below", "skip_below", "substitute_below", "seats", "low_hits", "joined")
 SHARES = ("low_share", "left_out_share", "substituted_share", "inexact_share")
 OF_BOTH = ("adopted", "host_s", "on_host_share")
 NO_COUNTS = frozenset({"distance", "accuracy", "goodpred", *OF_LESSER, *SHARES, *OF_BOTH})
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _at(stats: Any, path: str) -> Any:
-    for part in path.split("."):
-        stats = stats.get(part) if isinstance(stats, dict) else None
-    return stats

@@ -211,17 +211,10 @@ class Sampled(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % (1 << 63),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            logit_bias=self.logit_bias or (),
-        )
+        given = self.model_dump(include=set(Sampled.model_fields), exclude_none=True)
+        if "seed" in given:
+            given["seed"] %= 1 << 63
+        return Sampling(**given)
 
 
 class OpenAI(Strict):
@@ -251,7 +244,7 @@ class Function(Strict):
         return {"type": "function", "function": function}
 
 
-class OfFunctions(Strict):
+class FunctionType(Strict):
     """The type of OpenAI's tools: the only one that there is."""
 
     type: Literal["function"]

@@ -99,19 +99,20 @@ class RequestLog:
         if (served.path, served.status) in QUIET:
             return
         facts = {"time": _now(), **served.facts()}
-        self._write(json.dumps(facts) if self._json else _text(facts))
+        self._emit(facts, _text(facts))
 
     def say(self, message: str) -> None:
         """About the server."""
-        self._write(json.dumps({"time": _now(), "message": message}) if self._json else message)
+        self._emit({"time": _now(), "message": message}, message)
 
     def failed(self, name: str, error: BaseException) -> None:
         """An error that clients are told little of: here is all. `name`: a request, or a part."""
         what = "".join(traceback.format_exception(error)).rstrip()
-        if self._json:
-            self._write(json.dumps({"time": _now(), "id": name, "traceback": what}))
-        else:
-            self._write(f"{_now()} {name} failed:\n{what}")
+        now = _now()
+        self._emit({"time": now, "id": name, "traceback": what}, f"{now} {name} failed:\n{what}")
+
+    def _emit(self, facts: dict[str, object], text: str) -> None:
+        self._write(json.dumps(facts) if self._json else text)
 
 
 class Records(logging.Handler):

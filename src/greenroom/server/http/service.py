@@ -12,7 +12,8 @@ from typing import TypeVar
 from greenroom.config import Amount, ServeConfig
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.engine.failures import contained
-from greenroom.server.engine.requests import Busy, Engine
+from greenroom.server.engine.loop import ContinuousEngine
+from greenroom.server.engine.requests import Busy
 from greenroom.server.engine.start import BODIES
 from greenroom.server.http.bodies import Room
 from greenroom.server.http.errors import ApiError
@@ -29,7 +30,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ContinuousEngine,
         config: ServeConfig,
         name: str,
         key: str | None = None,

@@ -29,7 +29,7 @@ LINGER_S, LINGER_BYTES = 10.0, 64 << 20  # of a request that is read only to be 
 END = b"\r\n\r\n"  # of heads and of trailers
 
 
-class LingeringTransport(asyncio.Transport):
+class LingeringTransport:
     """A transport that reads on for a while when it is closed before the client has written all.
 
     A socket that is closed with unread bytes is reset, and the client loses the response. So the
@@ -40,7 +40,6 @@ class LingeringTransport(asyncio.Transport):
     def __init__(
         self, transport: asyncio.Transport, unread: Callable[[], bool], seconds: float
     ) -> None:
-        super().__init__()
         self._transport, self._unread, self._seconds = transport, unread, seconds
         self._due: asyncio.TimerHandle | None = None
         self._discarded = 0
@@ -73,33 +72,22 @@ class LingeringTransport(asyncio.Transport):
         if self._discarded > LINGER_BYTES:
             self.abort()
 
-    def abort(self) -> None:
-        self._transport.abort()
-
     def is_closing(self) -> bool:
         return self.lingers or self._transport.is_closing()
 
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self._transport.write(data)
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):
     """HTTP/1.1 of one client; the app sees requests whose head is within its bounds."""
 
     head_s, slow_s, linger_s = HEAD_S, SLOW_S, LINGER_S
-    transport: LingeringTransport
+    transport: LingeringTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(LingeringTransport(transport, self._is_unread, self.linger_s))
+        lingering: Any = LingeringTransport(transport, self._is_unread, self.linger_s)
+        super().connection_made(lingering)
         transport.set_write_buffer_limits(high=0)  # waiting begins when the kernel's is full
         self._head_due: asyncio.TimerHandle | None = None
         self._write_due: asyncio.TimerHandle | None = None

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Callable
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -59,22 +60,22 @@ class Noted:
             self._log.line(served)
 
 
-class HeadCheck:
-    """Refuses requests whose head breaks HTTP/1.1 (RFC 9112), or asks for more than this server
-    does."""
+class Gate:
+    """Answers a request with the error that `check` finds in its head, if any."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = _head_error(scope) if scope["type"] == "http" else None
+        error = self._check(scope) if scope["type"] == "http" else None
         if error is not None:
             await answer(error, scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
-def _head_error(scope: Scope) -> ApiError | None:
+def head_error(scope: Scope) -> ApiError | None:
+    """Why a head breaks HTTP/1.1 (RFC 9112), or asks for more than this server does."""
     headers, version = Headers(scope=scope), scope["http_version"]
     if len(headers) > MOST_FIELDS:
         return ApiError(431, f"a request has at most {MOST_FIELDS} headers", close=True)
@@ -91,27 +92,21 @@ def _head_error(scope: Scope) -> ApiError | None:
     return None
 
 
-class Keyed:
+class KeyCheck:
     """Lets in who has the key. Without one, only those who call this machine by its own name.
 
     A name in the Host header that is not ours is how web pages reach servers on loopback (DNS
     rebinding).
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, host: str) -> None:
-        self._app = app
+    def __init__(self, key: str | None, host: str) -> None:
         self._digest = _digest(key) if key is not None else None
         self._host = host.lower()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            error = self._refusal(Headers(scope=scope))
-            if error is not None:
-                await answer(error, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, headers: Headers) -> ApiError | None:
+    def __call__(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in OPEN:
+            return None
+        headers = Headers(scope=scope)
         if self._digest is None:
             host = headers.get("host")  # HTTP/1.0 may have none, which no web page speaks
             if host is not None and not self._is_ours(host):
@@ -143,7 +138,11 @@ def _digest(key: str) -> bytes:
 
 async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error in the format of the API that was called."""
+    await response(error, scope)(scope, receive, send)
+
+
+def response(error: ApiError, scope: Scope) -> JSONResponse:
+    """An error in the format of the API that was called, noted for the log."""
     served: Served = scope["state"]["served"]
     served.error = str(error)
-    body = error.body(scope["path"], served.id)
-    await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+    return JSONResponse(error.body(scope["path"], served.id), error.status, error.headers)

@@ -8,14 +8,14 @@ from typing import Any
 from greenroom.server.api.shared.usage import usage
 from greenroom.server.engine.tokens.reader import End
 from greenroom.server.http.answers import Answers
-from greenroom.server.http.endpoints import Shown
+from greenroom.server.http.endpoints import ResponseBuilder
 from greenroom.server.http.errors import ApiError
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import DONE, event
 
 
-class Chunks(Shown):
+class Chunks(ResponseBuilder):
     """The parts that both APIs have; `kind` is the object's, `prefix` its id's, and `says` where in
     a chunk its text is."""
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from greenroom.hf.text.dialogue import Dialogue
+from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.usage import logprobs
 from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.routes import new_id
 
-PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+# What an item of a kind is beside its content: (prefix of its id, its part's type, its own fields,
+# the part's).
+KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "message": (
+        "msg_", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []},
+    ),
+    "reasoning": ("rs_", "reasoning_text", {"summary": []}, {}),
+}  # fmt: skip
 
 
 class Output:
@@ -27,7 +34,7 @@ class Output:
     def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.call:
             yield from self._close("completed")
-            yield from self._call(delta)
+            yield from self._call(delta.call)
             return
         kind = "reasoning" if delta.reasoning else "message"
         if not (delta.text or delta.reasoning):
@@ -40,78 +47,60 @@ class Output:
     def end(self, end: End) -> Iterator[dict[str, Any]]:
         yield from self._close("incomplete" if end.reason == "length" else "completed")
 
-    @property
-    def _at(self) -> dict[str, Any]:
-        """Where the last item is, as events say it."""
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "output_index": len(self.items) - 1, **more}
+
+    def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
+        """An event within the last item."""
+        return self._event(kind, item_id=self.items[-1]["id"], **more)
+
+    def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._of_item(kind, content_index=0, **more)
 
     def _begin(self, kind: str) -> Iterator[dict[str, Any]]:
         self._open = kind
-        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
-        if kind == "message":
-            item |= {"id": new_id("msg_"), "role": "assistant"}
-        else:
-            item |= {"id": new_id("rs_"), "summary": []}
-        self.items.append(item)
-        yield self._item("added", {**item})
-        part: dict[str, Any] = {"type": PARTS[kind], "text": ""}
-        if kind == "message":
-            part |= {"annotations": [], "logprobs": []}
-        item["content"] = [part]
-        yield self._part("added", {**part})
+        prefix, part_type, of_item, of_part = KINDS[kind]
+        item = {"type": kind, "id": new_id(prefix), "status": "in_progress", "content": []}
+        self.items.append(item | of_item)
+        yield self._event("output_item.added", item={**self.items[-1]})
+        part = {"type": part_type, "text": "", **of_part}
+        self.items[-1]["content"] = [part]
+        yield self._of_part("content_part.added", part={**part})
 
     def _grow(self, delta: Delta, kind: str) -> dict[str, Any]:
         part = self.items[-1]["content"][0]
-        text = delta.text or delta.reasoning
-        part["text"] += text
-        told = {"type": f"response.{PARTS[kind]}.delta", **self._at, "content_index": 0}
-        told["delta"] = text
+        more: dict[str, Any] = {"delta": delta.text or delta.reasoning}
+        part["text"] += more["delta"]
         if kind == "message":
-            told["logprobs"] = self._logprobs(delta)
-            part["logprobs"] = [*part["logprobs"], *told["logprobs"]]
-        return told
+            scored = delta.tokens if self._with_logprobs else ()
+            more["logprobs"] = logprobs(self._dialogue, scored)
+            part["logprobs"] = [*part["logprobs"], *more["logprobs"]]
+        return self._of_part(f"{part['type']}.delta", **more)
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
         if self._open is None:
             return
-        item, kind, self._open = self.items[-1], self._open, None
+        item, self._open = self.items[-1], None
         part = item["content"][0]
         item["status"] = status
-        told = {"type": f"response.{PARTS[kind]}.done", **self._at, "content_index": 0}
-        told["text"] = part["text"]
-        if kind == "message":
-            told["logprobs"] = part["logprobs"]
-        yield told
-        yield self._part("done", {**part})
-        yield self._item("done", {**item})
+        found = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._of_part(f"{part['type']}.done", **found)
+        yield self._of_part("content_part.done", part={**part})
+        yield self._event("output_item.done", item={**item})
 
-    def _call(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        assert delta.call is not None
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         item = {
             "type": "function_call",
             "id": new_id("fc_"),
             "call_id": new_id("call_"),
-            "name": delta.call.name,
+            "name": call.name,
             "arguments": "",
             "status": "in_progress",
         }
         self.items.append(item)
-        yield self._item("added", {**item})
-        head, arguments = "response.function_call_arguments", delta.call.arguments
-        yield {"type": f"{head}.delta", **self._at, "delta": arguments}
-        yield {"type": f"{head}.done", **self._at, "name": item["name"], "arguments": arguments}
-        item |= {"arguments": arguments, "status": "completed"}
-        yield self._item("done", {**item})
-
-    def _item(self, what: str, item: dict[str, Any]) -> dict[str, Any]:
-        index = len(self.items) - 1
-        return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
-
-    def _part(self, what: str, part: dict[str, Any]) -> dict[str, Any]:
-        told = {"type": f"response.content_part.{what}", **self._at, "content_index": 0}
-        return {**told, "part": part}
-
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        if not self._with_logprobs:
-            return []
-        return logprobs(self._dialogue, delta.tokens)
+        yield self._event("output_item.added", item={**item})
+        written = "function_call_arguments"
+        yield self._of_item(f"{written}.delta", delta=call.arguments)
+        yield self._of_item(f"{written}.done", name=call.name, arguments=call.arguments)
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._event("output_item.done", item={**item})

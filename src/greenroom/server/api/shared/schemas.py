@@ -7,6 +7,7 @@ to compile and a few MiB; OpenAI's own bounds are of the same kind.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -14,64 +15,49 @@ from typing import Any
 MOST_BYTES = 64 << 10  # as JSON, all tools of a request together
 MOST_NODES = MOST_BYTES // 4  # values of any kind, the keywords' own included
 MOST_DEPTH = 64  # of brackets: an object within an object is two
-MOST_PROPERTIES = 1000
-MOST_VALUES = 1000  # in all enums and constants
-MOST_LITERAL = 16 << 10  # characters of these, as JSON
-MOST_PATTERN = 2 << 10  # characters of all patterns
+VALUES, LITERAL = "values in enums and constants", "characters in enums and constants"
+PATTERN = "characters in patterns"
+MOST = {
+    "parts": MOST_NODES,
+    "properties": 1000,
+    VALUES: 1000,
+    LITERAL: 16 << 10,  # as JSON
+    PATTERN: 2 << 10,
+}
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def too_large(schema: Any) -> str | None:
     """Why a schema, or a list of them, is refused; None where it is not."""
-    count, nodes = Count(), 0
+    counts: Counter[str] = Counter()
     try:
         for depth, key, value in _walk(schema):
-            nodes += 1
-            if nodes > MOST_NODES:
-                return f"it has more than {MOST_NODES:,} parts"
             if depth > MOST_DEPTH:
                 return f"it is nested deeper than {MOST_DEPTH} brackets"
-            count.add(key, value)
-            if wrong := count.wrong():
-                return wrong
+            if key in REFERENCES and isinstance(value, str) and not value.startswith("#"):
+                return f"{value[:80]!r} is outside of it: references begin with #"
+            counts.update(_parts(key, value))
+            if what := next((what for what, most in MOST.items() if counts[what] > most), None):
+                return f"it has more than {MOST[what]:,} {what}"
         nbytes = len(json.dumps(schema, separators=(",", ":")))
     except (TypeError, ValueError) as error:
         return f"it is not JSON: {error}"
     return f"it has {nbytes:,} bytes, more than {MOST_BYTES:,}" if nbytes > MOST_BYTES else None
 
 
-class Count:
-    """What a schema is made of, as far as it was read."""
-
-    def __init__(self) -> None:
-        self.properties = self.values = self.literal = self.pattern = 0
-        self.reference = ""
-
-    def add(self, key: str, value: Any) -> None:
-        if key in ("properties", "patternProperties") and isinstance(value, dict):
-            self.properties += len(value)
-            self.pattern += sum(map(len, value)) if key == "patternProperties" else 0
-        elif key in ("enum", "const"):
-            below = islice(_walk(value), MOST_VALUES + 2)
-            self.values += sum(1 for _ in below) - isinstance(value, list)
-            self.literal += len(json.dumps(value))
-        elif key == "pattern" and isinstance(value, str):
-            self.pattern += len(value)
-        elif key in REFERENCES and isinstance(value, str) and not value.startswith("#"):
-            self.reference = value
-
-    def wrong(self) -> str | None:
-        for name, found, most in (
-            ("properties", self.properties, MOST_PROPERTIES),
-            ("values in enums and constants", self.values, MOST_VALUES),
-            ("characters in enums and constants", self.literal, MOST_LITERAL),
-            ("characters in patterns", self.pattern, MOST_PATTERN),
-        ):
-            if found > most:
-                return f"it has more than {most:,} {name}"
-        if self.reference:
-            return f"{self.reference[:80]!r} is outside of it: references begin with #"
-        return None
+def _parts(key: str, value: Any) -> dict[str, int]:
+    """What the value of a keyword adds to the parts that are bounded."""
+    found = {"parts": 1}
+    if key in ("properties", "patternProperties") and isinstance(value, dict):
+        found["properties"] = len(value)
+        found[PATTERN] = sum(map(len, value)) if key == "patternProperties" else 0
+    elif key in ("enum", "const"):
+        below = islice(_walk(value), MOST[VALUES] + 2)
+        found[VALUES] = sum(1 for _ in below) - isinstance(value, list)
+        found[LITERAL] = len(json.dumps(value))
+    elif key == "pattern" and isinstance(value, str):
+        found[PATTERN] = len(value)
+    return found
 
 
 def _walk(value: Any) -> Iterator[tuple[int, str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocabulary, self._end_ids = tokenizer, vocabulary, end_ids
         self._made: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = lru_cache(CACHED)(self._compile)
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -56,23 +57,18 @@ class Grammars:
     def __call__(self, grammar: str) -> Grammar:
         """UsageError where the grammar is none, or llguidance is not installed or cannot read the
         tokenizer."""
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise UsageError("grammars need llguidance: pip install 'greenroom[serve]'") from None
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits())
-            if matcher.is_error():
-                raise UsageError(f"grammar: {reason(matcher.get_error())}")
-            self._check_begins(matcher)
-        with self._lock:
-            self._compiled[grammar] = matcher
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > CACHED:
-                self._compiled.popitem(last=False)
-        return Grammar(matcher.deep_copy(), self._vocabulary)
+        if find_spec("llguidance") is None:
+            raise UsageError("grammars need llguidance: pip install 'greenroom[serve]'")
+        return Grammar(self._compiled(grammar).deep_copy(), self._vocabulary)
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise UsageError(f"grammar: {reason(matcher.get_error())}")
+        self._check_begins(matcher)
+        return matcher
 
     def _check_begins(self, matcher: Any) -> None:
         """UsageError where no answer can begin; a schema that refers to itself shows it first."""

@@ -41,24 +41,26 @@ class Settings:
         """`own` is the model's generation config. UsageError for what cannot be right."""
         check(given)
         samples = bool(getattr(own, "do_sample", False))
-        temperature = given.temperature
-        if temperature is None:
-            temperature = (getattr(own, "temperature", None) or 1.0) if samples else 0.0
+
+        def setting(name: str, default: float) -> float:
+            values = (getattr(given, name), getattr(own, name, None) if samples else None, default)
+            return next(float(value) for value in values if value is not None)
+
+        if samples and given.temperature is None:
+            temperature = getattr(own, "temperature", None) or 1.0
+        else:
+            temperature = given.temperature or 0.0
         made = cls(
             temperature=bounded_temperature(float(temperature)),
-            top_p=_first(given.top_p, getattr(own, "top_p", None) if samples else None, 1.0),
-            top_k=int(_first(given.top_k, getattr(own, "top_k", None) if samples else None, 0)),
-            min_p=_first(given.min_p, getattr(own, "min_p", None) if samples else None, 0.0),
+            top_p=setting("top_p", 1.0),
+            top_k=int(setting("top_k", 0)),
+            min_p=setting("min_p", 0.0),
             repetition_penalty=given.repetition_penalty
             if given.repetition_penalty != 1.0
             else float(getattr(own, "repetition_penalty", None) or 1.0),
         )
         _within("repetition_penalty", made.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY)
         return made
-
-
-def _first(*values: float | None) -> float:
-    return next(float(value) for value in values if value is not None)
 
 
 def check(given: Sampling) -> None:
@@ -155,8 +157,7 @@ class Sampler:
             counts = torch.tensor(list(self._answer.values()), dtype=torch.float32)
             logits[ids] -= given.presence_penalty + given.frequency_penalty * counts
         if self._bias:
-            ids, values = self._bias
-            logits[ids] += values
+            logits.index_add_(0, *self._bias)
         if self._grammar is not None:
             logits[~self._grammar.allowed(len(logits))] = -torch.inf
         return logits
@@ -207,10 +208,8 @@ def _check_finite(logits: Tensor) -> None:
 def _sparse(pairs: Sequence[tuple[int, float]]) -> tuple[Tensor, Tensor] | None:
     if not pairs:
         return None
-    summed: dict[int, float] = {}
-    for token, value in pairs:
-        summed[token] = summed.get(token, 0.0) + value
-    return torch.tensor(list(summed)), torch.tensor(list(summed.values()), dtype=torch.float32)
+    ids, values = zip(*pairs, strict=True)
+    return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
 
 
 def _check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
