@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from greenroom.server.http.request_log import Served
 from greenroom.server.http.service import Service
 
 BEAT_S = 15.0  # of silence, after which a comment shows that we are there
+BEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 Whole = TypeVar("Whole")
 
@@ -88,39 +90,34 @@ class EventStream(StreamingResponse):
     """Sends events as they come. Whatever way it ends, the answers are let go."""
 
     def __init__(self, events: AsyncIterator[bytes], answers: Answers, served: Served) -> None:
-        super().__init__(
-            _with_beats(events),
-            headers={"cache-control": "no-cache"},
-            media_type="text/event-stream",
-        )
+        headers = {"cache-control": "no-cache"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
         self._answers, self._served = answers, served
+        self._last, self._complete = 0.0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        complete = False
-
-        async def sending(message: Message) -> None:
-            nonlocal complete
-            complete = complete or message.get("more_body") is False
-            await send(message)
-
         try:
-            await super().__call__(scope, receive, sending)
+            await super().__call__(scope, receive, send)
         finally:
-            if not complete:
+            if not self._complete:
                 self._served.status = GONE
             await self._answers.leave()
 
+    async def stream_response(self, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            self._last = time.monotonic()
+            await send(message)
 
-async def _with_beats(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A long prompt says nothing for a while, which proxies could take for the end."""
-    while True:
-        coming = asyncio.ensure_future(anext(events, b""))
+        beat = asyncio.ensure_future(self._beat(sending))
         try:
-            while not (await asyncio.wait({coming}, timeout=BEAT_S))[0]:
-                yield b": waiting\n\n"
+            await super().stream_response(sending)
+            self._complete = True
         finally:
-            if not coming.done():
-                await _drop(coming)
-        if not (data := coming.result()):
-            return
-        yield data
+            await _drop(beat)
+
+    async def _beat(self, send: Send) -> None:
+        """A long prompt says nothing for a while, which proxies could take for the end."""
+        while True:
+            await asyncio.sleep(BEAT_S / 3)
+            if time.monotonic() - self._last >= BEAT_S:
+                await send({"type": "http.response.body", "body": BEAT, "more_body": True})
