@@ -97,6 +97,9 @@ class KVBytes:
         return nbytes + (2 * GPU_PAGE if nbytes > LARGE else 0)
 
 
+_LAYERS: dict[tuple[Any, ...], list[Layer]] = {}  # of models that were loaded: a pass takes a while
+
+
 def kv_bytes(
     model: PreTrainedModel,
     kv: str = DYNAMIC,
@@ -109,10 +112,14 @@ def kv_bytes(
 
     UsageError where keys and values cannot be kept as asked.
     """
-    try:
-        layers = _layers(model, block)
-    except Exception:  # a model whose forward cannot run without data
-        layers = _by_config(model)
+    config = model.config
+    key = type(model), model.dtype, block, config.to_json_string(), config._attn_implementation
+    if (layers := _LAYERS.get(key)) is None:
+        try:
+            layers = _layers(model, block)
+        except Exception:  # a model whose forward cannot run without data
+            layers = _by_config(model)
+        _LAYERS[key] = layers
     kind = kind_of(kv, model, [layer.shape for layer in layers], on_a_gpu)
     stored: tuple[int, ...] = ()
     if kind.quantised:
