@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import SchedulerConfig
-from greenroom.core.plan import Approximation
 
 
 def config_of(at: Approximation) -> SchedulerConfig:

@@ -1,6 +1,6 @@
 """Each option of the scheduler can be deleted: `make without-options`.
 
-Of each row of the table a copy of the project is made, without its file, its own tests and its
+Of each row of the table a copy of the project is made, without its files, its own tests and its
 lines in the table. Linting, types, import rules and the tests must pass there; tests that need the
 option skip themselves (tests/options.py). TESTS="tests/core tests/cli" runs only these.
 """
@@ -34,6 +34,7 @@ def copy_without(name: str, folder: Path) -> None:
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / each, folder / each)
     (folder / OPTIONS / f"{name}.py").unlink()
+    (folder / OPTIONS / f"rules/{name}.py").unlink()
     (folder / f"tests/core/options/test_{name}.py").unlink(missing_ok=True)
     table = (folder / TABLE).read_text()
     imported = re.search(rf"^from greenroom\.core\.options\.{name} import (\w+)\n", table, re.M)

@@ -13,7 +13,7 @@ from greenroom.runtime.cuda.engine import Cuda
 from tests.gpu.test_models import OPTIONS, prompt
 from tests.models import cached_tiny, reference
 
-CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
+CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
 
 
 def test_inputs_come_down_and_outputs_go_up():

@@ -19,7 +19,7 @@ from greenroom.trace import stream
 from tests.sim import small
 from tests.sim.small import simulate
 
-CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
+CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
 
 PIECES = Pieces.whole([0, 8], [1000])
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.gates import tails
-from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, passes, simulate_events
@@ -21,7 +21,7 @@ from tests.plan.models import trace
 from tests.sim.small import simulate
 from tests.thresholds import config_of
 
-precision = pytest.importorskip("greenroom.core.options.precision").precision
+precision = pytest.importorskip("greenroom.core.options.rules.precision").precision
 
 COSTS = Costs((Link(1e6, 0.0, 1),), Work.constant(1e-3), Work.constant(1e-3))
 BYTES = 4000

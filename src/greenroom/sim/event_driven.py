@@ -15,12 +15,12 @@ import numpy as np
 from greenroom.core.build import build_scheduler
 from greenroom.core.cache.buffer import slots_ahead
 from greenroom.core.cache.scope import Scope
+from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.cost import CHUNK_BYTES, Costs
 from greenroom.core.counts import Counts
 from greenroom.core.events import Keep
 from greenroom.core.pieces import SEATS, Pieces, Split
-from greenroom.core.plan import Approximation
 from greenroom.core.policy import Policy
 from greenroom.core.predictor import PassBegins
 from greenroom.core.scheduler.scheduler import Scheduler

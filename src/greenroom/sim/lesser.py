@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from greenroom.core.config.base import Approximation
 from greenroom.core.gates import of_experts
 from greenroom.core.pieces import Copies, Pieces
-from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.trace import Trace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.core.plan import Approximation
+from greenroom.core.config.base import Approximation
 from greenroom.errors import OutputError
 from greenroom.plan.history import files
 from greenroom.policies import policy

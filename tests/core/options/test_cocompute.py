@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.build import build_scheduler
+from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.events import (
@@ -24,9 +25,8 @@ from greenroom.core.events import (
     Routed,
     StartChunk,
 )
-from greenroom.core.options.cocompute import CoCompute
+from greenroom.core.options.rules.cocompute import CoCompute
 from greenroom.core.options.rules.rates import Rates
-from greenroom.core.plan import Approximation
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
@@ -106,7 +106,7 @@ def test_both_compute_at_the_same_time():
 
 def test_a_skipped_miss_has_a_group_of_its_own_beside_the_host_s():
     """With tokens counted: what is skipped is no request of the cache, but of the step."""
-    precision = pytest.importorskip("greenroom.core.options.precision").precision
+    precision = pytest.importorskip("greenroom.core.options.rules.precision").precision
     every = pieces()
     tier = HostTier(every, 6, policy("lru"))
     s = Scheduler(

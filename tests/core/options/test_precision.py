@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from greenroom.core.cache.reshape import first_places
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.cache.state import group_sizes
+from greenroom.core.config.base import Approximation
 from greenroom.core.events import (
     Compute,
     Computed,
@@ -21,10 +22,10 @@ from greenroom.core.events import (
 )
 from greenroom.core.events import StartChunk as Start
 from greenroom.core.gates import of_experts, tails
-from greenroom.core.options.precision import precision
 from greenroom.core.options.rules.buddies import Buddies
+from greenroom.core.options.rules.precision import precision
 from greenroom.core.pieces import Copies, Pieces
-from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
+from greenroom.core.plan import EXACT, LOW, SKIP
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError

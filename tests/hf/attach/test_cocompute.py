@@ -33,7 +33,7 @@ from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
 from tests.sim.small import simulate
 
-CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
+CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 BOTH = SchedulerConfig(co_compute="auto")

@@ -9,9 +9,10 @@ import torch
 
 import greenroom
 from greenroom.config import LoadConfig
+from greenroom.core.config.base import Approximation
 from greenroom.core.events import Compute, Routed
 from greenroom.core.pieces import Copies
-from greenroom.core.plan import EXACT, LOW, SKIP, Approximation
+from greenroom.core.plan import EXACT, LOW, SKIP
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
@@ -30,7 +31,7 @@ from tests.hf.pack.rig import source
 from tests.sim.small import simulate
 from tests.thresholds import config_of
 
-precision = pytest.importorskip("greenroom.core.options.precision").precision
+precision = pytest.importorskip("greenroom.core.options.rules.precision").precision
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 OPTIONS: dict[str, Any] = {

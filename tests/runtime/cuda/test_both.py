@@ -27,7 +27,7 @@ from greenroom.runtime.store.disk import Chunk, DiskStore, cut
 from tests.runtime.cuda.test_host import chunks_of
 from tests.runtime.rig import Rig, in_time
 
-CoCompute = pytest.importorskip("greenroom.core.options.cocompute").CoCompute
+CoCompute = pytest.importorskip("greenroom.core.options.rules.cocompute").CoCompute
 
 LAYERS, EXPERTS = 3, 6
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from greenroom.core.config.base import Approximation, OptionConfig
 from greenroom.core.config.shares import scope_of, split_of
-from greenroom.core.cost import Costs
 from greenroom.core.options.cocompute import CoComputeConfig
 from greenroom.core.options.precision import PrecisionConfig
-from greenroom.core.pieces import Pieces
-from greenroom.core.plan import Approximation, Option, OptionConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, check_options, option
+
+if TYPE_CHECKING:
+    from greenroom.core.cost import Costs
+    from greenroom.core.pieces import Pieces
+    from greenroom.core.plan import Option
 
 Config = TypeVar("Config", bound="SchedulerConfig")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from greenroom.config import INEXACT, SchedulerConfig, options_in
+from greenroom.core.config.base import Approximation
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies
-from greenroom.core.plan import Approximation
 from greenroom.errors import UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.memory.setup import ModelSetup

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import Scope
+from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Split
-from greenroom.core.plan import Approximation
 from greenroom.hf.checkpoint.source import Source
 from greenroom.hf.kv.sizes import KVBytes
 

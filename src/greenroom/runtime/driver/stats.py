@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from greenroom.core.config.base import Approximation
 from greenroom.core.counts import Counts
-from greenroom.core.plan import Approximation
 from greenroom.core.predictor import Predictor
 from greenroom.runtime.driver.meter import Meter
 
