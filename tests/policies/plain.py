@@ -13,7 +13,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 from greenroom.core.cache import bound as caches
-from greenroom.policies import bitsets
+from greenroom.policies.helpers import bitsets
 from greenroom.sim import replay as replays
 
 

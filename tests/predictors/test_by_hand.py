@@ -7,7 +7,8 @@ import pytest
 
 from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors import Setting, places, predictor
+from greenroom.predictors import Setting, predictor
+from greenroom.predictors.helpers import places
 from greenroom.predictors.noisy_oracle import promoe
 from tests.predictors.replay import Predicted, accuracy, replay
 from tests.predictors.small import SHAPE, FakeGates, decode, said

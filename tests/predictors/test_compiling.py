@@ -10,7 +10,7 @@ import sys
 from numba.core.dispatcher import Dispatcher
 
 from greenroom.predictors import PREDICTORS, Setting, predictor
-from greenroom.predictors.compiling import LEARNS_FROM_ROUTING, compile_predictor
+from greenroom.predictors.helpers.compiling import LEARNS_FROM_ROUTING, compile_predictor
 from tests.predictors.small import SHAPE, routing, said
 
 OWN = sorted(

@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.predictor import Ids, Inputs, PassBegins, Seen, Shape
 from greenroom.errors import UsageError
 from greenroom.predictors import PREDICTORS, predictor
-from greenroom.predictors.kind import Setting
+from greenroom.predictors.helpers.kind import Setting
 
 SHAPE = Shape((8, 8, 8), 2)
 IDS = np.zeros((1, 2), np.int64)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.predictors import Setting, places, predictor
-from greenroom.predictors.places import Places
+from greenroom.predictors import Setting, predictor
+from greenroom.predictors.helpers import places
+from greenroom.predictors.helpers.places import Places
 from tests.predictors.reference import PlainEamc, PlainMarkov, PlainPath
 from tests.predictors.small import SHAPE, routing, said
 

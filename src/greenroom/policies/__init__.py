@@ -1,4 +1,7 @@
-"""Eviction policies: one a file, and this table."""
+"""Eviction policies: one a file, and this table; docs/policies.md says how to add one.
+
+Their names stand in config/tables.py too, for commands that must not wait for Numba.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from greenroom.core.policy import Floats, Now, Policy, Setup, State, compiled
-from greenroom.policies import lists
-from greenroom.policies.lists import Queues
+from greenroom.policies.helpers import lists
+from greenroom.policies.helpers.lists import Queues
 
 T1, T2, B1, B2 = 0, 1, 2, 3
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from greenroom.core.policy import Now, Option, Policy, Setup, State, compiled
-from greenroom.policies import lists
+from greenroom.policies.helpers import lists
 from greenroom.policies.llru import Own, on_evict, on_hit, on_insert
 from greenroom.policies.llru import memory as unweighted
 

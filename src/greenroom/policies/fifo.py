@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from greenroom.core.policy import Policy
-from greenroom.policies import lists
+from greenroom.policies.helpers import lists
 from greenroom.policies.lru import on_evict, on_insert, victim
 
 fifo = Policy("fifo", lists.one_a_group, victim, on_insert=on_insert, on_evict=on_evict)

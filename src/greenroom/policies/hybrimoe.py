@@ -25,7 +25,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
-from greenroom.policies import scan
+from greenroom.policies.helpers import scan
 
 
 class Own(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, Setup, State, compiled
-from greenroom.policies import buckets
-from greenroom.policies.buckets import Buckets
+from greenroom.policies.helpers import buckets
+from greenroom.policies.helpers.buckets import Buckets
 
 
 class Own(NamedTuple):

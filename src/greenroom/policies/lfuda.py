@@ -9,7 +9,7 @@ requested least recently.
 from __future__ import annotations
 
 from greenroom.core.policy import Now, Policy, State, compiled
-from greenroom.policies import buckets
+from greenroom.policies.helpers import buckets
 from greenroom.policies.lfu import Own, memory, on_evict
 from greenroom.policies.lfu import victim as least_used
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from greenroom.core.policy import Now, Policy, State, compiled
-from greenroom.policies import lists
-from greenroom.policies.lists import Lists
+from greenroom.policies.helpers import lists
+from greenroom.policies.helpers.lists import Lists
 
 
 @compiled

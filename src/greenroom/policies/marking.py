@@ -8,8 +8,8 @@ makes it repeatable.
 from __future__ import annotations
 
 from greenroom.core.policy import Now, Policy, State, compiled
-from greenroom.policies import pools
-from greenroom.policies.pools import Pools
+from greenroom.policies.helpers import pools
+from greenroom.policies.helpers.pools import Pools
 
 
 @compiled

@@ -31,7 +31,7 @@ from greenroom.core.policy import (
     Weights,
     compiled,
 )
-from greenroom.policies import scan
+from greenroom.policies.helpers import scan
 
 EPS = 1e-3
 SIZE, TOKEN, SCORED, BY_REQUEST, FIRST = 0, 1, 2, 3, 4

@@ -13,9 +13,9 @@ import numpy as np
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Ids, Now, Policy, Setup, State, compiled
-from greenroom.policies import bitsets, lists
-from greenroom.policies.bitsets import Bits
-from greenroom.policies.lists import Lists
+from greenroom.policies.helpers import bitsets, lists
+from greenroom.policies.helpers.bitsets import Bits
+from greenroom.policies.helpers.lists import Lists
 
 NEVER = -1
 

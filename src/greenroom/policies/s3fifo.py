@@ -16,8 +16,8 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
-from greenroom.policies import lists
-from greenroom.policies.lists import Queues
+from greenroom.policies.helpers import lists
+from greenroom.policies.helpers.lists import Queues
 
 S, M, G = 0, 1, 2
 MOST = 3  # frequency: two bits

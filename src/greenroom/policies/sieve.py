@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Now, Policy, Setup, State, compiled
-from greenroom.policies import lists
-from greenroom.policies.lists import Lists
+from greenroom.policies.helpers import lists
+from greenroom.policies.helpers.lists import Lists
 
 
 class Own(NamedTuple):

@@ -17,7 +17,7 @@ from greenroom.core.pieces import Ints
 from greenroom.core.policy import Floats, Now, Option, Policy, Setup, State, compiled
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
-from greenroom.policies import scan
+from greenroom.policies.helpers import scan
 
 PARTS = "all, first-half, second-half, prefill, decode or FROM-TO (prompts, counted from 0)"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from greenroom.core.predictor import Predictor
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors.eamc import eamc
-from greenroom.predictors.kind import Choice, Kind, Setting
+from greenroom.predictors.helpers.kind import Choice, Kind, Setting
 from greenroom.predictors.learned import learned
 from greenroom.predictors.markov import markov
 from greenroom.predictors.next_gate import next_gate

@@ -25,10 +25,10 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.learner import Arrays, Floats, as_ids, for_all
+from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.learner import Arrays, Floats, as_ids, for_all
+from greenroom.predictors.helpers.places import filled
 from greenroom.predictors.none import Nothing
-from greenroom.predictors.places import filled
 
 
 class Collection(NamedTuple):

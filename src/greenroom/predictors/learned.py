@@ -24,7 +24,7 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Ids, Inputs, Shape
 from greenroom.core.ranking import top
 from greenroom.errors import PredictorError, UsageError
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.next_gate import FromInputs
 
 Floats = NDArray[np.float32]

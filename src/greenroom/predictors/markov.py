@@ -20,8 +20,8 @@ import numpy as np
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, Seen
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.learner import Arrays, Floats, PathLearner, as_ids
+from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, as_ids
 
 PRIOR = 0.1  # what a pair that was never seen counts
 

@@ -12,7 +12,7 @@ from abc import abstractmethod
 
 from greenroom.core.predictor import Guess, Ids, Inputs, PassBegins, Seen
 from greenroom.errors import UsageError
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.none import Nothing
 
 

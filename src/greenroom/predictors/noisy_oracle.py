@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Ids
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.oracle import NO_ID, truth
 from greenroom.predictors.recorded import Recorded
 

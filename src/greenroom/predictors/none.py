@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from greenroom.core.predictor import Guess, PassBegins, Seen
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 
 
 class Nothing:

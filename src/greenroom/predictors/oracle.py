@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.recorded import Recorded
 
 NO_ID = -1

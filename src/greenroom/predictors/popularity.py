@@ -13,8 +13,8 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.learner import Arrays, Floats, Learner, as_ids, for_all
+from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.learner import Arrays, Floats, Learner, as_ids, for_all
 
 
 @jit

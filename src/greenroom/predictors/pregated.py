@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from greenroom.core.predictor import Guess, Ids, Inputs, Predictor
 from greenroom.errors import UsageError
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.next_gate import NextGate
 from greenroom.predictors.oracle import NO_ID
 from greenroom.predictors.recorded import Recorded

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from greenroom.core.policy import Option
 from greenroom.core.predictor import Guess, Ids, PassBegins
 from greenroom.errors import UnknownName, UsageError
-from greenroom.predictors.kind import Kind, Setting
+from greenroom.predictors.helpers.kind import Kind, Setting
 from greenroom.predictors.none import Nothing
 
 

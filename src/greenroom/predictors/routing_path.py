@@ -30,9 +30,9 @@ import numpy as np
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen, Shape
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.learner import Arrays, Floats, PathLearner, guesses_of_pass
-from greenroom.predictors.places import Places
+from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.learner import Arrays, Floats, PathLearner, guesses_of_pass
+from greenroom.predictors.helpers.places import Places
 
 LINKS = 3
 LINK_RATE, ID_RATE, BIAS_RATE = np.float32(0.1), np.float32(2.0), np.float32(0.03)

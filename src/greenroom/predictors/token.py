@@ -6,7 +6,7 @@ after Xue et al., 2024, and Jiang et al., 2024).
 predicts all layers before a pass begins; nothing is known of a pass to come. The paper counts in a
 recording made beforehand; here the counts are learned as the model runs, and may be kept between
 runs. `share` is how often any token uses the expert: it decides for ids that are not known, and
-between equals. What is known of ids is bounded (predictors/places.py).
+between equals. What is known of ids is bounded (predictors/helpers/places.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.predictor import Guess, Ids, PassBegins, Seen
-from greenroom.predictors.kind import Kind, Setting
-from greenroom.predictors.learner import Arrays, Floats, Learner, as_ids, guesses_of_pass
-from greenroom.predictors.places import Places
+from greenroom.predictors.helpers.kind import Kind, Setting
+from greenroom.predictors.helpers.learner import Arrays, Floats, Learner, as_ids, guesses_of_pass
+from greenroom.predictors.helpers.places import Places
 
 FULL = 60_000  # counts are halved when one gets there: they are uint16
 Counts = NDArray[np.uint16]

@@ -45,7 +45,7 @@ from greenroom.plan.history import files, recent
 from greenroom.plan.history.recent import RecentRouting
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
-from greenroom.predictors.compiling import compile_predictor
+from greenroom.predictors.helpers.compiling import compile_predictor
 from greenroom.runtime.cuda.calibrate import nominal
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.driver.driver import Driver

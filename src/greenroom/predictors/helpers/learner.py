@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from greenroom.core.predictor import Guess, Ids, PassBegins
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Setting
+from greenroom.predictors.helpers.kind import Setting
+from greenroom.predictors.helpers.places import Places, filled
 from greenroom.predictors.none import Nothing
-from greenroom.predictors.places import Places, filled
 
 Floats = NDArray[np.float32]
 Arrays = Mapping[str, NDArray[Any]]

@@ -12,8 +12,8 @@ import numpy as np
 
 from greenroom.core.pieces import Ints
 from greenroom.core.policy import Setup, State, compiled
-from greenroom.policies import lists
-from greenroom.policies.lists import Lists
+from greenroom.policies.helpers import lists
+from greenroom.policies.helpers.lists import Lists
 
 
 class Buckets(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 
 from greenroom.core.predictor import PassBegins, Seen, Shape
 from greenroom.core.ranking import top
-from greenroom.predictors.kind import Choice, Setting
+from greenroom.predictors.helpers.kind import Choice, Setting
 
 LEARNS_FROM_ROUTING = {"token_ids"}  # kinds that need no more than this call functions of their own
 
