@@ -86,11 +86,16 @@ def expert_rows(clock: Clock) -> None:
             print(f"{speed / floor:7.2f}{flops / 1e9:9.0f}")
 
 
-STORED = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "mxfp4", "int8", "int4", "fp8")
+GGML = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4")
+STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
 ENCODED_KERNELS = ("numba", "rounded")
 KERNELS_OF = {name: kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
-HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}
+HALVES = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
+    "q6_k": (208,),
+    **dict.fromkeys(("q4_k", "q5_k"), (0, 2)),
+}
 
 
 def encoded_layer(encoding: str, hidden: int, inner: int) -> LayerExperts:
@@ -120,7 +125,7 @@ def encoded_matrix(encoding: str, name: str, rows: int, columns: int) -> dict[st
         blocks[:, at : at + 2] = torch.tensor([1e-3]).half().view(torch.uint8)
     if encoding == "gguf_mxfp4":
         blocks[:, 0] = 120
-    if encoding in (*HALVES, "gguf_mxfp4"):
+    if encoding in GGML:
         return {name: codes}
     if encoding == "mxfp4":
         return {name: codes, f"{name}.scale": torch.full((rows, columns // 32), 120).byte()}

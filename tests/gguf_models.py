@@ -2,8 +2,8 @@
 
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"ffn_down": "Q6_K", "": "Q4_K"})
 
-gguf-py quantises to Q8_0, Q4_0 and MXFP4; the K types, which it can only expand, are random codes
-under sane scales. What llama.cpp itself makes of them lies in tests/data/gguf (`by_llama`).
+gguf-py quantises to Q8_0, Q5_0, Q4_0 and MXFP4; the K types, which it can only expand, are random
+codes under sane scales. What llama.cpp itself makes of them lies in tests/data/gguf (`by_llama`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TOP = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.Q5_0: (0,)}
+SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
 
 
 def write(
@@ -237,6 +237,7 @@ NARROW = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4}  # b
 LLAMA: dict[str, tuple[dict[str, int], str, list[str]]] = {
     "Q8_0": (NARROW, "Q8_0", []),
     "Q4_0": (NARROW, "Q4_0", []),
+    "Q5_0": (NARROW, "Q5_0", []),
     "MXFP4_MOE": (NARROW, "MXFP4_MOE", []),
     "Q4_K_M": ({"num_experts": 2}, "Q4_K_M", []),
     "Q5_K": (

@@ -32,10 +32,11 @@ FILES: dict[str, tuple[str, dict[str, str], set[str]]] = {
     "BF16": ("qwen3_moe", {"": "BF16"}, set()),
     "Q8_0": ("qwen3_moe", {"": "Q8_0"}, {"q8_0"}),
     "Q4_0": ("qwen2_moe", {"": "Q4_0"}, {"q4_0"}),
+    "Q5_0": ("qwen2_moe", {"": "Q5_0"}, {"q5_0"}),
     "Q5_K": ("qwen3_moe", {"": "Q5_K"}, {"q5_k"}),
     "MXFP4": ("qwen3_moe", {"_exps": "MXFP4", "": "BF16"}, {"gguf_mxfp4"}),
     "K_M": ("qwen3_moe", {"blk.2.ffn_down": "Q4_K", "down": "Q6_K", "": "Q4_K"}, {"q4_k", "q6_k"}),
-    "Q8_0, rest Q5_0": ("qwen2_moe", {"_exps": "Q8_0", "": "Q5_0"}, {"q8_0"}),
+    "Q8_0, rest Q5_1": ("qwen2_moe", {"_exps": "Q8_0", "": "Q5_1"}, {"q8_0"}),
     "a plain matrix": ("qwen3_moe", {"down_exps": "BF16", "": "Q4_K"}, {"q4_k"}),
     "minimax": ("minimax_m2", {"": "Q8_0"}, {"q8_0"}),
 }
@@ -125,6 +126,7 @@ def test_verify(tmp_path: Path, layers: bool) -> None:
 LLAMA_STORED = {  # file -> what its experts' matrices are stored in
     "Q8_0": {"q8_0"},
     "Q4_0": {"q4_0"},
+    "Q5_0": {"q5_0"},
     "MXFP4_MOE": {"gguf_mxfp4"},
     "Q4_K_M": {"q4_k", "q6_k"},
     "Q5_K": {"q5_k", "q8_0"},
@@ -354,10 +356,10 @@ def test_damaged_files(
 
 
 def test_a_type_that_no_kernel_reads_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"down_exps": "Q5_0", "": "Q8_0"})
+    path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"down_exps": "Q5_1", "": "Q8_0"})
     with pytest.raises(UnsupportedModel) as error:
         Draft.of(path)
-    assert "ffn_down_exps.weight is stored as Q5_0" in one_line(error)
+    assert "ffn_down_exps.weight is stored as Q5_1" in one_line(error)
     assert "q4_k" in one_line(error)
 
 

@@ -34,6 +34,7 @@ def gguf(name: str, types: dict[str, str], **overrides: Any) -> Callable[[Path],
 
 CASES: dict[str, Callable[[Path], Path]] = {
     "Q8_0": gguf("qwen3_moe", {"": "Q8_0"}),
+    "Q5_0": gguf("qwen3_moe", {"": "Q5_0"}),
     "several types": gguf("qwen3_moe", {"attn_v": "Q6_K", "attn_q": "BF16", "": "Q4_K"}),
     "shared experts": gguf("qwen2_moe", {"": "Q4_0"}),
     "tied": gguf("qwen3_moe", {"": "Q8_0"}, tie_word_embeddings=True),

@@ -18,6 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GGML = {
     "q8_0": "Q8_0",
     "q4_0": "Q4_0",
+    "q5_0": "Q5_0",
     "gguf_mxfp4": "MXFP4",
     "q4_k": "Q4_K",
     "q5_k": "Q5_K",
@@ -50,7 +51,7 @@ def test_ggml_blocks_of_any_bytes(name: str, dtype: torch.dtype) -> None:
     codes = random.integers(0, 256, (rows, columns // block * nbytes), np.uint8)
     if name != "gguf_mxfp4":
         blocks = codes.reshape(-1, nbytes)
-        at = {"q6_k": (208,), "q8_0": (0,), "q4_0": (0,)}.get(name, (0, 2))
+        at = {"q6_k": (208,), "q8_0": (0,), "q4_0": (0,), "q5_0": (0,)}.get(name, (0, 2))
         for place in at:
             d = random.normal(size=len(blocks)).astype(np.float16)
             blocks[:, place : place + 2] = d[:, None].view(np.uint8)

@@ -16,8 +16,12 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from tests.runtime.kernels.toys import EXPERTS, ToySlots
 
 ITEM = {"fp8": "float8_e4m3fn", "int8": "int8", "ct_int4": "int32"}
-HALVES = {"q8_0": (0,), "q4_0": (0,), "q6_k": (208,), "q4_k": (0, 2), "q5_k": (0, 2)}
-LARGE = {"q8_0": 1000, "q4_0": 60, "q4_k": 6000, "q5_k": 12000, "q6_k": 25000}
+HALVES = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
+    "q6_k": (208,),
+    **dict.fromkeys(("q4_k", "q5_k"), (0, 2)),
+}
+LARGE = {"q8_0": 1000, "q4_0": 60, "q5_0": 120, "q4_k": 6000, "q5_k": 12000, "q6_k": 25000}
 GGML = (*HALVES, "gguf_mxfp4")
 
 

@@ -6,6 +6,8 @@ everything in float32, one rounding after each product and each difference.
 
     q8_0        d f16 | 32 x i8                        d * q
     q4_0        d f16 | 16 bytes: q[i], q[i + 16]      d * (q - 8)
+    q5_0        d f16 | 4 bytes: bit i is q[i]'s fifth |
+                16 bytes: q[i], q[i + 16], low four    d * (q - 16)
     gguf_mxfp4  e u8  | 16 bytes: q[i], q[i + 16]      2^(e - 128) * twice the e2m1 value, where
                                                        both zeros are positive
     q4_k        d f16, dmin f16 | 12 bytes of 8 scales and 8 minima | 128 bytes
@@ -57,6 +59,12 @@ def _q4_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * (_fields(blocks[:, 2:], 16, 4, 2).flatten(1).float() - 8)
 
 
+def _q5_0(blocks: Tensor) -> Tensor:
+    low = _fields(blocks[:, 6:], 16, 4, 2).flatten(1)
+    fifth = _fields(blocks[:, 2:6], 1, 1, 8).flatten(1)
+    return _half(blocks, 0) * ((low | fifth << 4).float() - 16)
+
+
 def _gguf_mxfp4(blocks: Tensor) -> Tensor:
     e = blocks[:, :1].int()
     half = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
@@ -98,6 +106,7 @@ def _encoding(name: str, blocks: Callable[[Tensor], Tensor]) -> Encoding:
 _OF = {
     "q8_0": _q8_0,
     "q4_0": _q4_0,
+    "q5_0": _q5_0,
     "gguf_mxfp4": _gguf_mxfp4,
     "q4_k": _q4_k,
     "q5_k": _q5_k,

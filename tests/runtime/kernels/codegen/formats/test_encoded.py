@@ -137,7 +137,7 @@ BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0"]),
+    name=st.sampled_from(["int4-float16", "q8_0", "mxfp4-uint8", "q4_0", "q5_0"]),
     hidden=BLOCKS_OF_32,
     inner=BLOCKS_OF_32,
     seed=st.integers(0, 99),
@@ -146,6 +146,7 @@ BLOCKS_OF_32 = st.integers(1, 9) | st.sampled_from([16, 17, 31, 33])  # a vector
 @example(name="mxfp4-uint8", hidden=31, inner=17, seed=0, tokens=1)
 @example(name="int4-float16", hidden=31, inner=17, seed=0, tokens=1)
 @example(name="q4_0", hidden=3, inner=17, seed=0, tokens=1)
+@example(name="q5_0", hidden=3, inner=17, seed=0, tokens=1)
 def test_any_shape(name: str, hidden: int, inner: int, seed: int, tokens: int) -> None:
     style = BY_NAME[name]
     module = experts("qwen3_moe", torch.bfloat16, 32 * hidden, 32 * inner)

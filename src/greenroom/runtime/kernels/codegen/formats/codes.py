@@ -18,7 +18,7 @@ from typing import Any
 from greenroom.runtime.kernels.codegen.formats.expand import E2M1, NAMES
 from greenroom.runtime.kernels.codegen.formats.scales import Row
 from greenroom.runtime.kernels.codegen.llvm.target import FEATURES, WIDE
-from greenroom.runtime.kernels.codegen.llvm.values import F32, I8, I16, I32, Value
+from greenroom.runtime.kernels.codegen.llvm.values import F32, I1, I8, I16, I32, Value
 
 INTEGERS = WIDE and {f"avx512{name}" for name in ("bw", "dq", "vl", "vnni")} <= FEATURES
 BLOCK = 64  # inputs that are summed on their own where the sums of blocks are asked for
@@ -162,6 +162,17 @@ def _blocks(width: int, row: Row, at: Value, left: Left) -> tuple[Value, Value]:
     return _halves(joined([_block(first + width * i, 4, i, left) for i in range(4)]))
 
 
+def _blocks_of_five(row: Row, at: Value, left: Left) -> tuple[Value, Value]:
+    """q5_0: as `_blocks`, and a word before them whose bit i is the fifth bit of code i."""
+    first = row.codes + (at >> 5) * 22 + 2
+    words = joined([_block(first + 22 * i, 1, i, left) for i in range(4)])
+    low, high = (
+        four | four.constant(16).where((words >> shift).to(I16).bits(I1), 0)
+        for four, shift in zip(_blocks(22, row, at, left), (0, 16), strict=True)
+    )
+    return low, high
+
+
 def _int8(row: Row, at: Value, x: list[Value], left: Left) -> list[Term]:
     first, total = row.codes + at, zero(at)
     for i in range(2):
@@ -256,6 +267,7 @@ WHOLE: dict[str, Whole] = {
     "int4": Whole(_four_bits(_neighbours), order=NEIGHBOURS, offset=8),
     "mxfp4": Whole(_four_bits(_neighbours, _E2M1), order=NEIGHBOURS, offset=12, factor=0.5),
     "q4_0": Whole(_four_bits(partial(_blocks, 18)), order=_runs(16), offset=8),
+    "q5_0": Whole(partial(_together, _blocks_of_five, ()), order=_runs(16), offset=16),
     "gguf_mxfp4": Whole(_four_bits(partial(_blocks, 17), _E2M1), order=_runs(16), offset=12),
     "q4_k": Whole(_q4_k, order=_runs(32), apart=True, minima=True),
     "q5_k": Whole(_q5_k, order=_runs(32), apart=True, minima=True),

@@ -128,6 +128,17 @@ def block_codes(width: int, row: Row, at: Value, half: int) -> list[Value]:
     return read + [code >> 4 for code in read]
 
 
+def q5_0(kind: Any, row: Row, at: Value, half: int) -> list[Value]:
+    """As q4_0, with the fifth bits of all 32 codes in the word before."""
+    fifth = (row.codes + (at >> 5) * 22 + (22 * half + 2)).load(I32).wide()
+    scale, values = row.scale_at(at, 5, half), []
+    for start, four in zip(STARTS, block_codes(22, row, at, half), strict=True):
+        high = (fifth >> [start + i for i in NATURAL]) & 1
+        code = ((four & 15) | (high << 4)) - 16
+        values.append(code.to(F32, signed=True) * scale)
+    return all_to_model(kind, values)
+
+
 def affine(
     kind: Any, codes: list[Value], scale: Value, offset: Value, first: Any = F32_KIND
 ) -> list[Value]:
@@ -251,6 +262,7 @@ EXPANDERS: dict[str, Expander] = {
     "fp8": Expander(shared(F32_KIND, 256.0), fp8),
     "q8_0": Expander(inside(34, I16, half_floats), q8_0),
     "q4_0": Expander(inside(18, I16, half_floats), _Q4_0),
+    "q5_0": Expander(inside(22, I16, half_floats), q5_0),
     "gguf_mxfp4": Expander(
         inside(17, I8, half_powers), partial(microscaled, partial(block_codes, 17), 2.0)
     ),

@@ -165,8 +165,10 @@ def _picked(address: Value, width: int, element: Any, left: None) -> Value:
     found = None
     for start in range(0, LANES, count):
         mine = range(start, start + count)
-        one, two = ((address + start * width + 64 * i).load(element, 32) for i in range(2))
-        some = one.pick([words * (i - start) if i in mine else i for i in range(32)], two)
+        first = min(start * width, LANES * width - 128)  # nothing beyond the last block is read
+        skipped = start * words - first // 2
+        one, two = ((address + first + 64 * i).load(element, 32) for i in range(2))
+        some = one.pick([words * (i - start) + skipped if i in mine else i for i in range(32)], two)
         kept = [32 + i if i in mine else i for i in range(32)]
         found = some if found is None else found.pick(kept, some)
     return found.pick(NATURAL)

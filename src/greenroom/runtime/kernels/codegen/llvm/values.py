@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
 
-I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
 BF16_KIND, F16_KIND, F32_KIND = types.uint16, types.int16, types.float32
 ELEMENT = {BF16_KIND: I16, F16_KIND: I16, F32_KIND: F32}
