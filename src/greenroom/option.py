@@ -113,34 +113,15 @@ def above(least: float, below: float = float("inf")) -> Check:
     return check
 
 
-def options_checked(*more: Field[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A public function whose unknown keywords raise UnknownOption, which names the nearest.
+def options_checked(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose unknown keywords raise UnknownOption, which names the nearest."""
+    names = list(inspect.signature(function).parameters)
 
-    more: options that it takes as keywords beside those of its signature
-    """
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise UnknownOption(function.__name__, name, names)
+        return function(*args, **kwargs)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        added = [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default,
-                annotation=each.type,
-            )
-            for each in more
-        ]  # fmt: skip
-        names = [each.name for each in (*own, *added)]
-
-        @wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in names:
-                    raise UnknownOption(function.__name__, name, names)
-            return function(*args, **kwargs)
-
-        checked.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *added]
-        )
-        return checked
-
-    return decorate
+    return checked

@@ -104,7 +104,7 @@ class View(Protocol):
         """Slots of the expert's group that no pinned set holds, less the borrowed ones."""
 
     def promotions(self) -> int:
-        """How many candidates may wait; 0: none is taken."""
+        """How many candidates of an option may wait; 0: none is taken, since no slot is lent."""
 
     def backlog(self, own: Sequence[int]) -> Sequence[tuple[int, int, int]]:
         """(link, piece, chunks) that a new demand waits for: chunks on lanes, and what is left of
@@ -135,7 +135,8 @@ class Option:
         """A processor has computed a group of experts in so many seconds."""
 
     def candidates(self, view: View) -> Sequence[Candidate]:
-        """Experts to admit while a link is idle, the best first."""
+        """Experts to admit while a link is idle, the best first. One that has a slot already, or
+        is on its way, is dismissed."""
         return ()
 
     def dismiss(self, expert: int) -> None:

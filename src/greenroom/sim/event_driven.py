@@ -77,12 +77,6 @@ class EventOptions:
         """What misses may be served with instead of their exact experts."""
         return self.config.approximation()
 
-    @property
-    def follow(self) -> bool:
-        """Do exact experts follow the copies that were used?"""
-        at = self.approximation
-        return at is not None and at.follow
-
 
 @dataclass(frozen=True, slots=True)
 class EventRun:
@@ -101,7 +95,7 @@ class EventRun:
         lesser, co_compute = options.approximation is not None, options.config.uses_host()
         left_out = ELSEWHERE + NEVER + (() if options.split is not None else OF_SPLITS)
         left_out += (() if lesser else OF_LESSER) + (() if co_compute else OF_BOTH)
-        left_out += () if co_compute or options.follow else OF_FOLLOWERS
+        left_out += () if co_compute or options.config.proposes() else OF_FOLLOWERS
         counts = {n: v for n, v in asdict(self.counts).items() if n not in left_out}
         return {
             **self.times.as_json(),
@@ -133,7 +127,7 @@ def simulate_events(
     check_policy(policy)
     pieces, ahead = _pieces(trace, expert_bytes, capacity, options), options.ahead
     both = options.config.uses_host()
-    if prefetch == OFF and not (both or options.follow):
+    if prefetch == OFF and not (both or options.config.proposes()):
         ahead = 0
     elif ahead is None:
         ahead = slots_ahead(trace.top_k) if capacity < trace.offsets[-1] else 0

@@ -115,7 +115,7 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else show_time(value)
 
 
-@options_checked()
+@options_checked
 def simulate(
     trace: str | os.PathLike[str] | Trace,
     policy: str | Sequence[str] = "auto",

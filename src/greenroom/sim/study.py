@@ -100,7 +100,7 @@ class Study(EventOptions):
     def event_by_event(self) -> bool:
         """Whether every cell is played event by event, by policies that know no future."""
         parts = self.split is not None or self.approximation is not None
-        return self.host > 0 or self.devices > 1 or parts
+        return self.host > 0 or self.devices > 1 or parts or self.config.proposes()
 
     def _played(self, cell: Cell) -> bool:
         """Whether a cell is played event by event."""

@@ -55,6 +55,11 @@ class OptionConfig:
         """Whether the host's processor may compute misses."""
         return False
 
+    def proposes(self) -> bool:
+        """Whether it has experts fetched while a link is idle: slots are lent for these, whether
+        anything is prefetched or not."""
+        return False
+
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         """The option, None where it is off. `costs` are those of the links and processors, None
         where the host's processor computes nothing."""

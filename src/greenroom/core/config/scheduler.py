@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from greenroom.core.config.base import Approximation, OptionConfig
@@ -56,6 +56,9 @@ class SchedulerConfig(
     def uses_host(self) -> bool:
         return any(kind.uses_host(self) for kind in OPTIONS)
 
+    def proposes(self) -> bool:
+        return any(kind.proposes(self) for kind in OPTIONS)
+
     def options(
         self, pieces: Pieces, costs: Costs | None = None, expert_bytes: int = 0
     ) -> list[Option]:
@@ -74,13 +77,9 @@ OPTIONS: tuple[type[OptionConfig], ...] = SchedulerConfig.__bases__
 NO_OPTIONS = SchedulerConfig()
 
 
-def option_fields() -> list[Field[Any]]:
-    """The fields of all options."""
-    return [each for kind in OPTIONS for each in fields(kind)]
-
-
 def option_names() -> list[str]:
-    return [each.name for each in option_fields()]
+    """The fields of all options."""
+    return [each.name for kind in OPTIONS for each in fields(kind)]
 
 
 def with_options(config: Config, **given: Any) -> Config:

@@ -73,6 +73,9 @@ class PrecisionConfig(OptionConfig):
         at = self._thresholds()
         return at if at.most else None
 
+    def proposes(self) -> bool:
+        return self.low_follow
+
     def build(self, pieces: Pieces, costs: Costs | None, expert_bytes: int) -> Option | None:
         at = self._thresholds()
         if not at.most:

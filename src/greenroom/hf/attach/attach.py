@@ -93,7 +93,7 @@ class Greenroom:
         self._recent = RecentRouting(parts.catalog.offsets, known) if noted else None
         both = host_computes(parts)
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both or ((at := parts.approximation) is not None and at.follow):
+        if both or parts.config.proposes():
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import LoadConfig, options_checked
-from greenroom.core.config.scheduler import option_fields
+from greenroom.config import LoadConfig, options_checked, options_in
 from greenroom.environment import warn_once
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
@@ -21,7 +19,7 @@ from greenroom.runtime.memory.system import uncollected
 log = logging.getLogger(__name__)
 
 
-@options_checked(*option_fields())
+@options_checked
 def load(
     model: str,
     memory: str | int | None = None,
@@ -34,6 +32,13 @@ def load(
     scope: str = "shared",
     pin: str | None = None,
     split: str = "off",
+    miss_precision: str = "off",
+    low_below: float | None = None,
+    low_share: str = "12.5%",
+    low_follow: bool = False,
+    skip_below: float = 0.0,
+    substitute_below: float = 0.0,
+    co_compute: str = "off",
     prefetch: str = "auto",
     predictor: str | None = None,
     no_guard: bool = False,
@@ -44,7 +49,6 @@ def load(
     read_limit: str | int | None = None,
     dtype: str = "auto",
     threads: int | None = None,
-    **scheduler: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Mixture-of-Experts model whose experts stay on disk.
 
@@ -69,14 +73,13 @@ def load(
     readers, threads: threads that read experts, and that compute (default: all cores)
     direct, read_limit: read past the page cache (auto, on, off); most bytes a second, "50MB"
     dtype: what to compute in: auto (the checkpoint's), bfloat16, float16, float32
-    scheduler: options of how misses are served, each a keyword (greenroom.core.options):
-        miss_precision: from a pack's int8 or int4 copies, which changes the output
-        low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
-        skip_below, substitute_below: leave out or replace misses, which changes the output
-        co_compute: with a GPU, on the host's processor where that is sooner: off, auto
+    miss_precision: serve misses from a pack's int8 or int4 copies, which changes the output
+    low_below, low_share, low_follow: of `miss_precision`: which misses, room, exact ones later
+    skip_below, substitute_below: leave out or replace misses, which changes the output
+    co_compute: with a GPU, compute missing experts on the host where that is sooner: off, auto
     """
-    options = {name: v for name, v in locals().items() if name not in ("model", "scheduler")}
-    return load_with(model, LoadConfig(**options, **scheduler))
+    named, every = locals(), options_in(LoadConfig)
+    return load_with(model, LoadConfig(**{each.name: named[each.name] for each in every}))
 
 
 def load_with(
