@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import shutil
 import subprocess
@@ -106,6 +107,16 @@ def test_what_is_compiled_is_part_of_it(old: str, new: str) -> None:
     assert digest(SOURCE.replace(old, new)) != digest(SOURCE)
 
 
+def test_a_class_whose_objects_were_copied_is_the_same() -> None:
+    """Copying and pickling leave a mark on the class."""
+    module = ModuleType("greenroom_digest_example")
+    exec(compile(SOURCE, "<example>", "exec"), vars(module))
+    before = FunctionDigest.of(vars(module)["root"])
+    copy.copy(vars(module)["Own"](1))
+    assert "__slotnames__" in vars(vars(module)["Own"])
+    assert FunctionDigest.of(vars(module)["root"]) == before
+
+
 def test_an_object_that_no_other_process_has_is_refused() -> None:
     with pytest.raises(TypeError, match="no digest of <object object at 0x"):
         digest(SOURCE.replace("SCALE = 3", "SCALE = object()"))
@@ -177,7 +188,7 @@ def test_words_recompile_nothing_and_code_what_calls_it(
     before = json.loads(capsys.readouterr().out)
     assert len(before) > 100
     assert printed(tmp_path) == before
-    lists = tmp_path / "greenroom" / "policies" / "lists.py"
+    lists = tmp_path / "greenroom" / "policies" / "helpers" / "lists.py"
     text = lists.read_text()
     assert "lists.after[" in text
     lists.write_text(text.replace("lists.after[", "lists.after[0 + ", 1))

@@ -27,6 +27,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 TABLES = (*PLAIN, tuple, list, dict, set, frozenset)
 # Of a class: what depends on its file, or on what else is in it.
 GENERATED = {"__module__", "__doc__", "__annotations__", "__dataclass_fields__", "__firstlineno__"}
+COPIED = "__slotnames__"  # left on a class when an object of it is first copied or pickled
 
 
 class FunctionDigest:
@@ -140,6 +141,8 @@ class FunctionDigest:
         for name, value in vars(kind).items():
             if isinstance(value, FunctionType) and value.__code__.co_filename == "<string>":
                 continue  # made from the fields by dataclass or NamedTuple
+            if name == COPIED:
+                continue
             self._put(name)
             if isinstance(value, property):
                 value = value.fget, value.fset
