@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Path("src/greenroom/core/options")
+MARKED = ("-m", "not slow and not bench_smoke")  # as `make test` has them
 TABLE = Path("src/greenroom/core/config/scheduler.py")
 
 
@@ -48,12 +49,14 @@ def check(folder: Path) -> int:
     """The exit code of the first check that fails there; 0 where all pass."""
     python = sys.executable
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    if (ROOT / ".mypy_cache").is_dir():  # what has not changed is not looked at again
+        shutil.copytree(ROOT / ".mypy_cache", folder / ".mypy_cache")
     tests = os.environ.get("TESTS", "tests").split()
     for command in (
         [python, "-m", "ruff", "check", "."],
         [python, "-m", "mypy"],
         [str(Path(python).with_name("lint-imports"))],
-        [python, "-m", "pytest", "-q", "-n", "2", *tests],
+        [python, "-m", "pytest", "-q", *MARKED, "-n", "2", "--dist", "worksteal", *tests],
     ):
         begin = time.monotonic()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

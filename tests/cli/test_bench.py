@@ -124,6 +124,7 @@ def test_a_part_that_cannot_be_right_is_a_mistake_and_no_missing_row():
 
 
 @needs_option("miss_precision")
+@needs_option("co_compute")
 def test_all_in_one_table(cli: Run, folder: Path):
     ran = cli("bench", folder, "--cache", "50%", "--system", ALL, *SHORT, "--kernels", "eager")
     assert ran.code == 0, ran.err

@@ -18,7 +18,7 @@ import pytest
 from tests.cli.test_serve import served
 
 HOSTILE_REQUESTS = 50
-MEMORY = 830 << 20  # about the least that the demo model can be served with
+MEMORY = 880 << 20  # a little over the least that the demo model can be served with
 ASKED: Any = [{"role": "user", "content": "Hello"}]
 LONG = "word " * 800_000  # about as much as a body may have
 FUNCTION: Any = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(9)}}
