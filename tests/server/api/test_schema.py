@@ -90,6 +90,7 @@ def test_nothing_wrong_breaks_it(guarded: Running, method: str, path: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a change of the cache waits until it is done
 @pytest.mark.parametrize(("method", "path"), BODIES)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_nor_does_much_more_of_it(
