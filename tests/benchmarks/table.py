@@ -104,6 +104,9 @@ ROWS = (
         writes=("plan.jsonl", "plan.safetensors")),
     Row("precision.py", "demo --packs same+int4 --folder {out} --rounds 1 --tokens 10 --text {text}"
         " --quality-tokens 24 --read-limit 1GB", ("pack", "misses", "TPOT ms", "inexact")),
+    *(Row("versions.py", f"src src {work} --turns 1", ("work", "before / after", "same output"))
+      for work in ("decode {model} --cache 50% --tokens 2", "command simulate {recording}"
+                   " --capacity 25% --policy lru --limit 30", "serve demo --users 2 --tokens 2")),
     # Simulations of a recording.
     Row("precision.py", "--traces {recording} --tokens 50 --capacity 25%",
         ("capacity", "transfer", "exact", "skip 0.1")),
