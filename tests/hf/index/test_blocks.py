@@ -32,7 +32,7 @@ def numbered(shapes: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def check(target: np.ndarray, sources: list[np.ndarray]) -> list[Block]:
-    found = find_blocks(target.reshape(-1), [source.size for source in sources])
+    found = find_blocks(target, [source.size for source in sources])
     assert found is not None
     assert np.array_equal(apply(found, sources, target.size), target.reshape(-1))
     return found
@@ -88,18 +88,25 @@ def test_any_chain_of_conversions(data: st.DataObject) -> None:
 
 @given(st.permutations(range(24)))
 def test_any_permutation(order: list[int]) -> None:
-    check(np.array(order), [A])
+    check(np.array(order)[None], [A])
 
 
 def test_a_permutation_is_refused_where_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST", 16)
     target = np.random.default_rng(0).permutation(10_000)
-    assert find_blocks(target, [10_000]) is None
+    assert find_blocks(target[None], [10_000]) is None
+    assert find_blocks(target.reshape(100, 100), [10_000]) is None
+
+
+def test_numbers_that_are_no_rows_and_columns_are_refused() -> None:
+    target = A.copy()
+    target[3, 2], target[4, 3] = target[4, 3], target[3, 2]
+    assert find_blocks(target, [A.size]) is None
 
 
 def test_an_interleaved_expert_of_real_size_is_quick() -> None:
     rows = np.arange(2 * 1024 * 512, dtype=np.int32).reshape(2048, 512)
     target = np.concatenate([rows[::2], rows[1::2]])
-    found = find_blocks(target.reshape(-1), [target.size])
+    found = find_blocks(target, [target.size])
     assert found is not None
     assert [block.shape for block in found] == [(1024, 512), (1024, 512)]

@@ -8,7 +8,7 @@ first byte. Only the header is read, so a file of any size costs two small reads
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,21 @@ class Stored:
     transposed: bool = False
     unit: int = 1
     companions: tuple[Stored, ...] = ()
+
+    def __getitem__(self, number: int) -> Stored:
+        """One of a stack, by its number on the first axis."""
+        return replace(
+            self.rows(number, 1),
+            shape=self.shape[1:],
+            codes=self.codes[1:],
+            companions=tuple(companion[number] for companion in self.companions),
+        )
+
+    def rows(self, first: int, count: int) -> Stored:
+        """Some rows of a plain tensor, from the number `first` on."""
+        size = self.nbytes // self.shape[0]
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + first * size, nbytes=count * size)
 
 
 def read_header(path: Path, file: int) -> dict[str, Stored]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -39,11 +40,10 @@ def read_tensor(
         _read(files, name, stored, tensor)
         return tensor.reshape(stored.shape)
     assert dtype is not None
-    matrices = [
-        _matrix(files, name, stored, i, dtype, empty if len(stored.shape) == 2 else torch.empty)
-        for i in range(prod(stored.codes[:-2]))
-    ]
-    return torch.stack(matrices).view(stored.shape) if len(stored.shape) > 2 else matrices[0]
+    if len(stored.shape) > 2:
+        each = range(stored.shape[0])
+        return torch.stack([read_tensor(files, name, stored[i], dtype) for i in each])
+    return _matrix(files, name, stored, dtype, empty)
 
 
 def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
@@ -56,25 +56,23 @@ def _matrix(
     files: Sequence[str],
     name: str,
     stored: Stored,
-    number: int,
     dtype: torch.dtype,
     empty: Callable[..., Tensor],
 ) -> Tensor:
-    """Matrix `number` of a stack, expanded some rows at a time."""
-    rows, columns = stored.shape[-2:][:: -1 if stored.transposed else 1]
+    """An encoded matrix, expanded some rows at a time."""
+    rows, columns = stored.shape[:: -1 if stored.transposed else 1]
     matrix = (torch.empty if stored.transposed else empty)(rows, columns, dtype=dtype)
-    step = stored.unit
-    if rows % stored.unit == 0:  # otherwise each row of scales is expanded by itself
-        step *= max(1, PIECE // (4 * columns * stored.unit))
+    step = unit = stored.unit
+    if rows % unit == 0:  # otherwise each row of scales is expanded by itself
+        step *= max(1, PIECE // (4 * columns * unit))
     decode = decoder(stored.encoding)
+    codes = replace(stored, shape=stored.codes, encoding=PLAIN)
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        codes = _rows(files, name, stored, stored.codes, number, row, count)
-        companions = [
-            _rows(files, name, c, c.shape, number, row // stored.unit, -(-count // stored.unit))
-            for c in stored.companions
-        ]
-        matrix[row : row + count] = decode([codes, *companions], (count, columns), dtype)
+        parts = [codes.rows(row, count)]
+        parts += [c.rows(row // unit, -(-count // unit)) for c in stored.companions]
+        own = [read_tensor(files, name, part) for part in parts]
+        matrix[row : row + count] = decode(own, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix
 
 
@@ -90,21 +88,6 @@ def decoder(encoding: str) -> Callable[..., Tensor]:
     ).decode
 
 
-def _rows(
-    files: Sequence[str],
-    name: str,
-    stored: Stored,
-    shape: tuple[int, ...],
-    number: int,
-    row: int,
-    count: int,
-) -> Tensor:
-    """Some rows of matrix `number` of a stack, as stored."""
-    tensor = torch.empty(count, shape[-1], dtype=_dtype(files[stored.file], name, stored))
-    _read(files, name, stored, tensor.view(-1), (number * shape[-2] + row) * shape[-1])
-    return tensor
-
-
 def _dtype(path: str, name: str, stored: Stored) -> torch.dtype:
     kind: torch.dtype | None = getattr(torch, stored.dtype, None)
     if kind is None:
@@ -112,14 +95,14 @@ def _dtype(path: str, name: str, stored: Stored) -> torch.dtype:
     return kind
 
 
-def _read(files: Sequence[str], name: str, stored: Stored, into: Tensor, first: int = 0) -> None:
-    """Elements from the number `first` on, into a tensor [n]; cast where it has another type."""
+def _read(files: Sequence[str], name: str, stored: Stored, into: Tensor) -> None:
+    """A plain tensor's elements, into a tensor [n]; cast where it has another type."""
     path = files[stored.file]
     kind = _dtype(path, name, stored)
     cast = into.dtype != kind
     try:
         with open(path, "rb", buffering=0) as stream:
-            stream.seek(stored.offset + first * kind.itemsize)
+            stream.seek(stored.offset)
             for part in into.split(PIECE // kind.itemsize) if cast else (into,):
                 piece = torch.empty(len(part), dtype=kind) if cast else part
                 view = piece.view(torch.uint8).numpy().data
@@ -129,9 +112,6 @@ def _read(files: Sequence[str], name: str, stored: Stored, into: Tensor, first: 
                     view = view[n:]
                 if cast:
                     part.copy_(piece)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(
-                    stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
-                )
+            os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise CheckpointError(f"{path}: reading {name} failed: {error.strerror}") from error

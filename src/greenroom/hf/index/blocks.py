@@ -1,22 +1,19 @@
 """Read a layout conversion off its result: which strided blocks move where.
 
-A chain of conversions (merge, concatenate, chunk, transpose, interleave) only moves elements. Run
-on tensors that hold the elements' own numbers, its result says where each element came from; this
-module finds the two-dimensional strided blocks in these numbers.
+A chain of conversions (merge, concatenate, chunk, transpose, interleave) only moves rows and
+columns. Run on matrices that hold the elements' own numbers, its result says where each element
+came from; this module finds the two-dimensional strided blocks in these numbers.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-MOST = 1 << 16  # blocks; a layout that needs more is not a layout but a permutation
-Run = tuple[int, int, int, int]  # position, value there, elements, step of the value
-Line = tuple[int, int, int, int, int]  # target, source, elements, steps of target and source
+MOST = 1 << 10  # blocks; a layout that needs more is not a layout but a permutation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,93 +31,70 @@ class Block:
 def find_blocks(origin: np.ndarray, sizes: Sequence[int]) -> list[Block] | None:
     """The blocks of a conversion, or None where there is no short description.
 
-    `origin[t]` is the number of the source element that lands at target element t (1-D, each at
-    most once); source tensors are numbered one after another and have `sizes` elements.
+    `origin[i, j]` is the number of the source element that lands at target element (i, j); source
+    tensors are numbered one after another and have `sizes` elements.
     """
-    bases = [0, *np.cumsum(np.asarray(sizes, dtype=np.int64)).tolist()]
-    found = _runs(origin)
-    by_target = found and _stacks(((t, s, n, 1, step) for t, s, n, step in found), bases)
-    if by_target and len(by_target) <= 2 * len(sizes):
-        return by_target
-    # Interleaving looks scattered in the target's order but regular in the source's.
-    inverse = np.full(bases[-1], -1, dtype=origin.dtype)
-    inverse[origin] = np.arange(len(origin), dtype=origin.dtype)
-    found = _used_runs(inverse)
-    by_source = found and _stacks(((t, s, n, step, 1) for s, t, n, step in found), bases)
-    return min((blocks for blocks in (by_target, by_source) if blocks), key=len, default=None)
-
-
-def _runs(values: np.ndarray) -> list[Run] | None:
-    """Cut a sequence, greedily from its start, into arithmetic runs; None if there are too many."""
-    steps = np.diff(values)
-    changes = np.flatnonzero(steps[1:] != steps[:-1]) + 1
-    if len(changes) > 4 * MOST:
+    if not origin.size:
         return None
-    ends = [*changes.tolist(), len(steps)]
-    runs: list[Run] = []
-    at, i = 0, 0
-    while at < len(values):
-        while i < len(ends) - 1 and ends[i] <= at:
-            i += 1
-        last = max(ends[i], at)  # steps[at:last] are equal
-        step = int(steps[at]) if last > at else 1
-        runs.append((at, int(values[at]), last - at + 1, step))
-        at = last + 1
+    ends = np.cumsum(np.asarray(sizes, np.int64))
+    rows, columns = _runs(origin[:, 0], ends), _runs(origin[0], ends)
+    if len(rows) * len(columns) > MOST:
+        return None
+    blocks = []
+    for down, across in product(rows, columns):
+        block = _block(origin, down, across, ends)
+        if block is None:
+            return None
+        blocks.append(block)
+    return blocks
+
+
+def _runs(line: np.ndarray, ends: np.ndarray) -> list[slice]:
+    """Cut a row or a column into runs of one tensor whose numbers are evenly spaced: all of it,
+    every second element, or one run after another."""
+    source = np.searchsorted(ends, line, side="right")
+
+    def run(start: int, step: int) -> slice:
+        """The longest run that starts here."""
+        values, tensor = line[start::step], source[start::step]
+        evenly = values[0] + (values[:2][-1] - values[0]) * np.arange(len(values))
+        same = (values == evenly) & (tensor == tensor[0])
+        count = len(values) if same.all() else int(same.argmin())
+        return slice(start, start + (count - 1) * step + 1, step)
+
+    for step in (1, 2):
+        runs = [run(start, step) for start in range(min(step, len(line)))]
+        if all(found.stop + step > len(line) for found in runs):
+            return runs
+    runs, start = [], 0
+    while start < len(line) and len(runs) <= MOST:
+        runs.append(run(start, 1))
+        start = runs[-1].stop
     return runs
 
 
-def _used_runs(inverse: np.ndarray) -> list[Run] | None:
-    """`_runs` over the source elements that land in this target (others hold -1)."""
-    used = np.flatnonzero(inverse >= 0)
-    cuts = np.flatnonzero(np.diff(used) > 1) + 1
-    if len(cuts) > MOST:
+def _block(origin: np.ndarray, down: slice, across: slice, ends: np.ndarray) -> Block | None:
+    """The block of some rows and columns; None where it is not one."""
+    values = origin[down, across]
+    (rows, columns), width = values.shape, origin.shape[1]
+    first, last = values[0, 0], values[[0, 0, -1, -1], [0, -1, 0, -1]]
+    steps = values[:2, 0][-1] - first, values[0, :2][-1] - first
+    if any((np.diff(values, axis=axis) != step).any() for axis, step in enumerate(steps)):
         return None
-    runs: list[Run] = []
-    for segment in np.split(used, cuts):
-        start = int(segment[0])
-        part = _runs(inverse[start : start + len(segment)])
-        if part is None:
-            return None
-        runs.extend((start + at, value, n, step) for at, value, n, step in part)
-    return runs
-
-
-def _stacks(lines: Iterable[Line], bases: list[int]) -> list[Block] | None:
-    """Stack the lines of each source tensor that are alike and at equal distances. Where a row of
-    the other side consists of two lines (gate and up), each kind is stacked by itself."""
-    split = list(_split(lines, bases))
-    made = [_stacked(split, kinds) for kinds in (1, 2)]
-    return min((blocks for blocks in made if blocks), key=len, default=None)
-
-
-def _stacked(lines: list[tuple[int, ...]], kinds: int) -> list[Block] | None:
-    stacks: defaultdict[tuple[int, int], list[list[int]]] = defaultdict(list)
-    for number, (tensor, target, source, n, *steps) in enumerate(lines):
-        stack = stacks[tensor, number % kinds]
-        if stack and stack[-1][3:6] == [n, *steps]:
-            row = stack[-1]
-            before = row[2] - 1
-            apart = [target - row[0] - before * row[6], source - row[1] - before * row[7]]
-            if not before or row[6:] == apart:
-                row[2:] = [row[2] + 1, n, *steps, *apart]
-                continue
-        stack.append([target, source, 1, n, *steps, n, n * steps[1]])
-        if len(stack) > MOST:
-            return None
-    return [
-        Block(tensor, source, target, (rows, n), (outer_source, ds), (outer_target, dt))
-        for (tensor, _), stack in stacks.items()
-        for target, source, rows, n, dt, ds, outer_target, outer_source in stack
-    ]
-
-
-def _split(lines: Iterable[Line], bases: list[int]) -> Iterator[tuple[int, ...]]:
-    """Cut lines where they pass from one source tensor into the next: (tensor, line in it)."""
-    for target, source, n, dt, ds in lines:
-        while n:
-            tensor = bisect_right(bases, source) - 1
-            room = bases[tensor + 1] - 1 - source if ds > 0 else source - bases[tensor]
-            k = min(n, room // abs(ds) + 1)
-            steps = (dt, ds) if k > 1 else (1, 1)
-            yield tensor, target, source - bases[tensor], k, *steps
-            target, source, n = target + k * dt, source + k * ds, n - k
+    source, *others = np.searchsorted(ends, last, side="right").tolist()
+    if any(other != source for other in others):
+        return None
+    outer, inner = (int(steps[0]), down.step * width), (int(steps[1]), across.step)
+    if columns == 1:
+        inner = outer if rows > 1 else (1, 1)
+    n = rows * columns
+    if rows == 1 or outer == (inner[0] * columns, inner[1] * columns):
+        rows, columns, outer = 1, n, (inner[0] * n, inner[1] * n)
+    return Block(
+        source=source,
+        source_start=int(first) - int(ends[source - 1] if source else 0),
+        target_start=down.start * width + across.start,
+        shape=(rows, columns),
+        source_strides=(outer[0], inner[0]),
+        target_strides=(outer[1], inner[1]),
+    )

@@ -21,7 +21,7 @@ from greenroom.hf.checkpoint.header import Stored
 from greenroom.hf.index.blocks import Block
 from greenroom.hf.index.columns import Part, different, mixed, parts_of
 from greenroom.hf.index.experts import Streamed
-from greenroom.hf.index.extents import extents_of, plain_copies, row_copies
+from greenroom.hf.index.extents import copy_of, elements_of, extents_of
 from greenroom.hf.index.numbering import read_off
 from greenroom.hf.index.packed import pack_catalog
 from greenroom.hf.index.routes import Route
@@ -174,10 +174,10 @@ def _copies(
         for name, its in blocks.items():
             spec = layout.weight(name).parts[i]
             for block in (block for block in its if block.source == source):
-                if stored.encoding == PLAIN:
-                    copies += plain_copies(block, stored.dtype, spec)
-                else:
-                    copies += row_copies(block, tensor, stored.codes[0] // tensor.shape[0], spec)
+                if stored.encoding != PLAIN:
+                    unit = stored.codes[0] // tensor.shape[0]
+                    block = elements_of(block, unit, tensor.shape[1])
+                copies.append(copy_of(block, tensor.dtype, spec))
         plans.append(sorted(copies, key=lambda copy: copy.source))
     return plans
 

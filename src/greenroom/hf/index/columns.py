@@ -75,7 +75,7 @@ def _column(
             f"{checkpoint.files[fused.file]}: {name} has shape {list(fused.shape)}, but the config"
             f" says {experts} experts"
         )
-    return [Part(name, pattern, _slice(fused, e, experts)) for e in range(experts)]
+    return [Part(name, pattern, fused[e]) for e in range(experts)]
 
 
 def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
@@ -94,18 +94,6 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
         raise UnsupportedModel(
             f"{path}: {name} has {rows} outputs, which blocks of {stored.unit} do not divide"
         )
-
-
-def _slice(fused: Stored, expert: int, experts: int) -> Stored:
-    size = fused.nbytes // experts
-    return replace(
-        fused,
-        shape=fused.shape[1:],
-        codes=fused.codes[1:],
-        offset=fused.offset + expert * size,
-        nbytes=size,
-        companions=tuple(_slice(c, expert, experts) for c in fused.companions),
-    )
 
 
 def different(parts: list[list[Part]]) -> bool:

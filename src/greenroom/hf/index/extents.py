@@ -14,73 +14,38 @@ from greenroom.hf.index.blocks import Block
 GAP = 4096  # bytes; tensors at most this far apart are read in one go
 
 
-def plain_copies(block: Block, dtype: str, spec: TensorSpec) -> list[Copy]:
-    """A block of elements of a plain tensor."""
+def copy_of(block: Block, dtype: str, spec: TensorSpec) -> Copy:
+    """A block of elements of a stored tensor, as bytes."""
     a, b = ITEMSIZE[dtype], ITEMSIZE[spec.dtype]
-    return [
-        Copy(
-            source=block.source_start * a,
-            target=spec.offset + block.target_start * b,
-            shape=block.shape,
-            source_strides=(block.source_strides[0] * a, block.source_strides[1] * a),
-            target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
-            source_dtype=dtype,
-            target_dtype=spec.dtype,
-        )
-    ]
-
-
-def row_copies(block: Block, stored: Stored, unit: int, spec: TensorSpec) -> list[Copy]:
-    """A block of outputs, of the codes of an encoded matrix or of a companion of it.
-
-    stored: of one expert, two axes
-    unit:   how many outputs one row of it stands for
-    """
-    return _runs(_in_units(block, unit), stored.shape[1], stored.dtype, spec)
-
-
-def _in_units(block: Block, unit: int) -> Block:
-    """A block of outputs as a block of rows that stand for `unit` outputs each."""
-    if unit == 1:
-        return block
-    whole = (
-        block.shape[0] == 1
-        and block.source_strides[1] == block.target_strides[1] == 1
-        and not any(n % unit for n in (block.shape[1], block.source_start, block.target_start))
+    return Copy(
+        source=block.source_start * a,
+        target=spec.offset + block.target_start * b,
+        shape=block.shape,
+        source_strides=(block.source_strides[0] * a, block.source_strides[1] * a),
+        target_strides=(block.target_strides[0] * b, block.target_strides[1] * b),
+        source_dtype=dtype,
+        target_dtype=spec.dtype,
     )
-    if not whole:
+
+
+def elements_of(block: Block, unit: int, width: int) -> Block:
+    """A block of outputs (one row) as elements of a tensor whose rows, of `width` elements, stand
+    for `unit` outputs each."""
+    outputs, (step, target_step) = (
+        block.shape[1],
+        (block.source_strides[1], block.target_strides[1]),
+    )
+    counts = outputs, block.source_start, block.target_start
+    if unit > 1 and (step != 1 or target_step != 1 or any(n % unit for n in counts)):
         raise UnsupportedModel("experts whose scales stand for outputs that are moved apart")
     return replace(
         block,
-        source_start=block.source_start // unit,
-        target_start=block.target_start // unit,
-        shape=(1, block.shape[1] // unit),
+        source_start=block.source_start // unit * width,
+        target_start=block.target_start // unit * width,
+        shape=(outputs // unit, width),
+        source_strides=(step * width, 1),
+        target_strides=(target_step * width, 1),
     )
-
-
-def _runs(block: Block, width: int, dtype: str, spec: TensorSpec) -> list[Copy]:
-    """A block of rows of `width` elements: one run where it is whole, else row by row."""
-    a, b = width * ITEMSIZE[dtype], width * ITEMSIZE[spec.dtype]
-    (outer, inner), copies = block.shape, []
-    for i in range(outer):
-        start = (block.source_start + i * block.source_strides[0]) * a
-        target = spec.offset + (block.target_start + i * block.target_strides[0]) * b
-        steps = block.source_strides[1], block.target_strides[1]
-        shape, strides = (inner, width), (steps[0] * a, steps[1] * b)
-        if steps == (1, 1):
-            shape, strides = (1, inner * width), (inner * a, inner * b)
-        copies.append(
-            Copy(
-                start,
-                target,
-                shape,
-                (strides[0], ITEMSIZE[dtype]),
-                (strides[1], ITEMSIZE[spec.dtype]),
-                dtype,
-                spec.dtype,
-            )
-        )
-    return copies
 
 
 def extents_of(

@@ -48,12 +48,11 @@ def read_off(
                 f" {full_name} has shape {list(shape[1:])}"
             )
         sizes = [prod(part.shape) for part in own]
-        flat: Tensor | None = numbers.reshape(-1)
+        matrix: Tensor | None = numbers[0]
         if own[0].stored.encoding != PLAIN:
             module = model.get_submodule(streamed.module)
-            matrix = numbers[0].T if module.is_transposed else numbers[0]
-            flat, sizes = _rows(matrix, sizes)
-        blocks = find_blocks(flat.numpy(), sizes) if flat is not None else None
+            matrix, sizes = _rows(numbers[0].T if module.is_transposed else numbers[0], sizes)
+        blocks = find_blocks(matrix.numpy(), sizes) if matrix is not None else None
         if blocks is None:
             raise UnsupportedModel(
                 f"{type(model).__name__}: the conversion of {full_name} is too irregular"
@@ -63,13 +62,13 @@ def read_off(
 
 
 def _rows(matrix: Tensor, sizes: list[int]) -> tuple[Tensor | None, list[int]]:
-    """(where each row comes from, rows of each part); None where a row was taken apart."""
+    """(sources of the rows [1, rows], rows of each part); None where a row was taken apart."""
     columns = matrix.shape[1]
     first = matrix[:, :1]
     whole = torch.equal(matrix, first + torch.arange(columns, dtype=matrix.dtype))
     if not whole or any(size % columns for size in sizes) or (first % columns).any():
         return None, sizes
-    return (first // columns).flatten().contiguous(), [size // columns for size in sizes]
+    return (first // columns).T, [size // columns for size in sizes]
 
 
 class _OneExpert:
