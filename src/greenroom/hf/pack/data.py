@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from greenroom.hf.checkpoint.pack.format import BLOCK, Header
-from greenroom.hf.pack.dense import unwritable
+from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 from greenroom.runtime.slots.host import HostSlots
 
 
@@ -18,22 +18,19 @@ class Data:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._direct = hasattr(os, "O_DIRECT")
+        self._direct = True
         self._fd = self._open()
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        try:
-            if self._direct:
-                try:
-                    return os.open(self.path, flags | os.O_DIRECT, 0o666)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                        raise
-                    self._direct = False
+        with writing(self.path, KEPT):
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+            self._direct = False
             return os.open(self.path, flags, 0o666)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def begin(self, header: Header) -> None:
         """Write the first block."""
@@ -45,24 +42,20 @@ class Data:
     def write(self, data: np.ndarray, at: int) -> None:
         """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
         view, done = memoryview(data), 0  # type: ignore[arg-type]
-        try:
+        with writing(self.path, KEPT):
             while done < len(view):
                 n = os.pwritev(self._fd, [view[done:]], at + done)
                 n -= n % BLOCK if self._direct else 0
                 if n == 0:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 done += n
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def sync(self) -> None:
         """All that was written is on disk when this returns."""
-        try:
+        with writing(self.path, KEPT):
             os.fdatasync(self._fd)
             if not self._direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def __enter__(self) -> Data:
         return self

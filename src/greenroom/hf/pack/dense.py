@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from io import FileIO
 from pathlib import Path
 
-from greenroom.errors import CheckpointError, OutputError
+from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
 from greenroom.hf.checkpoint.header import DTYPES, Stored
 from greenroom.hf.checkpoint.pack.format import HEADER, File
+from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 
 SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
 PIECE = 4 << 20
@@ -73,14 +72,11 @@ def shards(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[str]]
     }
 
 
-def copy_safetensors(
-    checkpoint: Checkpoint, names: Sequence[str], path: Path, advance: Advance
-) -> File:
-    """Write a safetensors file of these tensors; `advance(nbytes)` is told of what is written."""
+def safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
+    """A safetensors file of these tensors, piece by piece."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        stored = checkpoint.stored[name]
+    tensors, end = [checkpoint.stored[name] for name in names], 0
+    for name, stored in zip(names, tensors, strict=True):
         begin, end = end, end + stored.nbytes
         entries[name] = {
             "dtype": NAMES[stored.dtype],
@@ -89,19 +85,15 @@ def copy_safetensors(
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with written(path, advance) as out:
-        out(len(text).to_bytes(8, "little") + text)
-        copy_bytes(checkpoint, [checkpoint.stored[name] for name in names], out)
-    return out.file
+    yield len(text).to_bytes(8, "little") + text
+    yield from bytes_of(checkpoint, tensors)
 
 
-def copy_bytes(
-    checkpoint: Checkpoint, tensors: Sequence[Stored], out: Output, align: int = 1
-) -> None:
-    """Append the bytes of stored tensors, each begun at a multiple of `align` from here on."""
-    start = out.nbytes
+def bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1) -> Iterator[bytes]:
+    """The bytes of stored tensors, each begun at a multiple of `align` from here on."""
+    gap = 0
     for stored in tensors:
-        out(b"\0" * (-(out.nbytes - start) % align))
+        yield b"\0" * gap
         path, left = checkpoint.files[stored.file], stored.nbytes
         try:
             with open(path, "rb", buffering=0) as stream:
@@ -110,57 +102,29 @@ def copy_bytes(
                     piece = stream.read(min(PIECE, left))
                     if not piece:
                         raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
-                    out(piece)
+                    yield piece
                     left -= len(piece)
                 os.posix_fadvise(
                     stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
                 )
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        gap = -stored.nbytes % align
 
 
-class Output:
-    """A file that is written from its beginning to its end, and its checksum."""
-
-    def __init__(self, path: Path, stream: FileIO, advance: Advance) -> None:
-        self.path, self._stream, self._advance = path, stream, advance
-        self.nbytes = self.crc32 = 0
-
-    def __call__(self, data: bytes) -> None:
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[self._stream.write(view) :]
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-        self.nbytes += len(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self._advance(len(data))
-
-    @property
-    def file(self) -> File:
-        """What the header says of it."""
-        return File(self.path.name, self.nbytes, self.crc32)
-
-
-@contextmanager
-def written(path: Path, advance: Advance) -> Iterator[Output]:
-    """A file that is on disk when this ends."""
-    try:
-        with open(path, "wb", buffering=0) as stream:
-            yield Output(path, stream, advance)
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> OutputError:
-    """The error for a file of a half-made pack."""
-    return OutputError(
-        f"{path}: cannot be written: {error.strerror}; what is packed so far is kept: the same"
-        " command goes on"
-    )
+def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> File:
+    """Write a file, which is on disk when this returns; `advance(nbytes)` is told of each piece."""
+    nbytes = crc32 = 0
+    with writing(path, KEPT), open(path, "wb") as stream:
+        for piece in pieces:
+            stream.write(piece)
+            nbytes += len(piece)
+            crc32 = zlib.crc32(piece, crc32)
+            advance(len(piece))
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return File(path.name, nbytes, crc32)
 
 
 def copy_small(source: Path, target: Path) -> None:
@@ -173,5 +137,4 @@ def copy_small(source: Path, target: Path) -> None:
             data = path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        with written(target / path.name, lambda nbytes: None) as out:
-            out(data)
+        write(target / path.name, [data], lambda nbytes: None)

@@ -7,37 +7,32 @@ tokenizer and names are read from it as from the original.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from greenroom.core.layout import PLAIN
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
 from greenroom.hf.checkpoint.header import Stored
-from greenroom.hf.checkpoint.pack.format import File
-from greenroom.hf.pack.dense import NAMES, Advance, copy_bytes, written
+from greenroom.hf.pack.dense import NAMES, bytes_of
 
 NAME = "dense.gguf"
 SPLIT = "split."  # metadata of a model in parts
 ALIGNMENT = 32
 
 
-def copy_gguf(checkpoint: Gguf, names: Sequence[str], path: Path, advance: Advance) -> File:
-    """Write a GGUF file of these tensors and all metadata."""
+def gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
+    """A GGUF file of these tensors and all metadata, piece by piece."""
     version, pairs = _metadata(checkpoint.files[0])
     align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
     tensors = [checkpoint.stored[name] for name in names]
     head = [b"GGUF", struct.pack("<IQQ", version, len(names), len(pairs)), *pairs]
     end = 0
     for name, stored in zip(names, tensors, strict=True):
-        end = -(-end // align) * align
         head.append(_entry(name, stored, end))
-        end += stored.nbytes
+        end += -(-stored.nbytes // align) * align
     data = b"".join(head)
-    with written(path, advance) as out:
-        out(data + b"\0" * (-len(data) % align))
-        copy_bytes(checkpoint, tensors, out, align)
-    return out.file
+    yield data + b"\0" * (-len(data) % align)
+    yield from bytes_of(checkpoint, tensors, align)
 
 
 def _metadata(path: str) -> tuple[int, list[bytes]]:

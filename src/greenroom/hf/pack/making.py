@@ -35,7 +35,7 @@ from greenroom.hf.checkpoint.pack.format import (
 )
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import NAME as JOURNAL
-from greenroom.hf.checkpoint.pack.journal import Journal, writing
+from greenroom.hf.checkpoint.pack.journal import Done, Journal, writing
 from greenroom.hf.checkpoint.pack.low import PRECISIONS, Low
 from greenroom.hf.checkpoint.pack.reading import BESIDE, Pack, dense_parts, is_pack
 from greenroom.hf.checkpoint.resolve import find_checkpoint
@@ -44,7 +44,7 @@ from greenroom.hf.pack import dense
 from greenroom.hf.pack.benches import make_experts
 from greenroom.hf.pack.data import Data
 from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
-from greenroom.hf.pack.dense_gguf import copy_gguf
+from greenroom.hf.pack.dense_gguf import gguf_of
 from greenroom.hf.pack.target import Maker, low_of, target_layout
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
@@ -196,7 +196,9 @@ class _Job:
             raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
         else:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
-                made = self._fill(work, journal)
+                if not isinstance(self.checkpoint, Gguf):
+                    dense.copy_small(self.checkpoint.folder, work)
+                made = self._fill(work, journal, self.header.source)
                 journal.remove()
         with writing(folder):
             os.rename(work, folder)
@@ -230,22 +232,21 @@ class _Job:
                 " free"
             )
 
-    def _fill(self, work: Path, journal: Journal) -> int:
-        if not isinstance(self.checkpoint, Gguf):
-            dense.copy_small(self.checkpoint.folder, work)
-        files = tuple(self._dense_files(work, journal))
-        source = replace(self.header.source, dense=fingerprint(dense_parts(work, files)))
-        header = replace(self.header, source=source, files=files)
-        size = (work / DATA).stat().st_size if (work / DATA).exists() else 0
-        journal.experts = {
+    def _fill(self, folder: Path, done: Done, source: Source) -> int:
+        """Make what is not done. Returns how many experts that were."""
+        files = tuple(self._dense_files(folder, done))
+        dense = source.dense or fingerprint(dense_parts(folder, files))
+        header = replace(self.header, source=replace(source, dense=dense), files=files)
+        size = (folder / DATA).stat().st_size if (folder / DATA).exists() else 0
+        done.experts = {
             expert: crc32
-            for expert, crc32 in journal.experts.items()
+            for expert, crc32 in done.experts.items()
             if self._is_written(expert, crc32, size)
         }
-        todo = [e for e in range(header.experts) if e not in journal.experts]
-        self.done += sum(header.layer_of(e)[0].stride for e in journal.experts)
-        self._experts(todo, work, header, journal.add_experts)
-        header.with_checksums(journal.experts).save(work)
+        todo = [e for e in range(header.experts) if e not in done.experts]
+        self.done += sum(header.layer_of(e)[0].stride for e in done.experts)
+        self._experts(todo, folder, header, done)
+        header.with_checksums(done.experts).save(folder)
         return len(todo)
 
     def _is_written(self, expert_id: int, crc32: tuple[int, ...], size: int) -> bool:
@@ -255,22 +256,19 @@ class _Job:
         layer, expert = self.header.layer_of(expert_id)
         return layer.place(expert + 1) <= size and len(crc32) == len(layer.runs)
 
-    def _dense_files(self, work: Path, journal: Journal) -> Iterator[File]:
-        for name in self.shards:
-            file = journal.files.get(name)
-            path = work / name
+    def _dense_files(self, folder: Path, done: Done) -> Iterator[File]:
+        for name, tensors in self.shards.items():
+            file, path = done.files.get(name), folder / name
             if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
-                file = self._copy(name, work)
-                journal.add_file(file)
+                if isinstance(self.checkpoint, Gguf):
+                    pieces = gguf_of(self.checkpoint, tensors)
+                else:
+                    pieces = dense.safetensors_of(self.checkpoint, tensors)
+                file = dense.write(path, pieces, self._advance)
+                done.add_file(file)
             else:
                 self._advance(file.nbytes)
             yield file
-
-    def _copy(self, name: str, folder: Path) -> File:
-        names, path = self.shards[name], folder / name
-        if isinstance(self.checkpoint, Gguf):
-            return copy_gguf(self.checkpoint, names, path, self._advance)
-        return dense.copy_safetensors(self.checkpoint, names, path, self._advance)
 
     def repair(self, folder: Path) -> int:
         """Make anew what is damaged in a pack. Returns how many experts that were."""
@@ -278,31 +276,20 @@ class _Job:
             raise UsageError(f"{folder}: holds no pack to repair")
         header = read(folder)
         self._check_same(header, folder)
-        damaged = list(Pack(folder, header).damaged())
-        files = tuple(
-            self._copy(file.name, folder) if file in damaged else file for file in header.files
-        )
-        wrong = [each for each in damaged if isinstance(each, int)]
-        each = ((layer, e) for layer in header.layers for e in range(layer.experts))
-        crc32 = {n: layer.checksums(e) for n, (layer, e) in enumerate(each)}
-        self._experts(wrong, folder, header, crc32.update)
-        replace(header, files=files).with_checksums(crc32).save(folder)
-        return len(wrong)
+        damaged = set(Pack(folder, header).damaged())
+        each = enumerate((layer, e) for layer in header.layers for e in range(layer.experts))
+        crc32 = {n: layer.checksums(e) for n, (layer, e) in each if n not in damaged}
+        done = Done(crc32, (file for file in header.files if file not in damaged))
+        return self._fill(folder, done, header.source)
 
-    def _experts(
-        self,
-        todo: list[int],
-        folder: Path,
-        header: Header,
-        note: Callable[[dict[int, tuple[int, ...]]], None],
-    ) -> None:
+    def _experts(self, todo: list[int], folder: Path, header: Header, note: Done) -> None:
         """Make these experts; `note` is told of checksums when the experts are on disk."""
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
 
         def flush() -> None:
             data.sync()
-            note(done)
+            note.add_experts(done)
             done.clear()
 
         with (

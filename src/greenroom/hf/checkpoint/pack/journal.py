@@ -11,39 +11,63 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from greenroom.errors import OutputError
 from greenroom.hf.checkpoint.pack.format import File
-from greenroom.json_file import INT64, LONGEST, JsonObject, Malformed, parse
+from greenroom.json_file import LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 LONGEST_COMMAND = 1000  # characters
+KEPT = "; what is packed so far is kept: the same command goes on"
+NUMBER = r"\d{1,19}"  # a size or a checksum
+LINE = re.compile(
+    rf"^(?:expert ({NUMBER})((?: {NUMBER})+)|dense (\S+) ({NUMBER}) ({NUMBER}))$", re.ASCII
+)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """OutputError where `path` cannot be written."""
+def writing(path: Path, kept: str = "") -> Iterator[None]:
+    """OutputError where `path` cannot be written; `kept` says what is not lost."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror}{kept}") from error
 
 
-class Journal:
+class Done:
+    """What of a pack is on disk: the checksums of experts, by their ids, and the dense files."""
+
+    def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[File]) -> None:
+        self.experts, self.files = experts, {file.name: file for file in files}
+
+    def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
+        """These experts are on disk, with these checksums."""
+        self.experts |= done
+        self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
+
+    def add_file(self, file: File) -> None:
+        """This file of the dense parts is on disk."""
+        self.files[file.name] = file
+        self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
+
+    def _write(self, *lines: str) -> None:
+        """Nowhere: only a journal outlives the process."""
+
+
+class Journal(Done):
     """Opens the journal of `folder`, or begins it; locked until it is closed.
 
-    `experts` has the checksums of those that are done, `files` the dense files. OutputError where
-    another pack is being made there, or was begun.
+    OutputError where another pack is being made there, or was begun.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
+        super().__init__({}, ())
         self.path = folder / NAME
-        self.experts: dict[int, tuple[int, ...]] = {}
-        self.files: dict[str, File] = {}
         with ExitStack() as stack, writing(self.path):
             self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
             self._begin({"command": command, **plan})
@@ -71,14 +95,11 @@ class Journal:
                 + (f": finish it with `{said}`, or delete it" if said else ": delete it")
             )
         for line in lines[1:]:
-            self._read(line.split(" "))
-
-    def _read(self, words: list[str]) -> None:
-        match words:
-            case ["expert", number, *crcs] if crcs and all(map(_is_number, (number, *crcs))):
-                self.experts[int(number)] = tuple(map(int, crcs))
-            case ["dense", name, nbytes, crc] if _is_number(nbytes) and _is_number(crc):
-                self.files[name] = File(name, int(nbytes), int(crc))
+            match LINE.split(line):
+                case ["", str(number), crcs, *_, ""]:
+                    self.experts[int(number)] = tuple(map(int, crcs.split()))
+                case ["", _, _, name, nbytes, crc, ""]:
+                    self.files[name] = File(name, int(nbytes), int(crc))
 
     def _write(self, *lines: str) -> None:
         data = memoryview("".join(f"{line}\n" for line in lines).encode())
@@ -86,17 +107,6 @@ class Journal:
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
-
-    def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
-        """These experts are on disk, with these checksums."""
-        self.experts |= done
-        if done:
-            self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
-
-    def add_file(self, file: File) -> None:
-        """This file of the dense parts is on disk."""
-        self.files[file.name] = file
-        self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
 
     def close(self) -> None:
         """Leave the journal as it is."""
@@ -129,8 +139,3 @@ def _command(plan: dict[str, Any]) -> str:
     if isinstance(found, str) and found.isprintable() and len(found) <= LONGEST_COMMAND:
         return found
     return ""
-
-
-def _is_number(word: str) -> bool:
-    """Whether a word is a size or a checksum."""
-    return word.isascii() and word.isdecimal() and len(word) <= len(str(INT64))
