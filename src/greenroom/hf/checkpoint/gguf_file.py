@@ -172,7 +172,7 @@ class Cursor:
         (axes,) = self._take("I")
         if axes > MOST_AXES:
             raise Damaged(f"{plain(name)} has {axes} axes")
-        shape = self._numbers("Q", axes)[::-1]
+        shape = self._take(f"{axes}Q")[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
             raise Damaged(f"{plain(name)} is larger than any tensor")
         kind, offset = self._take("IQ")
@@ -181,49 +181,48 @@ class Cursor:
     def _value(self) -> Any:
         (kind,) = self._take("I")
         if kind in NUMBERS:
-            return self._numbers(NUMBERS[kind], 1)[0]
+            return self._take(NUMBERS[kind])[0]
         if kind == TEXT:
             return self._text(self._blob.size)
         if kind != ARRAY:
             raise Damaged(f"its metadata have a value of the type {kind}")
         kind, count = self._take("IQ")
         if kind in NUMBERS:
-            return list(self._numbers(NUMBERS[kind], count))
+            return list(self._take(f"{count}{NUMBERS[kind]}"))
         if kind != TEXT:
             raise Damaged(f"its metadata have an array of the type {kind}")
-        blob, at, room = self._blob.data, self.at, self._blob.size - 8
-        for _ in range(count):  # a vocabulary: they are only counted
-            at += 8 + SIZE.unpack_from(blob, at)[0] if at <= room else INT64
-            if at > room + 8:
-                break
-        self._skip(at - self.at)
+        blob, at = self._blob.data, self.at
+        try:
+            for _ in range(count):  # a vocabulary: they are only counted
+                at += 8 + SIZE.unpack_from(blob, at)[0]
+        except (struct.error, OverflowError):
+            at = INT64
+        if at > len(blob):
+            raise self._cut_off()
+        self.at = at
         return count
 
     def _text(self, longest: int) -> str:
         (length,) = self._take("Q")
         if length > longest:
             raise Damaged(f"a name or text of {length} bytes")
-        begin = self._skip(length)
+        (text,) = self._take(f"{length}s")
         try:
-            return bytes(self._blob[begin : self.at]).decode()
+            return str(text, "utf-8")
         except UnicodeDecodeError as error:
             raise Damaged("a name or text is not UTF-8") from error
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        begin = self._skip(struct.calcsize(f"<{form}"))
-        return struct.unpack_from(f"<{form}", self._blob.data, begin)
+        """The next values, of struct's format."""
+        try:
+            found = struct.unpack_from(f"<{form}", self._blob.data, self.at)
+        except struct.error as error:
+            raise self._cut_off() from error
+        self.at += struct.calcsize(f"<{form}")
+        return found
 
-    def _numbers(self, letter: str, count: int) -> tuple[Any, ...]:
-        begin = self._skip(count * struct.calcsize(f"<{letter}"))
-        return struct.unpack_from(f"<{count}{letter}", self._blob.data, begin)
-
-    def _skip(self, nbytes: int) -> int:
-        """Go past bytes that must be there; where they begin."""
-        begin = self.at
-        if nbytes > self._blob.size - begin:
-            raise Damaged(f"it ends at byte {self._blob.size}, inside of its header")
-        self.at += nbytes
-        return begin
+    def _cut_off(self) -> Damaged:
+        return Damaged(f"it ends at byte {self._blob.size}, inside of its header")
 
 
 def _stored(
