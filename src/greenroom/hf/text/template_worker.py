@@ -5,23 +5,20 @@ can be ended by the kernel. BYTES are all the address space that this process ma
 of CPU time for each rendering, PATH is where modules lie. Only jinja2 and the standard library are
 imported, so that it stays small.
 
-It reads requests from standard input and writes one answer to each (`HEAD`, then its text):
+It reads requests from standard input and writes one answer to each, in lines of JSON:
 
-    request: length, JSON of [template, variables, most characters of the result]
-    answer:  outcome, length, text in UTF-8
+    request: [template, variables, most characters of the result]
+    answer:  [whether it is rendered, whether this process ends, the text or what is wrong]
 """
 
 import json
 import math
 import resource
 import signal
-import struct
 import sys
 from datetime import datetime
 from functools import lru_cache
 
-LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<BQ")
-DONE, REFUSED, LAST = 0, 1, 2  # LAST is added where this process ends after the answer
 RETIRE_BYTES = 40 << 20  # a process that has become so large makes way for a new one
 
 
@@ -105,19 +102,17 @@ def rendered(compiled, source, variables, most):
 
 
 def answer(compiled, request):
-    """(outcome, text)"""
+    """(whether it is rendered, whether memory ran out, text)"""
     from jinja2.exceptions import TemplateError
 
     try:
-        outcome, text = DONE, rendered(compiled, *json.loads(request))
-        return outcome, text.encode("utf-8", "surrogatepass")
+        return True, False, rendered(compiled, *json.loads(request))
     except MemoryError:
-        return REFUSED | LAST, b"it needs too much memory"
+        return False, True, "it needs too much memory"
     except TemplateError as error:
-        text = str(error) or type(error).__name__
+        return False, False, str(error) or type(error).__name__
     except BaseException as error:  # templates may raise whatever Python does
-        text = f"{type(error).__name__}: {error}"
-    return REFUSED, text.encode("utf-8", "surrogatepass")
+        return False, False, f"{type(error).__name__}: {error}"
 
 
 def main(limit, seconds, path):
@@ -126,18 +121,16 @@ def main(limit, seconds, path):
     compiled = lru_cache(1)(environment().from_string)
     for kind, most in (("AS", limit), ("CORE", 0), ("FSIZE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := requests.read(LENGTH.size):
+    while request := sys.stdin.buffer.readline():
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         allowed = math.ceil(used) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.RLIM_INFINITY))
-        outcome, text = answer(compiled, requests.read(*LENGTH.unpack(head)))
-        if resident_bytes() > RETIRE_BYTES:
-            outcome |= LAST
-        answers.write(HEAD.pack(outcome, len(text)))
-        answers.write(text)
-        answers.flush()
-        if outcome & LAST:
+        done, last, text = answer(compiled, request)
+        last = last or resident_bytes() > RETIRE_BYTES
+        line = json.dumps([done, last, text], ensure_ascii=False) + "\n"
+        sys.stdout.buffer.write(line.encode("utf-8", "surrogatepass"))
+        sys.stdout.buffer.flush()
+        if last:
             return
 
 

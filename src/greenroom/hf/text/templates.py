@@ -22,7 +22,6 @@ from typing import Any
 
 from greenroom.errors import UsageError
 from greenroom.hf.text import template_worker
-from greenroom.hf.text.template_worker import DONE, HEAD, LAST, LENGTH
 
 CPU_S = 2  # of one rendering
 WALL_S = 10.0  # without an answer, on a machine with other work
@@ -86,35 +85,34 @@ class Templates:
     def render(self, template: str, variables: dict[str, Any]) -> str:
         """What a template writes. UsageError where it fails, or takes too much."""
         try:
-            request = json.dumps([template, variables, self.most_chars], default=_plain).encode()
+            request = json.dumps([template, variables, self.most_chars], default=_plain)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"the chat template cannot be given these messages: {error}") from None
         with self._lock:
             try:
-                outcome, data = self._answer(request)
+                done, last, text = self._answer(f"{request}\n".encode())
             except BaseException:
                 self._drop()
                 raise
-            if outcome & LAST:
+            if last:
                 self._drop()
-        text = data.decode("utf-8", "surrogatepass")
-        if outcome & ~LAST != DONE:
+        if not done:
             raise _refused(" ".join(text.split())[:200])
         return text
 
-    def _answer(self, request: bytes) -> tuple[int, bytes]:
+    def _answer(self, request: bytes) -> tuple[bool, bool, str]:
         process = self._process
         if process is None or process.poll() is not None:
             self._drop()
             self._start()
         try:
-            self._link.sendall(LENGTH.pack(len(request)) + request)
-            with self._link.makefile("rb") as answers:
-                outcome, length = HEAD.unpack(_all(answers.read(HEAD.size), HEAD.size))
-                return outcome, _all(answers.read(length), length)
+            self._link.sendall(request)
+            with self._link.makefile(encoding="utf-8", errors="surrogatepass") as answers:
+                done, last, text = json.loads(answers.readline())
+                return done, last, text
         except TimeoutError:
             raise _refused(f"it takes longer than {self._cpu_s} seconds") from None
-        except (EOFError, ConnectionError):
+        except (json.JSONDecodeError, ConnectionError):
             # The kernel ends a process that is out of its time; nothing else is expected to.
             raise _refused(
                 f"it takes longer than {self._cpu_s} seconds, or too much memory"
@@ -149,13 +147,6 @@ def _kill(process: subprocess.Popen[bytes], link: socket.socket) -> None:
     process.kill()
     link.close()
     process.wait()
-
-
-def _all(data: bytes, length: int) -> bytes:
-    """The data, or EOFError where a process ended before it had written all."""
-    if len(data) < length:
-        raise EOFError
-    return data
 
 
 def _turn(message: dict[str, Any]) -> dict[str, Any]:
