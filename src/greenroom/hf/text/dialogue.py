@@ -27,6 +27,8 @@ from greenroom.hf.text.prompt_limit import PromptLimit, token_ids
 from greenroom.hf.text.templates import REASONING, Templates
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with a byte fallback write a byte
+HALF = "\ufffd"  # what tokenizers write for bytes that are no character
+MOST_HELD = 8  # tokens that wait for the rest of a character, which has at most four bytes
 MOST_TOKENS = 1 << 20  # of a prompt whose model has no limit of its own
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
@@ -251,36 +253,21 @@ class Decoder:
     def feed(self, token_id: int) -> str:
         """What is complete now; "" in the middle of a character."""
         self._ids.append(token_id)
-        return self._take(self._unfinished())
+        text = self._dialogue.decode(self._ids, self._special)
+        half = text.endswith(HALF) and len(self._ids) - self._told < MOST_HELD
+        return "" if half else self._take(text)
 
     def end(self) -> str:
         """What is left, complete or not."""
-        return self._take(0)
+        return self._take(self._dialogue.decode(self._ids, self._special))
 
-    def _take(self, held: int) -> str:
-        """The text of all but the last `held` tokens that is not yet told."""
-        take = len(self._ids) - held
-        if take <= self._told:
-            return ""
+    def _take(self, text: str) -> str:
+        """What the text of all tokens has that is not yet told."""
         before = self._dialogue.decode(self._ids[: self._told], self._special)
-        text = self._dialogue.decode(self._ids[:take], self._special)
         # Tokenizers that write a space before words need to see the tokens just before.
-        self._ids, self._told = self._ids[self._told :], take - self._told
+        self._ids = self._ids[self._told :]
+        self._told = len(self._ids)
         return text[len(before) :]
-
-    def _unfinished(self) -> int:
-        """How many of the last tokens are a character whose end is missing."""
-        data = b""
-        for count, token_id in enumerate(reversed(self._ids[self._told :]), 1):
-            data = self._dialogue.token_bytes(token_id) + data
-            for back, byte in enumerate(reversed(data[-3:]), 1):
-                if byte >= 0xC0:  # the first byte says how many there are
-                    return count * (back < 2 + (byte >= 0xE0) + (byte >= 0xF0))
-                if byte < 0x80:
-                    return 0
-            if len(data) >= 3:
-                return 0
-        return 0
 
 
 def _text(text: str) -> list[Said]:
