@@ -1,21 +1,24 @@
-"""Threads that make experts: each reads one, encodes it and writes it to its place."""
+"""Threads that make experts: each reads one, encodes it and writes it to its place in a file."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 
 from greenroom.core.layout import Catalog
 from greenroom.hf.checkpoint.pack.checked import checked
-from greenroom.hf.checkpoint.pack.crc import checksums
-from greenroom.hf.checkpoint.pack.format import Layer
-from greenroom.hf.pack.data import Data
+from greenroom.hf.checkpoint.pack.format import BLOCK, Header, Layer
+from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 from greenroom.hf.pack.target import Maker
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import DiskStore, Staging
@@ -57,7 +60,7 @@ def make_experts(
             for maker in makers[number]:
                 maker(partial(sources.tensor, slot), partial(targets.tensor, slot), expert)
             data.write(target, layer.place(expert))
-            return expert_id, checksums(layer.runs, target.data)
+            return expert_id, layer.checksums_of(target.data)
         finally:
             free.put((slot, staging))
 
@@ -79,3 +82,52 @@ def _one_thread_each() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Data:
+    """The file of a pack's experts, written in any order; past the page cache where the file system
+    has that. Thread-safe."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        """Open it and write the first block."""
+        self.path = path
+        self._direct = True
+        self._fd = self._open()
+        with mmap.mmap(-1, BLOCK) as first:
+            first[:] = header.first_block()
+            self.write(first, 0)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        with writing(self.path, KEPT):
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+            self._direct = False
+            return os.open(self.path, flags, 0o666)
+
+    def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
+        """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
+        view, done = memoryview(data), 0  # type: ignore[arg-type]
+        with writing(self.path, KEPT):
+            while done < len(view):
+                n = os.pwritev(self._fd, [view[done:]], at + done)
+                n -= n % BLOCK if self._direct else 0
+                if n == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                done += n
+
+    def sync(self) -> None:
+        """All that was written is on disk when this returns."""
+        with writing(self.path, KEPT):
+            os.fdatasync(self._fd)
+            if not self._direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def __enter__(self) -> Data:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)

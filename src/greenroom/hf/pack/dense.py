@@ -1,20 +1,27 @@
-"""The dense parts of a pack: tensors copied as they are stored, into safetensors of their own.
+"""The dense parts of a pack: tensors copied as they are stored, into safetensors of their own, or
+into a GGUF file where the original is one.
 
-The files are not called `model.safetensors`: no other program shall take a pack for a checkpoint
-with all of its tensors, and make up experts.
+The safetensors files are not called `model.safetensors`: no other program shall take a pack for a
+checkpoint with all of its tensors, and make up experts. Metadata of a GGUF file are copied byte by
+byte, but for those that say how a model is split into files. So config, tokenizer and names are
+read from it as from the original.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
+from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
 from greenroom.hf.checkpoint.header import DTYPES, Stored
 from greenroom.hf.checkpoint.pack.format import HEADER, File
 from greenroom.hf.checkpoint.pack.journal import KEPT, writing
@@ -22,6 +29,9 @@ from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
 PIECE = 4 << 20
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokenizer and the like
+GGUF = "dense.gguf"
+SPLIT = "split."  # metadata of a GGUF model in parts
+ALIGNMENT = 32  # of a GGUF file that says none
 NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 Advance = Callable[[int], None]
@@ -55,8 +65,10 @@ def _place(stored: Stored) -> tuple[int, int]:
     return stored.file, stored.offset
 
 
-def shards(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[str]]:
-    """File name -> the tensors that it is to have, none of the files much larger than SHARD."""
+def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
+    """File name -> the tensors that it is to have, no safetensors file much larger than SHARD."""
+    if isinstance(checkpoint, Gguf):
+        return {GGUF: names}
     groups: list[list[str]] = [[]]
     size = 0
     for name in names:
@@ -72,8 +84,15 @@ def shards(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[str]]
     }
 
 
-def safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
-    """A safetensors file of these tensors, piece by piece."""
+def pieces_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
+    """A file of these tensors, piece by piece."""
+    if isinstance(checkpoint, Gguf):
+        return _gguf_of(checkpoint, names)
+    return _safetensors_of(checkpoint, names)
+
+
+def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
+    """A safetensors file of these tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     tensors, end = [checkpoint.stored[name] for name in names], 0
     for name, stored in zip(names, tensors, strict=True):
@@ -86,10 +105,46 @@ def safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[byt
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    yield from bytes_of(checkpoint, tensors)
+    yield from _bytes_of(checkpoint, tensors)
 
 
-def bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1) -> Iterator[bytes]:
+def _gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
+    """A GGUF file of these tensors and all metadata."""
+    version, pairs = _metadata(checkpoint.files[0])
+    align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
+    tensors = [checkpoint.stored[name] for name in names]
+    head = [b"GGUF", struct.pack("<IQQ", version, len(names), len(pairs)), *pairs]
+    end = 0
+    for name, stored in zip(names, tensors, strict=True):
+        head.append(_entry(name, stored, end))
+        end += -(-stored.nbytes // align) * align
+    data = b"".join(head)
+    yield data + b"\0" * (-len(data) % align)
+    yield from _bytes_of(checkpoint, tensors, align)
+
+
+def _metadata(path: str) -> tuple[int, list[bytes]]:
+    """(version, each key with its value as they lie in a file, but for those of the split)."""
+    cursor = Cursor(path)
+    return cursor.version, [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
+
+
+def _entry(name: str, stored: Stored, offset: int) -> bytes:
+    """A line of the table of tensors; dimensions are in ggml's order, the fastest first."""
+    from gguf import GGMLQuantizationType
+
+    plain = stored.encoding == PLAIN
+    kind = NAMES[stored.dtype] if plain else ggml_type(stored.encoding)
+    key, shape = name.encode(), stored.shape[::-1]
+    return (
+        struct.pack("<Q", len(key))
+        + key
+        + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        + struct.pack("<IQ", GGMLQuantizationType[kind], offset)
+    )
+
+
+def _bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1) -> Iterator[bytes]:
     """The bytes of stored tensors, each begun at a multiple of `align` from here on."""
     gap = 0
     for stored in tensors:

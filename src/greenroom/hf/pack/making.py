@@ -41,10 +41,7 @@ from greenroom.hf.checkpoint.pack.reading import BESIDE, Pack, dense_parts, is_p
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.pack import dense
-from greenroom.hf.pack.benches import make_experts
-from greenroom.hf.pack.data import Data
-from greenroom.hf.pack.dense_gguf import NAME as GGUF_NAME
-from greenroom.hf.pack.dense_gguf import gguf_of
+from greenroom.hf.pack.benches import Data, make_experts
 from greenroom.hf.pack.target import Maker, low_of, target_layout
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
@@ -153,8 +150,7 @@ class _Job:
         source = Source(model, fingerprint(self.checkpoint), "")
         self.header = Header(kind, str(draft.dtype)[6:], source, layers)
         names = dense.dense_names(self.checkpoint, draft.dense_tensors)
-        gguf = isinstance(self.checkpoint, Gguf)
-        self.shards = {GGUF_NAME: names} if gguf else dense.shards(self.checkpoint, names)
+        self.shards = dense.shards(self.checkpoint, names)
         stored = self.checkpoint.stored
         self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
         self.done = 0  # bytes
@@ -260,11 +256,7 @@ class _Job:
         for name, tensors in self.shards.items():
             file, path = done.files.get(name), folder / name
             if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
-                if isinstance(self.checkpoint, Gguf):
-                    pieces = gguf_of(self.checkpoint, tensors)
-                else:
-                    pieces = dense.safetensors_of(self.checkpoint, tensors)
-                file = dense.write(path, pieces, self._advance)
+                file = dense.write(path, dense.pieces_of(self.checkpoint, tensors), self._advance)
                 done.add_file(file)
             else:
                 self._advance(file.nbytes)
@@ -293,10 +285,9 @@ class _Job:
             done.clear()
 
         with (
-            Data(folder / DATA) as data,
+            Data(folder / DATA, header) as data,
             closing(make_experts(self.catalog, header.layers, self.makers, data, todo)) as made,
         ):
-            data.begin(header)
             try:
                 for expert, crc in made:
                     done[expert] = crc

@@ -17,7 +17,7 @@ from greenroom.core.layout import (
     TensorSpec,
 )
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.crc import of_run
+from greenroom.hf.checkpoint.pack.crc import joined
 from greenroom.hf.checkpoint.pack.format import DATA, Header, Layer
 from greenroom.hf.checkpoint.pack.low import as_it_is, nesting_of
 from greenroom.runtime.slots.nested import Nesting
@@ -72,7 +72,11 @@ class PackCatalog(Catalog):
     def checksum(self, piece: int) -> int:
         """The CRC-32 of a piece's bytes."""
         layer, expert, (begin, n, _) = self._at(piece)
-        return of_run(layer.runs, layer.checksums(expert), begin, begin + n)
+        whole = 0
+        for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
+            if begin <= at < begin + n:
+                whole = joined(whole, crc, length)
+        return whole
 
     @property
     def kind(self) -> str:

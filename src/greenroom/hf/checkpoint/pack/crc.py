@@ -1,30 +1,11 @@
-"""CRC-32 of runs of bytes, and of what they make together, as zlib's `crc32_combine` does it."""
+"""The CRC-32 of what runs of bytes make together, as zlib's `crc32_combine` does it."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from functools import lru_cache
 
 POLYNOMIAL = 0xEDB88320  # of CRC-32, the lowest bit is x^31
 ONE = 1 << 31  # x^0
-
-
-Runs = Sequence[tuple[int, int]]  # (first byte, bytes) of what has a checksum of its own
-
-
-def checksums(runs: Runs, data: memoryview) -> tuple[int, ...]:
-    """Of an expert's bytes: one of each run."""
-    return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in runs)
-
-
-def of_run(runs: Runs, crc32: Sequence[int], begin: int, end: int) -> int:
-    """The checksum of bytes begin .. end, from those of the runs that they are."""
-    whole = 0
-    for (at, length), crc in zip(runs, crc32, strict=True):
-        if begin <= at < end:
-            whole = joined(whole, crc, length)
-    return whole
 
 
 def joined(first: int, second: int, length: int) -> int:

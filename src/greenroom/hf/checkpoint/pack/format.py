@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -81,6 +82,10 @@ class Layer:
         """An expert's."""
         each = len(self.runs)
         return self.crc32[expert * each : (expert + 1) * each]
+
+    def checksums_of(self, data: memoryview) -> tuple[int, ...]:
+        """Those of an expert's bytes: one of each run."""
+        return tuple(zlib.crc32(data[begin : begin + length]) for begin, length in self.runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.header import Stored, read_header
 from greenroom.hf.checkpoint.pack.catalog import catalog_of
-from greenroom.hf.checkpoint.pack.crc import checksums
 from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, File, Header
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import unfinished
@@ -40,7 +39,7 @@ class Pack:
             for number in range(self.header.experts):
                 layer, expert = self.header.layer_of(number)
                 stream.seek(layer.place(expert))
-                found = checksums(layer.runs, memoryview(stream.read(layer.nbytes)))
+                found = layer.checksums_of(memoryview(stream.read(layer.nbytes)))
                 if found != layer.checksums(expert):
                     yield number
                 os.posix_fadvise(
