@@ -6,7 +6,6 @@ magic and version, types, rows that are whole blocks, and that every tensor lies
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -19,7 +18,14 @@ from numpy.typing import NDArray
 
 from greenroom.core.layout import BLOCKS
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.checkpoint.header import DTYPES, MOST_AXES, Stored, check_name, check_ranges
+from greenroom.hf.checkpoint.header import (
+    DTYPES,
+    MOST_AXES,
+    Stored,
+    check_name,
+    check_ranges,
+    reading,
+)
 from greenroom.json_file import INT64, plain
 
 VERSIONS = (2, 3)
@@ -105,12 +111,9 @@ def _parts(path: Path) -> tuple[Path, ...]:
 
 
 def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]:
-    try:
+    with reading(path), open(path, "rb") as stream:
         size = path.stat().st_size
-        with open(path, "rb") as stream:
-            start = stream.read(24)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+        start = stream.read(24)
     if start[:4] != b"GGUF":
         raise NotAModel(f"{path}: not a GGUF file: it does not begin with GGUF")
     if len(start) < 24:

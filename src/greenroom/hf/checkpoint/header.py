@@ -7,7 +7,8 @@ first byte. Only the header is read, so a file of any size costs two small reads
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -85,20 +86,26 @@ class Stored:
         return replace(self, shape=shape, offset=self.offset + first * size, nbytes=count * size)
 
 
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """CheckpointError where `path` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def read_header(path: Path, file: int) -> dict[str, Stored]:
     """All tensors of one safetensors file, in the order of its header.
 
     Raises CheckpointError, naming the file, where the header or the file's length cannot be right.
     """
-    try:
+    with reading(path), open(path, "rb") as stream:
         size = path.stat().st_size
-        with open(path, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > LONGEST or 8 + length > size:
-                raise CheckpointError(f"{path}: not a safetensors file, or cut off in its header")
-            text = stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from error
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > LONGEST or 8 + length > size:
+            raise CheckpointError(f"{path}: not a safetensors file, or cut off in its header")
+        text = stream.read(length)
     try:
         entries = parse(text, LONGEST)
     except Malformed as error:

@@ -2,6 +2,5 @@
 
 routes    which tensor becomes which parameter; gguf_routes: the same for GGUF's names
 experts   which of a model's modules are experts
-catalog   where every expert lies; columns, numbering, blocks, extents: its steps
-packed    the catalog of a pack for a model
+catalog   where every expert lies, in a pack too; columns, blocks, extents: its steps
 """

@@ -1,13 +1,15 @@
 """Index a checkpoint: the catalog of where every expert's bytes lie and how they fill a slot.
 
 For each experts module, transformers' own conversion is run on the numbers of one expert's elements
-(numbering.py) and the strided blocks are read off its result; every other expert is the same blocks
+(blocks.py) and the strided blocks are read off its result; every other expert is the same blocks
 at its own offsets (columns.py). Tensors that are neighbours in a file are read together, as one
-extent (extents.py). Encoded matrices stay as they are stored.
+extent (extents.py). Encoded matrices stay as they are stored. A pack's header says where its
+experts lie: only the model's config must agree with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -15,15 +17,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from greenroom.core.layout import PLAIN, Catalog, Copy, Extent, SlotLayout
-from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.header import Stored
-from greenroom.hf.index.blocks import Block
+from greenroom.hf.checkpoint.pack.catalog import PackCatalog, catalog_of
+from greenroom.hf.checkpoint.pack.format import HEADER, Layer
+from greenroom.hf.checkpoint.pack.reading import Pack
+from greenroom.hf.index.blocks import Block, read_off
 from greenroom.hf.index.columns import Part, different, mixed, parts_of
 from greenroom.hf.index.experts import Streamed
 from greenroom.hf.index.extents import copy_of, elements_of, extents_of
-from greenroom.hf.index.numbering import read_off
-from greenroom.hf.index.packed import pack_catalog
 from greenroom.hf.index.routes import Route
 from greenroom.runtime.encodings import ENCODINGS
 
@@ -41,7 +44,7 @@ def make_catalog(
     that is not served.
     """
     if checkpoint.pack is not None:
-        return pack_catalog(checkpoint.pack, model, layers)
+        return _pack_catalog(checkpoint.pack, model, layers)
     indexer = _Indexer(model, checkpoint, routes)
     tables, layouts = [], []
     order: list[str] = []
@@ -216,3 +219,38 @@ def _layout(
         order = sorted(made, key=lambda name: place[name])
     dtype = str(layer[0].dtype)[6:]
     return SlotLayout.pack([(name, *made[name]) for name in order], encodings, dtype)
+
+
+def _pack_catalog(
+    pack: Pack, model: PreTrainedModel, layers: Sequence[list[Streamed]]
+) -> PackCatalog:
+    """The catalog for a model, which is on the meta device; CheckpointError where the pack's
+    experts are not those of its config."""
+    names = [layer.name for layer in pack.header.layers]
+    if names != [layer[0].module for layer in layers]:
+        raise CheckpointError(f"{pack.folder / HEADER}: has other layers than the config says")
+    for layer, streamed in zip(pack.header.layers, layers, strict=True):
+        _check_packed(pack, model, layer, streamed)
+    dtypes = [{each.name: str(each.dtype)[6:] for each in layer} for layer in layers]
+    own = pack.header.dtype
+    if pack.header.precision and any({*layer.values()} != {own} for layer in dtypes):
+        raise UsageError(f"{pack.folder}: a pack with copies computes in {own}: leave out --dtype")
+    return catalog_of(pack.header, pack.folder, dtypes)
+
+
+def _check_packed(
+    pack: Pack, model: PreTrainedModel, layer: Layer, streamed: list[Streamed]
+) -> None:
+    transposed = model.get_submodule(layer.name).is_transposed
+    for each in streamed:
+        try:
+            weight = layer.layout.weight(each.name)
+        except StopIteration:
+            raise CheckpointError(f"{pack.folder / HEADER}: {each.full_name} is missing") from None
+        flip = transposed and weight.encoding != PLAIN
+        shape = (layer.experts, *weight.shape[:: -1 if flip else 1])
+        if shape != each.shape:
+            raise CheckpointError(
+                f"{pack.folder / HEADER}: {each.full_name} has shape {list(shape)}, but the"
+                f" config says {list(each.shape)}"
+            )

@@ -22,7 +22,7 @@ from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
-from greenroom.hf.checkpoint.header import DTYPES, Stored
+from greenroom.hf.checkpoint.header import DTYPES, Stored, reading
 from greenroom.hf.checkpoint.pack.format import HEADER, File
 from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 
@@ -150,20 +150,15 @@ def _bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1)
     for stored in tensors:
         yield b"\0" * gap
         path, left = checkpoint.files[stored.file], stored.nbytes
-        try:
-            with open(path, "rb", buffering=0) as stream:
-                stream.seek(stored.offset)
-                while left:
-                    piece = stream.read(min(PIECE, left))
-                    if not piece:
-                        raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
-                    yield piece
-                    left -= len(piece)
-                os.posix_fadvise(
-                    stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED
-                )
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        with reading(path), open(path, "rb", buffering=0) as stream:
+            stream.seek(stored.offset)
+            while left:
+                piece = stream.read(min(PIECE, left))
+                if not piece:
+                    raise CheckpointError(f"{path}: truncated: it ends inside of a tensor")
+                yield piece
+                left -= len(piece)
+            os.posix_fadvise(stream.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_DONTNEED)
         gap = -stored.nbytes % align
 
 
@@ -188,8 +183,6 @@ def copy_small(source: Path, target: Path) -> None:
         small = any(fnmatch(path.name, pattern) for pattern in SMALL)
         if not small or path.name in (INDEX, HEADER) or not path.is_file():
             continue
-        try:
+        with reading(path):
             data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         write(target / path.name, [data], lambda nbytes: None)

@@ -9,6 +9,7 @@ from typing import Any
 
 from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN, Segment, SlotLayout, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
+from greenroom.hf.checkpoint.header import reading
 from greenroom.hf.checkpoint.pack import format as pack
 from greenroom.hf.checkpoint.pack.format import File, Header, Layer, Source, as_json, lay_out
 from greenroom.hf.checkpoint.pack.low import NESTED, PRECISIONS, Low, codes_of, nested_layout
@@ -24,7 +25,8 @@ def read(folder: Path) -> Header:
     where it is damaged."""
     path = folder / pack.HEADER
     try:
-        raw = JsonObject(read_json(path))
+        with reading(path):
+            raw = JsonObject(read_json(path))
         kind, version = raw.value("format", None), raw.value("version", None)
         if kind == pack.KIND and version not in pack.VERSIONS:
             raise UnsupportedModel(
@@ -32,8 +34,6 @@ def read(folder: Path) -> Header:
                 f" to {pack.COPIES}"
             )
         header = parse(raw)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except Malformed as error:
         raise CheckpointError(f"{path}: damaged: not the header of a pack: {error}") from error
     # Offsets and sizes were not read: they are as this program would write them.

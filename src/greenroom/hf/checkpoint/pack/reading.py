@@ -12,7 +12,7 @@ from greenroom.errors import CheckpointError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.header import Stored, read_header
+from greenroom.hf.checkpoint.header import Stored, read_header, reading
 from greenroom.hf.checkpoint.pack.catalog import catalog_of
 from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, File, Header
 from greenroom.hf.checkpoint.pack.header_file import read
@@ -100,11 +100,8 @@ def dense_parts(folder: Path, files: Sequence[File]) -> Checkpoint:
 
 def _check_data(folder: Path, header: Header) -> None:
     path = folder / DATA
-    try:
-        with open(path, "rb") as stream:
-            first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path), open(path, "rb") as stream:
+        first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
     if first != header.first_block():
         raise CheckpointError(f"{path}: is not the data of this pack: {HEADER} is another one's")
     if size != header.nbytes:
