@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from importlib import import_module
 from typing import Any
 
@@ -60,4 +61,6 @@ def conversions(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTra
     where they are to be expanded."""
     mapping = get_model_conversion_mapping(model, None, quantiser)
     adapter = adapter_of(model)
-    return mapping if adapter is None else adapter.conversions(mapping)
+    if adapter is None:
+        return mapping
+    return [*adapter.conversions(mapping), *deepcopy(adapter.added)]

@@ -16,7 +16,6 @@ from transformers.core_model_loading import (
     ConversionOps,
     Transpose,
     WeightConverter,
-    WeightTransform,
 )
 
 from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
@@ -74,9 +73,11 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     return self.experts(x, index, weights).view_as(hidden_states)
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    return [
-        *mapping,
+ADAPTER = Adapter(
+    "DbrxFFN",
+    adapt,
+    "a third of an expert is turned as it is read",
+    added=(
         WeightConverter(
             source_patterns=["experts.mlp.w1", "experts.mlp.v1"],
             target_patterns="experts.gate_up_proj",
@@ -87,7 +88,5 @@ def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
             target_patterns="experts.down_proj",
             operations=[StackedRows(), Transpose(1, 2)],
         ),
-    ]
-
-
-ADAPTER = Adapter("DbrxFFN", adapt, "a third of an expert is turned as it is read", _conversions)
+    ),
+)

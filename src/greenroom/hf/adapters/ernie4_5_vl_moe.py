@@ -5,7 +5,6 @@ Its checkpoints number them in one row, those for text first. Only these are ser
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, WeightTransform
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.helpers.socket import Adapter, merged
-
-_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+from greenroom.hf.adapters.helpers.socket import Adapter, merged, numbered_from
 
 
 class NotServed(nn.Module):
@@ -29,15 +26,16 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
     block.vision_moe.experts = NotServed()
 
 
-def _unused(name: str, model: PreTrainedModel) -> bool:
-    found = _NUMBER.search(name)
-    return found is not None and int(found[1]) >= model.config.get_text_config().moe_num_experts
-
-
 def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    kept = [m for m in mapping if not any("vision_moe.experts" in p for p in m.target_patterns)]
-    return [
-        *kept,
+    return [m for m in mapping if not any("vision_moe.experts" in p for p in m.target_patterns)]
+
+
+ADAPTER = Adapter(
+    "Ernie4_5_VLMoeMoeBlock",
+    adapt,
+    "the text's experts",
+    _conversions,
+    added=(
         merged("mlp.text_moe.experts.down_proj", "mlp.experts.*.down_proj.weight"),
         merged(
             "mlp.text_moe.experts.gate_up_proj",
@@ -45,9 +43,6 @@ def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
             "mlp.experts.*.up_proj.weight",
             then=[Concatenate(dim=1)],
         ),
-    ]
-
-
-ADAPTER = Adapter(
-    "Ernie4_5_VLMoeMoeBlock", adapt, "the text's experts", _conversions, unused=_unused
+    ),
+    unused=numbered_from("moe_num_experts"),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightRenaming, WeightTransform
+from transformers.core_model_loading import WeightRenaming
 
 from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
 
@@ -33,12 +33,12 @@ def _forward(self: Any, layer_input: Tensor) -> Tensor:
     return out.view_as(layer_input) + self.bias
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    return [
-        *mapping,
+ADAPTER = Adapter(
+    "JetMoeMoE",
+    adapt,
+    "the attention's experts stay in memory",
+    added=(
         WeightRenaming("mlp.input_linear.weight", "mlp.experts.gate_up_proj"),
         WeightRenaming("mlp.output_linear.weight", "mlp.experts.down_proj"),
-    ]
-
-
-ADAPTER = Adapter("JetMoeMoE", adapt, "the attention's experts stay in memory", _conversions)
+    ),
+)

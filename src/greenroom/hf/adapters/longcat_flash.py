@@ -6,16 +6,13 @@ of transformers' own loop.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
-
-_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become, numbered_from
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
@@ -45,10 +42,9 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     return total.view(*shape)
 
 
-def _unused(name: str, model: PreTrainedModel) -> bool:
-    """transformers writes weights for experts that have none."""
-    found = _NUMBER.search(name)
-    return found is not None and int(found[1]) >= model.config.n_routed_experts
-
-
-ADAPTER = Adapter("LongcatFlashMoE", adapt, "identity experts need no weights", unused=_unused)
+ADAPTER = Adapter(
+    "LongcatFlashMoE",
+    adapt,
+    "identity experts need no weights",
+    unused=numbered_from("n_routed_experts"),  # transformers writes weights for experts without any
+)

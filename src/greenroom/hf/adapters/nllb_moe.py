@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
 
 from greenroom.hf.adapters.helpers.socket import Adapter, Experts, merged
 
@@ -58,16 +57,11 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
         new.register_parameter(name, nn.Parameter(bias, requires_grad=False))
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    more = [merged(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()]
-    return [*mapping, *more]
-
-
 ADAPTER = Adapter(
     "NllbMoeSparseMLP",
     adapt,
     "transformers sends all tokens to experts 0 and 1",
-    _conversions,
+    added=tuple(merged(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()),
     warning="NLLB-MoE is served as this transformers computes it: it reads the router's mask as"
     " numbers of experts, so only experts 0 and 1 of a layer are used",
 )

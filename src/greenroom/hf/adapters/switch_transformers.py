@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
 
 from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become, merged
 
@@ -37,12 +36,11 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     return out.view_as(hidden_states)
 
 
-def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:
-    return [
-        *mapping,
+ADAPTER = Adapter(
+    "SwitchTransformersSparseMLP",
+    adapt,
+    added=(
         merged("experts.up_proj", "experts.expert_*.wi.weight"),
         merged("experts.down_proj", "experts.expert_*.wo.weight"),
-    ]
-
-
-ADAPTER = Adapter("SwitchTransformersSparseMLP", adapt, "", _conversions)
+    ),
+)

@@ -246,6 +246,6 @@ def _stored(
         )
     size = prod(shape) // block * nbytes
     if ggml.name in DTYPES:  # safetensors' names are ggml's too
-        return Stored(file, DTYPES[ggml.name][0], shape, offset, size)
+        return Stored(file, DTYPES[ggml.name], shape, offset, size)
     codes = (*shape[:-1], shape[-1] // block * nbytes)
     return Stored(file, "uint8", shape, offset, size, encoding_of(ggml.name), codes)

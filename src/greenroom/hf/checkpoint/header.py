@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 from greenroom.json_file import INT64, Malformed, parse, shown
@@ -22,31 +24,33 @@ MOST_AXES = 16
 LONGEST_NAME = 500  # characters
 LONGEST = 100_000_000  # bytes; the format's own limit for the JSON
 
-# safetensors' name -> (torch's name, bits of one element)
+# safetensors' name -> torch's
 DTYPES = {
-    "BOOL": ("bool", 8),
-    "U8": ("uint8", 8),
-    "I8": ("int8", 8),
-    "I16": ("int16", 16),
-    "U16": ("uint16", 16),
-    "I32": ("int32", 32),
-    "U32": ("uint32", 32),
-    "I64": ("int64", 64),
-    "U64": ("uint64", 64),
-    "F16": ("float16", 16),
-    "BF16": ("bfloat16", 16),
-    "F32": ("float32", 32),
-    "F64": ("float64", 64),
-    "C64": ("complex64", 64),
-    "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-    "F8_E8M0": ("float8_e8m0fnu", 8),
-    "F4": ("float4_e2m1fn", 4),
-    "F6_E2M3": ("float6_e2m3", 6),
-    "F6_E3M2": ("float6_e3m2", 6),
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn",
+    "F6_E2M3": "float6_e2m3",
+    "F6_E3M2": "float6_e3m2",
 }
+NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch's types
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,8 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
         raise CheckpointError(f"{path}: the header's entry for {name} is damaged")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} has an unknown dtype {shown(dtype)}")
-    torch_name, bits = DTYPES[dtype]
+    torch_name = DTYPES[dtype]
+    bits = BITS.get(dtype) or getattr(torch, torch_name).itemsize * 8
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
         raise CheckpointError(f"{path}: {name} is larger than any tensor, or has too many axes")
     expected = -(-prod(shape) * bits // 8)

@@ -20,7 +20,7 @@ from greenroom.hf.adapters import adapter_of
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.gguf_file import ggml_type
-from greenroom.hf.checkpoint.header import DTYPES, Stored
+from greenroom.hf.checkpoint.header import NAMES, Stored
 from greenroom.hf.checkpoint.pack.format import DATA, Layer
 from greenroom.hf.checkpoint.pack.low import joined
 from greenroom.hf.checkpoint.pack.reading import Pack
@@ -178,9 +178,8 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, Deferred]:
     for name in names:
         stored = checkpoint.tensors[name]
         wanted |= {place(stored), *map(place, stored.companions)}
-    spelled = {dtype: name for name, (dtype, _) in DTYPES.items()}
     return {
-        name: Deferred(partial(checkpoint.read_stored, name), spelled[stored.dtype])
+        name: Deferred(partial(checkpoint.read_stored, name), NAMES[stored.dtype])
         for name, stored in checkpoint.stored.items()
         if place(stored) in wanted
     }

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Generator, Iterator, Sequence
+import threading
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -44,44 +43,34 @@ def make_experts(
     each = catalog.slot_bytes + stride + longest
     count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, catalog.experts))
     sources, targets = HostSlots(count, catalog.slot_bytes), HostSlots(count, stride)
-    free: SimpleQueue[tuple[int, Staging]] = SimpleQueue()
-    for slot in range(count):
-        free.put((slot, Staging()))
+    slots, own = iter(range(count)), threading.local()
+
+    def begin() -> None:
+        own.slot, own.staging = next(slots), Staging()
 
     def make(expert_id: int) -> tuple[int, tuple[int, ...]]:
-        slot, staging = free.get()
-        try:
-            for chunk in store.chunks(expert_id):
-                sources.write(slot, chunk.extent.copies, store.read(chunk, staging), chunk.start)
-            number = catalog.layer_of(expert_id)
-            layer, expert = layers[number], expert_id - catalog.offsets[number]
-            target = targets.bytes(slot)[: layer.stride]
-            target.fill(0)
-            for maker in makers[number]:
-                maker(partial(sources.tensor, slot), partial(targets.tensor, slot), expert)
-            data.write(target, layer.place(expert))
-            return expert_id, layer.checksums_of(target.data)
-        finally:
-            free.put((slot, staging))
+        slot: int = own.slot
+        for chunk in store.chunks(expert_id):
+            sources.write(slot, chunk.extent.copies, store.read(chunk, own.staging), chunk.start)
+        number = catalog.layer_of(expert_id)
+        layer, expert = layers[number], expert_id - catalog.offsets[number]
+        target = targets.bytes(slot)[: layer.stride]
+        target.fill(0)
+        for maker in makers[number]:
+            maker(partial(sources.tensor, slot), partial(targets.tensor, slot), expert)
+        data.write(target, layer.place(expert))
+        return expert_id, layer.checksums_of(target.data)
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # there is a thread for each core already
     try:
-        with _one_thread_each(), ThreadPoolExecutor(count, "pack") as pool:
+        with ThreadPoolExecutor(count, "pack", begin) as pool:
             yield from pool.map(make, todo)
     finally:  # no thread writes any more
+        torch.set_num_threads(threads)
         store.close()
         sources.close()
         targets.close()
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """torch's operations on one core: there is a thread for each already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Data:

@@ -22,7 +22,7 @@ from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
 from greenroom.hf.checkpoint.gguf import Gguf
 from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
-from greenroom.hf.checkpoint.header import DTYPES, Stored, reading
+from greenroom.hf.checkpoint.header import NAMES, Stored, reading
 from greenroom.hf.checkpoint.pack.format import HEADER, File
 from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 
@@ -32,7 +32,6 @@ SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")  # config, tokeniz
 GGUF = "dense.gguf"
 SPLIT = "split."  # metadata of a GGUF model in parts
 ALIGNMENT = 32  # of a GGUF file that says none
-NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 Advance = Callable[[int], None]
 

@@ -16,11 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import nn
-
 from greenroom.config import show_bytes
-from greenroom.core.layout import SlotLayout
 from greenroom.errors import OutputError, UnknownName, UsageError
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
@@ -36,7 +32,7 @@ from greenroom.hf.checkpoint.pack.format import (
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import NAME as JOURNAL
 from greenroom.hf.checkpoint.pack.journal import Done, Journal, writing
-from greenroom.hf.checkpoint.pack.low import PRECISIONS, Low
+from greenroom.hf.checkpoint.pack.low import PRECISIONS
 from greenroom.hf.checkpoint.pack.reading import BESIDE, Pack, dense_parts, is_pack
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.model.draft import Draft
@@ -100,7 +96,7 @@ def pack(
     inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
-    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, progress, precision)
+    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, precision, progress)
     made = job.repair(folder) if repair else job.make(folder)
     layers, experts = job.header.layers, job.header.experts
     target = sum(layer.experts * layer.layout.nbytes for layer in layers)
@@ -117,57 +113,50 @@ def _named(source: str) -> str:
     return os.path.abspath(path) if source != "demo" and path.exists() else source
 
 
+@dataclass
 class _Job:
     """One source, packed to one kind. `header` says what is to be made, without checksums."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        model: str,
-        kind: str,
-        segments: int,
-        progress: Progress,
-        precision: str | None,
-    ) -> None:
-        self.model, self.kind, self.progress = model, kind, progress
-        self.segments, self.precision = segments, precision
-        self.checkpoint, self.catalog = draft.checkpoint, draft.catalog
-        pack, source_layouts = self.checkpoint.pack, self.catalog.layouts
-        cut = any(layout.segments for layout in source_layouts)
+    draft: Draft
+    model: str
+    kind: str
+    segments: int
+    precision: str | None
+    progress: Progress
+    done: int = 0  # bytes
+
+    def __post_init__(self) -> None:
+        self.checkpoint, self.catalog = self.draft.checkpoint, self.draft.catalog
+        pack = self.checkpoint.pack
+        cut = any(layout.segments for layout in self.catalog.layouts)
         if cut or (pack is not None and pack.header.precision):
             what = "in segments" if cut else "with copies"
-            raise UsageError(f"{model}: is a pack {what}: make another one of its source")
-        modules = [draft.model.get_submodule(name) for name in self.catalog.layers]
-        planned = list(map(self._plan_layer, self.catalog.layers, source_layouts, modules))
-        counts = np.diff(self.catalog.offsets).tolist()
-        layers = lay_out(
-            Layer(name, count, 0, layout, low=low)
-            for name, count, (layout, low, _) in zip(
-                self.catalog.layers, counts, planned, strict=True
-            )
-        )
-        self.makers = [makers for *_, makers in planned]
-        source = Source(model, fingerprint(self.checkpoint), "")
-        self.header = Header(kind, str(draft.dtype)[6:], source, layers)
-        names = dense.dense_names(self.checkpoint, draft.dense_tensors)
+            raise UsageError(f"{self.model}: is a pack {what}: make another one of its source")
+        planned = [self._plan_layer(number) for number in range(len(self.catalog.layers))]
+        self.makers = [makers for _, makers in planned]
+        source = Source(self.model, fingerprint(self.checkpoint), "")
+        layers = lay_out(layer for layer, _ in planned)
+        self.header = Header(self.kind, str(self.draft.dtype)[6:], source, layers)
+        names = dense.dense_names(self.checkpoint, self.draft.dense_tensors)
         self.shards = dense.shards(self.checkpoint, names)
         stored = self.checkpoint.stored
         self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
-        self.done = 0  # bytes
 
-    def _plan_layer(
-        self, name: str, source: SlotLayout, module: nn.Module
-    ) -> tuple[SlotLayout, Low | None, tuple[Maker, ...]]:
-        """The layout of a layer's experts, that of their copies, and what makes both."""
-        target, cutting = target_layout(self.kind, source, module, name), None
+    def _plan_layer(self, number: int) -> tuple[Layer, tuple[Maker, ...]]:
+        """Where a layer's experts are to lie, with their copies, and what makes both."""
+        name, source = self.catalog.layers[number], self.catalog.layouts[number]
+        first, end = self.catalog.offsets[number : number + 2]
+        module = self.draft.model.get_submodule(name)
+        target, cutting, low = target_layout(self.kind, source, module, name), None, None
         if self.segments > 1:
             cutting = Cutting.of(module, target)
             target = cutting.segments(self.segments, name)
         maker = Maker(self.kind, source, target, bool(module.is_transposed), name, cutting)
-        if self.precision is None:
-            return target, None, (maker,)
-        low = low_of(self.precision, self.kind, source, target, module, name)
-        return target, low, maker.with_copy(low)
+        makers: tuple[Maker, ...] = (maker,)
+        if self.precision is not None:
+            low = low_of(self.precision, self.kind, source, target, module, name)
+            makers = maker.with_copy(low)
+        return Layer(name, end - first, 0, target, low=low), makers
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes

@@ -7,6 +7,7 @@ is loaded, and by transformers' own decorator, so that "eager" and "grouped_mm" 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.moe import use_experts_implementation
 
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -40,7 +42,8 @@ class Adapter:
     adapt:       changes one of them, in place; UnsupportedModel where its config asks for what is
                  not served
     special:     what a user should know, in a few words
-    conversions: from transformers' list of weight conversions to the one that fits what was changed
+    conversions: from transformers' list of weight conversions to what is left of it
+    added:       conversions of what was changed, after all others
     unused:      says of a tensor's name whether the changed model has no use for it
     warning:     said when such a model is loaded
     part:        where a config of several models has that of the one that is served
@@ -51,6 +54,7 @@ class Adapter:
     adapt: Callable[[nn.Module, PreTrainedModel], None] = lambda module, model: None
     special: str = ""
     conversions: Callable[[list[WeightTransform]], list[WeightTransform]] = list
+    added: tuple[WeightTransform, ...] = ()
     unused: Callable[[str, PreTrainedModel], bool] = lambda name, model: False
     warning: str = ""
     part: str = ""
@@ -60,6 +64,17 @@ class Adapter:
 def merged(target: str, *sources: str, then: Sequence[ConversionOps] = ()) -> WeightConverter:
     """The conversion of experts that are stored one by one; patterns have `*` for their number."""
     return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
+
+
+def numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
+    """Says of a tensor's name whether it is an expert's whose number is not below this value of
+    the text's config."""
+
+    def unused(name: str, model: PreTrainedModel) -> bool:
+        found = _NUMBER.search(name)
+        return found is not None and int(found[1]) >= getattr(model.config.get_text_config(), first)
+
+    return unused
 
 
 def plug(module: Any, model: PreTrainedModel, **flags: bool) -> None:

@@ -125,12 +125,6 @@ class Header:
         return low.precision if low is not None else ""
 
     @property
-    def nested(self) -> bool:
-        """Whether copies are a part of their experts."""
-        low = self.layers[0].low
-        return low is not None and low.nested
-
-    @property
     def segments(self) -> int:
         """The most that an expert lies in, 1 where it is whole."""
         return max(1, *(len(layer.layout.segments) for layer in self.layers))
