@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from greenroom.errors import UsageError
+from greenroom.hf.text import templates as module
 from greenroom.hf.text.templates import Templates
 from tests.hf.text.hostile import HOSTILE
 from tests.server.conftest import demo_tokenizer
@@ -51,7 +52,8 @@ TEMPLATES = [
 
 @pytest.fixture(scope="module")
 def templates() -> Iterator[Templates]:
-    with closing(Templates(cpu_s=1)) as made:
+    with pytest.MonkeyPatch.context() as patch, closing(Templates()) as made:
+        patch.setattr(module, "CPU_S", 1)
         yield made
 
 

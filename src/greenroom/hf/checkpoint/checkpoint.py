@@ -50,6 +50,22 @@ class Checkpoint:
         files = tuple(str(folder / name) for name in names)
         return cls(folder, config, files, encoded(config, stored, folder), stored)
 
+    @classmethod
+    def of_files(
+        cls, folder: Path, config: dict[str, Any], names: Sequence[str], wanted: Mapping[str, str]
+    ) -> Checkpoint:
+        """Of safetensors files, whose headers are read; `wanted` says which file has a tensor."""
+        tensors: dict[str, Stored] = {}
+        for number, name in enumerate(names):
+            found = read_header(folder / name, number)
+            # A name that two files have belongs to the one that the index says.
+            tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
+            if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
+                raise CheckpointError(
+                    f"{folder / name}: lacks {plain(lost)}, which {INDEX} says it has"
+                )
+        return cls.of(folder, config, names, tensors)
+
     @property
     def source(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` methods are to be called with."""
@@ -76,17 +92,7 @@ class Checkpoint:
 def read_folder(folder: Path) -> Checkpoint:
     """The checkpoint of a folder of safetensors; NotAModel, UnsupportedModel or CheckpointError."""
     config = read_config(folder)
-    names, wanted = _shards(folder)
-    tensors: dict[str, Stored] = {}
-    for number, name in enumerate(names):
-        found = read_header(folder / name, number)
-        # A name that two files have belongs to the one that the index says.
-        tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
-        if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
-            raise CheckpointError(
-                f"{folder / name}: lacks {plain(lost)}, which {INDEX} says it has"
-            )
-    return Checkpoint.of(folder, config, names, tensors)
+    return Checkpoint.of_files(folder, config, *_shards(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -32,14 +32,9 @@ def foreign_errors(what: str, error: type[GreenroomError] = CheckpointError) -> 
         yield
     except (GreenroomError, MemoryError):
         raise
-    except OSError as reason:
-        if reason.errno is not None:
-            raise
-        raise error(f"{what}: {one_line(reason)}") from reason
-    except Exception as reason:
-        raise error(f"{what}: {one_line(reason)}") from reason
     except BaseException as reason:
-        if type(reason).__name__ != PANIC:
+        foreign = isinstance(reason, Exception) or type(reason).__name__ == PANIC
+        if not foreign or (isinstance(reason, OSError) and reason.errno is not None):
             raise
         raise error(f"{what}: {one_line(reason)}") from reason
 

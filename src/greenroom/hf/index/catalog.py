@@ -24,7 +24,7 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog, catalog_of
 from greenroom.hf.checkpoint.pack.format import HEADER, Layer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.index.blocks import Block, read_off
-from greenroom.hf.index.columns import Part, different, mixed, parts_of
+from greenroom.hf.index.columns import Part, mixed, parts_of
 from greenroom.hf.index.experts import Streamed
 from greenroom.hf.index.extents import copy_of, elements_of, extents_of
 from greenroom.hf.index.routes import Route
@@ -126,19 +126,18 @@ class _Indexer:
             encoded = any(part.stored.encoding != PLAIN for part in mine[0])
             if encoded and len({part.kind for part in mine[0]}) > 1:
                 raise mixed([[part] for part in mine[0]], route.targets[0], self.checkpoint.folder)
-            if not different(mine):
+            if len({tuple((part.shape, part.kind) for part in own) for own in mine}) == 1:
                 continue
-            shapes = {tuple(p.shape for p in own): own for own in mine}
-            right = [shape for shape, own in shapes.items() if self._fits(route, own, layer)]
-            for own in mine:
-                for i, part in enumerate(own):
-                    if right and part.shape != right[0][i]:
-                        raise CheckpointError(
-                            f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
-                            f" {list(part.shape)}, but {list(right[0][i])} is right"
-                        )
-            if right:
-                raise mixed(mine, route.targets[0], self.checkpoint.folder)
+            right = next((own for own in mine if self._fits(route, own, layer)), None)
+            if right is None:
+                continue
+            for part, other in (pair for own in mine for pair in zip(own, right, strict=True)):
+                if part.shape != other.shape:
+                    raise CheckpointError(
+                        f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
+                        f" {list(part.shape)}, but {list(other.shape)} is right"
+                    )
+            raise mixed(mine, route.targets[0], self.checkpoint.folder)
 
     def _fits(self, route: Route, own: list[Part], layer: list[Streamed]) -> bool:
         try:

@@ -96,11 +96,6 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
         )
 
 
-def different(parts: list[list[Part]]) -> bool:
-    """Whether experts differ in the shapes of their tensors, or in what they are stored in."""
-    return len({tuple((p.shape, p.kind) for p in own) for own in parts}) > 1
-
-
 def mixed(parts: Sequence[list[Part]], target: str, folder: Path) -> UnsupportedModel:
     """The error for experts of one layer that are not stored alike."""
     kinds = {tuple(part.kind for part in own): own for own in parts}

@@ -9,6 +9,7 @@ from typing import Any
 from greenroom.core.layout import ITEMSIZE, Copy, Extent, TensorSpec
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.pack.low import as_it_is
 from greenroom.hf.index.blocks import Block
 
 GAP = 4096  # bytes; tensors at most this far apart are read in one go
@@ -85,7 +86,8 @@ def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[
         for copy in plans[i]:
             moved = replace(copy, source=copy.source + at)
             if placed and _adjacent(placed[-1], moved):
-                moved = _joined(placed.pop(), moved)
+                before = placed.pop()
+                moved = as_it_is(before.source, before.target, before.nbytes + moved.nbytes)
             placed.append(moved)
     return tuple(placed)
 
@@ -94,14 +96,6 @@ def _adjacent(a: Copy, b: Copy) -> bool:
     return (
         a.contiguous
         and b.contiguous
-        and a.source_dtype == b.source_dtype
         and a.source + a.nbytes == b.source
         and a.target + a.nbytes == b.target
     )
-
-
-def _joined(a: Copy, b: Copy) -> Copy:
-    n = a.shape[0] * a.shape[1] + b.shape[0] * b.shape[1]
-    size = ITEMSIZE[a.source_dtype]
-    strides = (n * size, size)
-    return Copy(a.source, a.target, (1, n), strides, strides, a.source_dtype, a.target_dtype)

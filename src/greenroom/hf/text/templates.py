@@ -37,8 +37,8 @@ Messages = list[dict[str, Any]]
 class Templates:
     """Renders templates to texts of at most `most_chars`. Safe to share between threads."""
 
-    def __init__(self, most_chars: int = MOST_CHARS, cpu_s: int = CPU_S) -> None:
-        self.most_chars, self._cpu_s = min(most_chars, MOST_CHARS), cpu_s
+    def __init__(self, most_chars: int = MOST_CHARS) -> None:
+        self.most_chars = min(most_chars, MOST_CHARS)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._link = socket.socket()  # to the process
@@ -111,17 +111,15 @@ class Templates:
                 done, last, text = json.loads(answers.readline())
                 return done, last, text
         except TimeoutError:
-            raise _refused(f"it takes longer than {self._cpu_s} seconds") from None
+            raise _refused(f"it takes longer than {CPU_S} seconds") from None
         except (json.JSONDecodeError, ConnectionError):
             # The kernel ends a process that is out of its time; nothing else is expected to.
-            raise _refused(
-                f"it takes longer than {self._cpu_s} seconds, or too much memory"
-            ) from None
+            raise _refused(f"it takes longer than {CPU_S} seconds, or too much memory") from None
 
     def _start(self) -> None:
         script = str(Path(template_worker.__file__))
         path = [each for each in sys.path if each and Path(each) != Path(script).parent]
-        options = map(str, (script, BASE_BYTES + CHAR_BYTES * self.most_chars, self._cpu_s, *path))
+        options = map(str, (script, BASE_BYTES + CHAR_BYTES * self.most_chars, CPU_S, *path))
         ours, theirs = socket.socketpair()
         with theirs:
             end = theirs.fileno()

@@ -12,7 +12,7 @@ from greenroom.errors import CheckpointError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.header import Stored, read_header, reading
+from greenroom.hf.checkpoint.header import reading
 from greenroom.hf.checkpoint.pack.catalog import catalog_of
 from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, File, Header
 from greenroom.hf.checkpoint.pack.header_file import read
@@ -91,11 +91,7 @@ def dense_parts(folder: Path, files: Sequence[File]) -> Checkpoint:
             )
     if files[0].name.endswith(".gguf"):
         return Gguf.open(folder / files[0].name)
-    names = [file.name for file in files]
-    stored: dict[str, Stored] = {}
-    for number, name in enumerate(names):
-        stored |= read_header(folder / name, number)
-    return Checkpoint.of(folder, read_config(folder), names, stored)
+    return Checkpoint.of_files(folder, read_config(folder), [file.name for file in files], {})
 
 
 def _check_data(folder: Path, header: Header) -> None:
