@@ -74,6 +74,13 @@ class Stored:
     unit: int = 1
     companions: tuple[Stored, ...] = ()
 
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """The plain tensors in the files: itself, or the codes and the companions."""
+        if self.encoding == PLAIN:
+            return (self,)
+        return replace(self, shape=self.codes, encoding=PLAIN), *self.companions
+
     def __getitem__(self, number: int) -> Stored:
         """One of a stack, by its number on the first axis."""
         return replace(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -32,28 +34,21 @@ def check_name(model: str | os.PathLike[str]) -> None:
 
 def meant(text: str) -> str:
     """The end of a message: the nearest name that there is; empty without one."""
-    names = {name.lower(): name for name in (DEMO, *_folders(), *_downloaded())}
+    names = {name.lower(): name for name in _models()}
     names.pop(text.lower(), None)
     parts = {key.rpartition("/")[2]: name for key, name in names.items()}
     found = get_close_matches(text.lower(), names, 1) or get_close_matches(text.lower(), parts, 1)
     return f"; did you mean {(names | parts)[found[0]]}?" if found else ""
 
 
-def _folders() -> list[str]:
-    """Models in the working folder."""
-    try:
-        here = sorted(Path().iterdir())
-        return [p.name for p in here if p.suffix == ".gguf" or (p / "config.json").is_file()]
-    except OSError:
-        return []
-
-
-def _downloaded() -> list[str]:
-    """Hub ids in the hub's cache."""
+def _models() -> Iterator[str]:
+    """The model that ships, those in the working folder, and hub ids in the hub's cache."""
     from huggingface_hub import constants
 
-    try:
-        found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
-    except OSError:
-        return []
-    return [path.name.removeprefix("models--").replace("--", "/", 1) for path in found]
+    yield DEMO
+    with suppress(OSError):
+        here = sorted(Path().iterdir())
+        yield from [p.name for p in here if p.suffix == ".gguf" or (p / "config.json").is_file()]
+    with suppress(OSError):
+        for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+            yield path.name.removeprefix("models--").replace("--", "/", 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -48,7 +47,7 @@ def read_tensor(
 
 def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
     """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
-    for tensor, part in zip((stored, *stored.companions), parts, strict=True):
+    for tensor, part in zip(stored.parts, parts, strict=True):
         _read(files, name, tensor, part.view(-1))
 
 
@@ -66,11 +65,11 @@ def _matrix(
     if rows % unit == 0:  # otherwise each row of scales is expanded by itself
         step *= max(1, PIECE // (4 * columns * unit))
     decode = decoder(stored.encoding)
-    codes = replace(stored, shape=stored.codes, encoding=PLAIN)
+    codes, *companions = stored.parts
     for row in range(0, rows, step):
         count = min(step, rows - row)
         parts = [codes.rows(row, count)]
-        parts += [c.rows(row // unit, -(-count // unit)) for c in stored.companions]
+        parts += [c.rows(row // unit, -(-count // unit)) for c in companions]
         own = [read_tensor(files, name, part) for part in parts]
         matrix[row : row + count] = decode(own, (count, columns), dtype)
     return empty(columns, rows, dtype=dtype).copy_(matrix.T) if stored.transposed else matrix

@@ -10,7 +10,6 @@ experts lie: only the model's config must agree with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -94,7 +93,9 @@ class _Indexer:
         ]
         shared: dict[Any, tuple[Copy, ...]] = {}
         table = [
-            extents_of([s for mine in parts for p in mine[e] for s in _tensors(p)], plans, shared)
+            extents_of(
+                [s for mine in parts for p in mine[e] for s in p.stored.parts], plans, shared
+            )
             for e in range(experts)
         ]
         return table, layout
@@ -161,17 +162,12 @@ class _Indexer:
         return self.known[key]
 
 
-def _tensors(part: Part) -> list[Stored]:
-    """What lies in files for a part: its codes, or all of it, and its companions."""
-    return [part.stored, *part.stored.companions]
-
-
 def _copies(
     stored: Stored, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
 ) -> list[list[Copy]]:
     """The copies out of each stored tensor of a part, which is the number `source` of its route."""
     plans = []
-    for i, tensor in enumerate((replace(stored, shape=stored.codes), *stored.companions)):
+    for i, tensor in enumerate(stored.parts):
         copies: list[Copy] = []
         for name, its in blocks.items():
             spec = layout.weight(name).parts[i]
@@ -201,19 +197,20 @@ def _layout(
     for mine, found in zip(parts, blocks, strict=True):
         for name, its in found.items():
             first, streamed = mine[0][its[0].source].stored, wanted[name]
-            place[name] = (first.file, first.offset)
-            if first.encoding == PLAIN:
-                made[name] = streamed.shape[1:], str(streamed.dtype)[6:]
-                continue
-            encodings[name] = first.encoding
+            plain, kinds = first.encoding == PLAIN, [""]
+            if not plain:
+                encodings[name] = first.encoding
+                kinds += ENCODINGS[first.encoding].companions
             outputs = sum(block.shape[0] * block.shape[1] for block in its)
-            made[name] = (outputs, first.codes[1]), first.dtype
-            kinds = ENCODINGS[first.encoding].companions
-            for kind, companion in zip(kinds, first.companions, strict=True):
-                rows = outputs * companion.shape[0] // first.codes[0]
-                dtype = "float32" if first.encoding == "fp8" else companion.dtype
-                made[f"{name}.{kind}"] = (rows, companion.shape[1]), dtype
-                place[f"{name}.{kind}"] = (companion.file, companion.offset)
+            for kind, tensor in zip(kinds, first.parts, strict=True):
+                key = f"{name}.{kind}".rstrip(".")
+                place[key] = tensor.file, tensor.offset
+                if plain:
+                    made[key] = streamed.shape[1:], str(streamed.dtype)[6:]
+                    continue
+                rows = outputs * tensor.shape[0] // first.codes[0]
+                dtype = "float32" if kind and first.encoding == "fp8" else tensor.dtype
+                made[key] = (rows, tensor.shape[1]), dtype
     if set(order) != set(made):
         order = sorted(made, key=lambda name: place[name])
     dtype = str(layer[0].dtype)[6:]

@@ -45,7 +45,7 @@ def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
         _place(part)
         for name, stored in checkpoint.tensors.items()
         if name not in names
-        for part in (stored, *stored.companions)
+        for part in stored.parts
     }
     chosen = [
         name
@@ -109,10 +109,11 @@ def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[by
 
 def _gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
     """A GGUF file of these tensors and all metadata."""
-    version, pairs = _metadata(checkpoint.files[0])
+    cursor = Cursor(checkpoint.files[0])
+    pairs = [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
     align = int(checkpoint.config.get("general.alignment", ALIGNMENT))
     tensors = [checkpoint.stored[name] for name in names]
-    head = [b"GGUF", struct.pack("<IQQ", version, len(names), len(pairs)), *pairs]
+    head = [b"GGUF", struct.pack("<IQQ", cursor.version, len(names), len(pairs)), *pairs]
     end = 0
     for name, stored in zip(names, tensors, strict=True):
         head.append(_entry(name, stored, end))
@@ -120,12 +121,6 @@ def _gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
     data = b"".join(head)
     yield data + b"\0" * (-len(data) % align)
     yield from _bytes_of(checkpoint, tensors, align)
-
-
-def _metadata(path: str) -> tuple[int, list[bytes]]:
-    """(version, each key with its value as they lie in a file, but for those of the split)."""
-    cursor = Cursor(path)
-    return cursor.version, [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
 
 
 def _entry(name: str, stored: Stored, offset: int) -> bytes:
