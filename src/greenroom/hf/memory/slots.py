@@ -12,7 +12,7 @@ from greenroom.core.pieces import Pieces
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
-from greenroom.hf.checkpoint.pack.checked import checked
+from greenroom.hf.checkpoint.pack.checked import disk_store
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.policies import policy as named_policy
 from greenroom.runtime.cuda.engine import Engine
@@ -23,7 +23,7 @@ from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.slots.nested import Nested
 from greenroom.runtime.slots.tier import Pool, Pools, Tier
-from greenroom.runtime.store.disk import Chunk, DiskStore
+from greenroom.runtime.store.disk import Chunk
 
 Chunks = Sequence[tuple[Chunk, ...]]
 
@@ -79,11 +79,11 @@ def _check_whole(parts: ModelSetup) -> None:
 def open_store(parts: ModelSetup, given: Store | None) -> tuple[Store, bool]:
     """Where experts wait (the checkpoint's files, or what stands in for them), as slow as it was
     asked to be; and whether it is read past the page cache."""
-    if given is None:
-        disk = DiskStore(parts.catalog, direct=parts.direct)
-        store, direct = checked(disk, parts.catalog), disk.direct
-    else:
+    if given is not None:
         store, direct = given, True
+    else:
+        disk = disk_store(parts.catalog, parts.direct)
+        store, direct = disk, disk.direct
     if parts.read_limit is not None:
         store = FakeStore(store, bandwidth=parts.read_limit)
     if parts.fake:

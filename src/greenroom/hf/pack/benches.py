@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from greenroom.core.layout import Catalog
-from greenroom.hf.checkpoint.pack.checked import checked
+from greenroom.hf.checkpoint.pack.checked import disk_store
 from greenroom.hf.checkpoint.pack.format import BLOCK, Header, Layer
 from greenroom.hf.checkpoint.pack.journal import KEPT, writing
 from greenroom.hf.pack.target import Maker
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.store.disk import DiskStore, Staging
+from greenroom.runtime.store.disk import Staging
 
 BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
 
@@ -38,7 +38,7 @@ def make_experts(
     for an expert as it was and one as it shall be.
     """
     stride = max(layer.stride for layer in layers)
-    store = checked(DiskStore(catalog), catalog)
+    store = disk_store(catalog)
     longest = max(c.length for e in (0, catalog.experts - 1) for c in store.chunks(e))
     each = catalog.slot_bytes + stride + longest
     count = max(1, min((os.cpu_count() or 1) + 1, BUFFERS // each, catalog.experts))

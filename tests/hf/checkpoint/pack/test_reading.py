@@ -21,7 +21,7 @@ from greenroom.hf.load.load import load
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.pack.making import pack
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
+from greenroom.runtime.store.disk import Chunk, Staging
 from tests.hf.check.test_parity import ids, streamed
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import header, packed, source
@@ -193,12 +193,12 @@ def test_chunks_in_any_order_are_checked_together(folder: Path) -> None:
     cuts = [0, 1000, 4096, 9000, extent.length]
     chunks = [Chunk(extent, a, b - a) for a, b in pairwise(cuts)]
     staging = Staging()
-    store = CheckedStore(DiskStore(catalog), catalog)
+    store = CheckedStore(catalog)
     for chunk in [chunks[2], chunks[2], chunks[0], chunks[3], chunks[1]]:
         assert store.read(chunk, staging).size == chunk.length
     store.close()
     change(folder, DATA, extent.offset + 4096)
-    store = CheckedStore(DiskStore(catalog), catalog)
+    store = CheckedStore(catalog)
     for chunk in chunks[:-1]:
         store.read(chunk, staging)
     with pytest.raises(StoreError, match="expert 7 of"):
@@ -219,7 +219,7 @@ def test_each_expert_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         checked, "zlib", type("Z", (), {"crc32": lambda data: counted.append(1) or real(data)})
     )
     catalog = Draft.of(packed("int8")).catalog
-    store = CheckedStore(DiskStore(catalog), catalog)
+    store = CheckedStore(catalog)
     staging = Staging()
     for _ in range(3):
         for chunk in store.chunks(4):

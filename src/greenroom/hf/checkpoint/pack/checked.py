@@ -16,37 +16,36 @@ from greenroom.core.layout import Catalog
 from greenroom.errors import StoreError
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.checkpoint.pack.crc import joined
-from greenroom.runtime.driver.copier import Store
-from greenroom.runtime.store.disk import Chunk, Staging
+from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
 
 
-def checked(store: Store, catalog: Catalog) -> Store:
-    """A store whose experts are compared with their checksums, where the catalog has any."""
-    return CheckedStore(store, catalog) if isinstance(catalog, PackCatalog) else store
+def disk_store(catalog: Catalog, direct: str = "auto") -> DiskStore:
+    """The store of a catalog, whose experts are compared with their checksums where it has any."""
+    if isinstance(catalog, PackCatalog):
+        return CheckedStore(catalog, direct=direct)
+    return DiskStore(catalog, direct=direct)
 
 
-class CheckedStore:
-    """Another store, of a pack. Thread-safe.
+class CheckedStore(DiskStore):
+    """The store of a pack. Thread-safe.
 
     `read` raises StoreError, which names the expert and the command that mends it, when the last
     chunk of a damaged expert is read: so it is never computed with.
     """
 
-    def __init__(self, store: Store, catalog: PackCatalog) -> None:
-        self._store, self._catalog = store, catalog
+    catalog: PackCatalog
+
+    def __init__(self, catalog: PackCatalog, *, direct: str = "auto") -> None:
+        super().__init__(catalog, direct=direct)
         ranges = ((catalog.extents(piece)[0], piece) for piece in catalog.pieces)
         self._piece = {(extent.offset, extent.length): piece for extent, piece in ranges}
         self._right = np.zeros(max(catalog.pieces) + 1, bool)
         self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # id -> start -> (length, CRC-32)
         self._lock = threading.Lock()
 
-    def chunks(self, expert_id: int) -> tuple[Chunk, ...]:
-        """An expert's chunks, in the order in which they are read."""
-        return self._store.chunks(expert_id)
-
     def read(self, chunk: Chunk, staging: Staging) -> np.ndarray:
         """A chunk's bytes, as the store gives them."""
-        data = self._store.read(chunk, staging)
+        data = super().read(chunk, staging)
         piece = self._piece[chunk.extent.offset, chunk.extent.length]
         if not self._right[piece]:
             self._add(piece, chunk, zlib.crc32(data.data))
@@ -62,10 +61,6 @@ class CheckedStore:
         whole = 0
         for _, (length, crc) in sorted(parts.items()):
             whole = joined(whole, crc, length)
-        if whole != self._catalog.checksum(piece):
-            raise StoreError(self._catalog.damaged(piece % self._catalog.experts))
+        if whole != self.catalog.checksum(piece):
+            raise StoreError(self.catalog.damaged(piece % self.catalog.experts))
         self._right[piece] = True
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
