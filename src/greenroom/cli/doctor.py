@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress
 from greenroom.config import show_bytes
+from greenroom.sim.table import columns
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Link

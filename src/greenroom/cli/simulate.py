@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.study.table import table
 from greenroom.cli.study.timing import timing
 from greenroom.cli.terminal.files import add_json, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
@@ -26,6 +25,7 @@ from greenroom.config import (
     split_of,
 )
 from greenroom.errors import UsageError
+from greenroom.sim.table import heading, table_of, text
 
 if TYPE_CHECKING:
     from greenroom.core.cache.pins import Pins
@@ -132,7 +132,7 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
     if args.json:
         print(json.dumps(rows[0] if len(rows) == 1 else rows))
         return
-    print(table(rows, trace))
+    print(text(heading(trace, rows[0]), *table_of(rows, int(trace.offsets[-1]))))
     for row in rows:
         if row.get("without"):
             print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)

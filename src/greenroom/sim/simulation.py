@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,9 +13,9 @@ from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import OFF
 from greenroom.sim.foresight import tried
-from greenroom.sim.report import show_time, table_rows
 from greenroom.sim.study import Cell, Row, Study, capacities, names, stored_bytes
 from greenroom.sim.sweep import sweep
+from greenroom.sim.table import heading, html_table, table_of, text
 from greenroom.trace import ORDERS, Trace, load
 
 PINS = ("step", "none")
@@ -32,11 +31,7 @@ class Simulation(Sequence[Row]):
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
         """Of a trace, of which only the size is kept."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
-        self._title = (
-            f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
-            f" requests, {self._experts:,} experts in {trace.layers} layers, top-{trace.top_k};"
-            f" order {rows[0]['order']}, scope {rows[0]['scope']}, pin {rows[0]['pin']}"
-        )
+        self._heading = heading(trace, rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,51 +63,11 @@ class Simulation(Sequence[Row]):
         return found
 
     def __repr__(self) -> str:
-        header, *lines = self._cells()
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        left = sum(name in ("policy", "prefetch") for name in header)
-        text = [
-            "  ".join(
-                each.ljust(width) if number < left else each.rjust(width)
-                for number, (each, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in (header, *lines)
-        ]
-        return "\n".join([self._title, "", *text])
+        return text(self._heading, *table_of(self._rows, self._experts))
 
     def _repr_html_(self) -> str:
         """For a notebook."""
-        return (
-            f"<table><caption>{escape(self._title)}</caption>{table_rows(*self._cells())}</table>"
-        )
-
-    def _cells(self) -> list[list[str]]:
-        """The table as text, its header first."""
-        lines = [self._line(row) for row in self._rows]
-        if all(line["prefetch"] == OFF for line in lines):
-            for line in lines:
-                del line["prefetch"]
-        return [list(lines[0]), *(list(line.values()) for line in lines)]
-
-    def _line(self, row: Row) -> dict[str, str]:
-        line = {
-            "policy": row["policy"],
-            "prefetch": row.get("prefetch", OFF),
-            "capacity": f"{row['capacity']:,}",
-            "share": f"{row['capacity'] / self._experts:.1%}",
-            "requests": f"{row['requests']:,}",
-            "misses": f"{row['misses']:,}",
-            "miss ratio": f"{row['miss_ratio']:.2%}",
-        }
-        if "seconds" in row:
-            rate = row["tokens_per_s"]
-            line |= {"TTFT": _seconds(row["ttft_s"]), "TPOT": _seconds(row["tpot_s"])}
-            line["tokens/s"] = "-" if rate is None else f"{rate:.3g}"
-        return line
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else show_time(value)
+        return html_table(*table_of(self._rows, self._experts), caption=self._heading)
 
 
 @options_checked

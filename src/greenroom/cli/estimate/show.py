@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.terminal.files import columns
 from greenroom.config import show_bytes, write_bytes
+from greenroom.sim.table import columns, show_time
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
@@ -50,19 +50,13 @@ def facts_of(
 def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
     """For people. `beside` are options of the run that are no settings."""
     from greenroom.plan.page import said
-    from greenroom.plan.words import limits
-    from greenroom.sim.report import show_time
+    from greenroom.plan.words import COMPARED, compared_line, limits
 
     best = found.best
     lines = [f"{name}: {value}" for name, value in facts]
-    rows = [
-        (e.setting.flags(), show_time(e.tpot), f"{show_time(e.low)} to {show_time(e.high)}",
-         f"{e.miss_ratio:.1%}", show_bytes(e.token_bytes))
-        for e in found.compared
-    ]  # fmt: skip
     lines += [
         "",
-        columns(("settings", "TPOT", "range", "miss ratio", "read a token"), rows),
+        columns(COMPARED, list(map(compared_line, found.compared))),
         "",
         shown_curve(found.curve),
         "",

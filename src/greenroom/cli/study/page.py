@@ -12,7 +12,7 @@ import numpy as np
 from greenroom.config import SimulateConfig
 from greenroom.core.cache.scope import name_of
 from greenroom.sim.curves import opt_curve
-from greenroom.sim.report import Report
+from greenroom.sim.report import report
 from greenroom.sim.study import Cell, Row, Study, counts, grid
 
 Go = Callable[[Study, list[Cell]], list[Row]]
@@ -52,7 +52,7 @@ def page(
     }
     settings |= {"seed": study.seed} if study.seed else {}
     settings |= {"reset": "per request"} if study.reset else {}
-    return Report(
+    return report(
         title=str(trace.meta.get("model", source.name)),
         facts=[
             ("trace", str(source)),
@@ -72,7 +72,7 @@ def page(
         floor=floor(study, points),
         counts=counts(trace),
         rows=rows,
-    ).html()
+    )
 
 
 def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
