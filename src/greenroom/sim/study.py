@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import name_of
 from greenroom.core.cost import Costs
@@ -153,14 +151,6 @@ def stored_bytes(trace: Trace, name: str) -> int:
     """A size that the trace's meta has, else 0."""
     found = trace.meta.get(name)
     return int(found) if isinstance(found, int | float) and found > 0 else 0
-
-
-def counts(trace: Trace) -> list[list[int]]:
-    """[layer][expert]: tokens that chose it."""
-    return [
-        np.bincount(trace.experts[:, layer].reshape(-1), minlength=int(experts)).tolist()
-        for layer, experts in enumerate(trace.experts_per_layer)
-    ]
 
 
 def grid(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:

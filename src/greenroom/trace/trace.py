@@ -86,6 +86,14 @@ class Trace:
         """[layers + 1]: the dense id of an expert is `offsets[layer] + expert`."""
         return starts_of(self.experts_per_layer)
 
+    def uses(self, begin: int = 0, end: int | None = None) -> Ints:
+        """[experts of all layers] how many of the tokens begin .. end used each expert."""
+        part = self.experts[begin:end]
+        return np.concatenate([
+            np.bincount(part[:, layer].ravel(), minlength=int(experts))
+            for layer, experts in enumerate(self.experts_per_layer)
+        ])  # fmt: skip
+
     def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
         """These requests, in this order."""
         chosen = np.asarray(requests, np.int64).reshape(-1)

@@ -13,7 +13,8 @@ from greenroom.config import SimulateConfig
 from greenroom.core.cache.scope import name_of
 from greenroom.sim.curves import opt_curve
 from greenroom.sim.report import report
-from greenroom.sim.study import Cell, Row, Study, counts, grid
+from greenroom.sim.study import Cell, Row, Study, grid
+from greenroom.trace.locality import popularity
 
 Go = Callable[[Study, list[Cell]], list[Row]]
 
@@ -70,7 +71,7 @@ def page(
         tokens=trace.tokens,
         curves={known[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
         floor=floor(study, points),
-        counts=counts(trace),
+        counts=[each.tolist() for each in popularity(trace)],
         rows=rows,
     )
 
