@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.chunks import Chunks
@@ -36,15 +36,10 @@ from greenroom.server.http.params import (
     Tools,
     Turns,
     choice_of,
-    choice_schema,
 )
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 
-NAMED = ("function", "name")
-ToolChoice = Annotated[
-    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
-]
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -135,6 +130,16 @@ class Tool(FunctionType):
     function: Function
 
 
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(FunctionType):
+    """A function, as chat completions name it."""
+
+    function: FunctionName
+
+
 class ChatRequest(OpenAI, Sampled):
     messages: Turns[Message]
     max_tokens: Tokens | None = None
@@ -145,7 +150,7 @@ class ChatRequest(OpenAI, Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[Choice, choice_of(NamedTool)] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: EFFORTS | None = None

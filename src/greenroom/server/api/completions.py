@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.chunks import Chunks
@@ -22,7 +22,8 @@ from greenroom.server.http.service import Service
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MOST_PROMPTS = 128
-IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+SOME = Field(min_length=1)
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], SOME]
 
 
 def _prompts(value: Any) -> Any:
@@ -48,16 +49,9 @@ def _are_ids(value: list[Any]) -> bool:
 
 Prompts = Annotated[
     tuple[str | tuple[int, ...], ...],
-    BeforeValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                IDS,
-                {"type": "array", "items": IDS, "minItems": 1},
-            ]
-        }
+    BeforeValidator(
+        _prompts,
+        json_schema_input_type=str | Annotated[list[str], SOME] | Ids | Annotated[list[Ids], SOME],
     ),
 ]
 

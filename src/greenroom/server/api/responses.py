@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import EFFORTS
@@ -29,6 +29,7 @@ from greenroom.server.http.params import (
     Function,
     FunctionType,
     Name,
+    NamedFunction,
     OpenAI,
     Sampled,
     Strict,
@@ -37,7 +38,6 @@ from greenroom.server.http.params import (
     Turns,
     by_type,
     choice_of,
-    choice_schema,
     tag,
     text_of,
     text_schema,
@@ -46,10 +46,6 @@ from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
-NAMED = ("name",)
-ToolChoice = Annotated[
-    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
-]
 LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 _TEXT = ("input_text", "output_text", "text")
@@ -164,7 +160,7 @@ class ResponsesRequest(OpenAI, Sampled):
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Tools[ResponsesTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[Choice, choice_of(NamedFunction)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None

@@ -15,7 +15,10 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
+    TypeAdapter,
+    ValidationError,
     WithJsonSchema,
 )
 
@@ -48,16 +51,11 @@ def _strings(value: Any) -> Any:
     return tuple(strings)
 
 
+Filled = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     tuple[str, ...],
-    BeforeValidator(_strings),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
-            ]
-        }
+    BeforeValidator(
+        _strings, json_schema_input_type=Filled | Annotated[list[Filled], Field(max_length=16)]
     ),
 ]
 
@@ -159,37 +157,22 @@ class Choice:
         return self.kind in ("required", "named")
 
 
-def choice_of(inner: tuple[str, ...]) -> Any:
-    """A validator of OpenAI's tool_choice; a tool's name lies at these keys."""
+def choice_of(named: Any) -> PlainValidator:
+    """A validator of OpenAI's tool_choice; `named` is how an API names a function."""
+    form = Literal["auto", "none", "required"] | named
+    known: TypeAdapter[Any] = TypeAdapter(form)
 
     def chosen(value: Any) -> Choice:
-        if value in ("auto", "none", "required"):
-            return Choice(value)
-        if isinstance(value, dict) and value.get("type") == "function":
-            rest: Any = {key: part for key, part in value.items() if key != "type"}
-            for key in inner:
-                rest = rest[key] if isinstance(rest, dict) and set(rest) == {key} else None
-            if isinstance(rest, str):
-                return Choice("named", rest)
-        raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
-                         " form of this API")  # fmt: skip
+        try:
+            found = known.validate_python(value)
+        except ValidationError:
+            raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
+                             " form of this API") from None  # fmt: skip
+        if isinstance(found, str):
+            return Choice(found)  # type: ignore[arg-type]
+        return Choice("named", getattr(found, "function", found).name)
 
-    return chosen
-
-
-def choice_schema(inner: tuple[str, ...]) -> dict[str, Any]:
-    """What `choice_of` takes, as JSON schema."""
-    named: dict[str, Any] = {"type": "string"}
-    for key in reversed(inner):
-        named = {
-            "type": "object",
-            "properties": {key: named},
-            "required": [key],
-            "additionalProperties": False,
-        }
-    named["properties"]["type"] = {"const": "function"}
-    named["required"] = ["type", *named["required"]]
-    return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+    return PlainValidator(chosen, json_schema_input_type=form)
 
 
 class StreamOptions(Strict):
@@ -248,6 +231,12 @@ class FunctionType(Strict):
     """The type of OpenAI's tools: the only one that there is."""
 
     type: Literal["function"]
+
+
+class NamedFunction(FunctionType):
+    """A function, as responses name it."""
+
+    name: str
 
 
 Items = TypeVar("Items")
