@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.cli.estimate.machine import profile
 from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.study.timing import timing
 from greenroom.cli.terminal.files import add_json, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import (
@@ -21,14 +21,11 @@ from greenroom.config import (
     SimulateConfig,
     flag,
     options_in,
-    scope_of,
-    split_of,
 )
 from greenroom.errors import UsageError
 from greenroom.sim.table import heading, table_of, text
 
 if TYPE_CHECKING:
-    from greenroom.core.cache.pins import Pins
     from greenroom.sim.study import Cell, Row, Study
     from greenroom.trace import Trace
 
@@ -74,7 +71,7 @@ def _simulate(
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
-    from greenroom.sim.study import Cell, capacities, names
+    from greenroom.sim.study import Cell, capacities, names, predictors, study_of
     from greenroom.trace import load
 
     policies = names(config.policy) if config.policy is not None else []
@@ -87,7 +84,7 @@ def _simulate(
         trace = trace.head(config.limit)
     slots = capacities(config.capacity, int(trace.offsets[-1]))
     ahead = predictors(config, trace)
-    study = study_of(config, trace)
+    study = study_of(config, trace, profile(config.machine))
     go = partial(run_cells, config.ray, progress)
     if config.system is not None:
         mine = {name: getattr(config, name) for name in config.given}
@@ -107,27 +104,6 @@ def _simulate(
     return page(args.trace, config, study, cells, rows, curves, command(args, config)), rows, trace
 
 
-def study_of(config: SimulateConfig, trace: Trace) -> Study:
-    """What all cells share."""
-    from greenroom.sim.lesser import check_weights
-    from greenroom.sim.study import Study
-
-    if config.approximation() is not None:
-        check_weights(trace)
-    return Study.of(
-        trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
-        ahead=config.ahead, pins=_pins(config, trace), split=split_of(config.split),
-        config=config, nested=config.nested, **timing(config, trace),
-    )  # fmt: skip
-
-
-def _pins(config: SimulateConfig, trace: Trace) -> Pins | None:
-    """The experts that stay, where a file says so."""
-    from greenroom.core.cache.pins import Pins
-
-    return None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
-
-
 def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
     if args.json:
         print(json.dumps(rows[0] if len(rows) == 1 else rows))
@@ -136,15 +112,6 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
     for row in rows:
         if row.get("without"):
             print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)
-
-
-def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
-    """The predictors that were asked for, each tried on the trace before anything takes long."""
-    from greenroom.predictors import OFF
-    from greenroom.sim.foresight import tried
-    from greenroom.sim.study import names
-
-    return tried(trace, names(config.prefetch or OFF), config.seed)
 
 
 def run_cells(
