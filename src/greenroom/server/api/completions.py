@@ -17,7 +17,7 @@ from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import OpenAI, Sampled, Stop, StreamOptions
+from greenroom.server.http.params import Completing
 from greenroom.server.http.service import Service
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -56,12 +56,9 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(OpenAI, Sampled):
+class CompletionRequest(Completing):
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = DEFAULT_TOKENS
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Stop | None = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -73,8 +70,6 @@ class CompletionRequest(OpenAI, Sampled):
             raise ValueError("best_of is not supported: leave it out, or send what n is")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1 without echo")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

@@ -26,12 +26,11 @@ from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import (
     CallId,
     Choice,
+    Conversing,
     Function,
     FunctionType,
     Name,
     NamedFunction,
-    OpenAI,
-    Sampled,
     Strict,
     Tokens,
     Tools,
@@ -155,23 +154,19 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(OpenAI, Sampled):
+class ResponsesRequest(Conversing):
     input: Items
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Tools[ResponsesTool] | None = None
     tool_choice: Annotated[Choice, choice_of(NamedFunction)] | None = None
-    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: (
         Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
     ) = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_cache_key: str | None = None
     stream_options: StreamOptions | None = None
     # Of these, only what they are without being sent:
-    store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
@@ -179,16 +174,11 @@ class ResponsesRequest(OpenAI, Sampled):
     context_management: None = None
     prompt: None = None
     max_tool_calls: None = None
-    moderation: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ResponsesRequest:
         if self.top_logprobs is not None and not self.include:
             raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
-        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
-            raise ValueError("tool_choice needs tools")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

@@ -7,7 +7,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from greenroom.server.engine.requests import Sampling
@@ -200,8 +201,8 @@ class Sampled(Strict):
         return Sampling(**given)
 
 
-class OpenAI(Strict):
-    """What OpenAI's APIs share beside sampling."""
+class OpenAI(Sampled):
+    """What OpenAI's APIs share."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -209,6 +210,41 @@ class OpenAI(Strict):
     metadata: Labels | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+
+class Completing(OpenAI):
+    """What both completions share."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+
+class Conversing(OpenAI):
+    """What chat completions and responses share."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+    # Of these, only what they are without being sent:
+    store: Literal[False] | None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+
+    @model_validator(mode="after")
+    def _calls(self) -> Self:
+        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
 
 
 class Function(Strict):
