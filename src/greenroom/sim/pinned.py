@@ -46,10 +46,8 @@ def kept(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
     """
     if len(pins.tasks) == 1:
         return [(0, pins.first)]
-    firsts = np.searchsorted(trace.pass_starts, trace.request_starts)
     found = []
-    for request in range(trace.requests):
-        begin, end = int(firsts[request]), int(firsts[request + 1])
+    for begin, end in pairwise(trace.first_passes.tolist()):
         decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
         prompt = int(decodes[0]) if decodes.size else end - begin
         at = begin + prompt if prompt else min(begin + WINDOW, end)

@@ -43,9 +43,10 @@ class RecentRouting:
         self._now: tuple[int, bool] | None = None  # request and kind of the pass that is noted
         self._rows: dict[int, Ids] = {}
         if (trace := trace_of(history, self._sizes)) is not None:
-            requests = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], "right") - 1
             parts = np.split(trace.experts, trace.pass_starts[1:-1])
-            for each in zip(parts, requests.tolist(), trace.pass_prefill.tolist(), strict=True):
+            for each in zip(
+                parts, trace.pass_requests.tolist(), trace.pass_prefill.tolist(), strict=True
+            ):
                 self._note(Pass(*each))
             self._earlier = trace.requests
 
