@@ -230,10 +230,8 @@ def test_a_report_is_one_file_that_says_how_it_was_made(cli: Run, recorded: Path
     assert ran.err == f"report: {out}\n"
     assert len(json.loads(ran.out)) == 4
     page = out.read_text()
-    assert (
-        f"greenroom simulate {recorded} --policy lru,fifo --capacity 25%,50% --order natural"
-        in page
-    )
+    assert f"greenroom simulate {recorded} --policy lru,fifo --capacity 25%,50% --report" in page
+    assert "order natural, scope shared, pin step, seed 5" in page
     assert page.count('class="curve"') == 4  # two curves, two keys
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     floor = dict(map(tuple, data["curves"][-1]["points"]))

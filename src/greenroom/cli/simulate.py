@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,14 +13,9 @@ from typing import TYPE_CHECKING
 from greenroom.cli.estimate.machine import profile
 from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, check_target, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
 from greenroom.cli.terminal.progress import Progress
-from greenroom.config import (
-    PINS,
-    SimulateConfig,
-    flag,
-    options_in,
-)
+from greenroom.config import PINS, SimulateConfig
 from greenroom.errors import UsageError
 from greenroom.sim.table import heading, table_of, text
 
@@ -101,7 +95,7 @@ def _simulate(
     from greenroom.cli.study.page import page
 
     curves = partial(go, what="cells of the curves")
-    return page(args.trace, config, study, cells, rows, curves, command(args, config)), rows, trace
+    return page(args.trace, config, study, cells, rows, curves, command_of(args)), rows, trace
 
 
 def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
@@ -134,16 +128,3 @@ def run_cells(
         progress.say(f"{what} on Ray", 0, len(cells))
         return sweep_on_ray(study, cells, ray, done)
     return sweep(study, cells, done=done, compiling=compiling)
-
-
-def command(args: argparse.Namespace, config: SimulateConfig) -> str:
-    """The command that gives the same again: what was given, and the order and the seed."""
-    words = ["greenroom", "simulate", str(args.trace)]
-    said = {**given(args), "order": config.replayed, "pin": config.pin, "seed": config.seed}
-    for option in options_in(config):
-        if said.get(option.name) is True:
-            words.append(flag(option.name))
-        elif option.name in said:
-            words += [flag(option.name), str(said[option.name])]
-    words += ["--report", str(args.report)] if args.report is not None else []
-    return shlex.join([*words, *["--json"] * args.json])

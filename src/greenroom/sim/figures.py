@@ -7,9 +7,9 @@ percentages of it, so that a telephone shows the same chart with letters of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 COLOURS = 8  # --c0 .. in report.css; what comes after them is dashed
@@ -114,8 +114,11 @@ def heat(counts: Sequence[Sequence[int]]) -> str:
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):
         mean = sum(row) / len(row)
-        for x, run, colour in _runs([level(count, mean) for count in row]):
+        x = 0
+        for colour, alike in groupby(level(count, mean) for count in row):
+            run = len(list(alike))
             parts.setdefault(colour, []).append(f"M{x} {y}h{run}v1h-{run}z")
+            x += run
     cells = "".join(
         f'<path style="fill:var(--h{colour})" d="{"".join(paths)}"/>'
         for colour, paths in sorted(parts.items())
@@ -136,15 +139,6 @@ def heat(counts: Sequence[Sequence[int]]) -> str:
         f' shape-rendering="crispEdges" role="img" aria-label="How often each expert was chosen">'
         f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_scale()}'
     )
-
-
-def _runs(levels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, length, level) of every run of equal levels."""
-    start = 0
-    for i in range(1, len(levels) + 1):
-        if i == len(levels) or levels[i] != levels[start]:
-            yield start, i - start, levels[start]
-            start = i
 
 
 def _labelled(count: int, most: int) -> range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from greenroom.errors import OutputError
@@ -27,6 +28,11 @@ def check_target(path: Path) -> None:
         raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise OutputError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command that these arguments are of."""
+    return shlex.join(["greenroom", *map(str, args.words)])
 
 
 def write_whole(path: Path, text: str) -> None:
