@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +44,7 @@ def add_to(parser: Parser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    config = replace(take(args, SimulateConfig), given=frozenset(given(args)))
+    config = take(args, SimulateConfig)
     if config.system is not None and args.report is not None:
         raise UsageError("--report draws curves of policies: leave out --system")
     if args.report is not None:
@@ -81,8 +80,8 @@ def _simulate(
     study = study_of(config, trace, profile(config.machine))
     go = partial(run_cells, config.ray, progress)
     if config.system is not None:
-        mine = {name: getattr(config, name) for name in config.given}
-        return None, simulate_systems(systems(config.system), mine, study, slots, go), trace
+        rows = simulate_systems(systems(config.system), given(args), study, slots, go)
+        return None, rows, trace
     cells = [
         Cell(name, capacity, "step" if config.pin not in PINS else config.pin, prefetch)
         for name in policies

@@ -99,7 +99,6 @@ def test_a_new_field_is_an_option_of_simulate(
     for flags in (timed, (*timed, "--patience", 2.5)):
         assert "far enough" in cli(*flags).mistake
     assert [each.patience for each in taken] == [None, 2.5]
-    assert taken[1].given == {"policy", "capacity", "machine", "patience"}
 
 
 def test_a_run_and_simulate_have_the_same_definitions() -> None:
