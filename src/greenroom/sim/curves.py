@@ -7,6 +7,7 @@ is a hit. Nothing is pinned.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,25 +28,20 @@ class Curve(NamedTuple):
     requests: int
 
 
-def lru_curve(
-    stream: Stream, offsets: Ints, *, scope: Scope = "shared", reset: bool = False
+def _curve(
+    stream: Stream,
+    offsets: Ints,
+    *,
+    scope: Scope = "shared",
+    reset: bool = False,
+    future: bool,
 ) -> Curve:
-    """LRU's misses at every capacity that the scope allows, up to all experts.
+    """Misses at every capacity that the scope allows, up to all experts; with the `future` OPT's,
+    else LRU's.
 
     `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. Equal to
     `replay` with pin="none". Releases the GIL. UsageError as there.
     """
-    return _curve(stream, offsets, scope, reset, future=False)
-
-
-def opt_curve(
-    stream: Stream, offsets: Ints, *, scope: Scope = "shared", reset: bool = False
-) -> Curve:
-    """OPT's misses at every capacity; arguments and errors are those of `lru_curve`."""
-    return _curve(stream, offsets, scope, reset, future=True)
-
-
-def _curve(stream: Stream, offsets: Ints, scope: Scope, reset: bool, future: bool) -> Curve:
     layer = layers_of(offsets)
     layers, most = len(offsets) - 1, np.diff(offsets).tolist()
     per_layer = scope != "shared"
@@ -67,9 +63,12 @@ def _curve(stream: Stream, offsets: Ints, scope: Scope, reset: bool, future: boo
     return Curve(capacities, requests - found, requests)
 
 
+lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=True)
+
+
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
     """The slots with which each request is a hit where every layer has LRU of its own, [N]; 0 where
-    it never is. Arguments as for `lru_curve`."""
+    it never is. Arguments as for `_curve`."""
     return _depths(stream, layers_of(offsets), reset, future=False)
 
 
