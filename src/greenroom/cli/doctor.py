@@ -92,7 +92,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
             "whole_memory": model.memory(model.experts), "available": available,
             "routing": evidence.said, "runs": runs,
-            "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in points],
+            "curve": [{"memory": p.memory, **p.as_json()} for p in points],
         }))  # fmt: skip
         return
     lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]

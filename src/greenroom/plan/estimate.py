@@ -40,6 +40,7 @@ class Estimate:
 
     setting: Setting
     capacity: int
+    memory: int  # the budget that leaves so many slots
     tpot: float
     low: float
     high: float
@@ -129,6 +130,7 @@ class Estimator:
         return Estimate(
             setting,
             capacity,
+            self.model.memory(capacity),
             means[0],
             min(means) * (1 - self.band),
             max(means) * (1 + self.band),

@@ -7,7 +7,7 @@ from html import escape
 
 from greenroom.config import show_bytes
 from greenroom.plan.estimate import Estimate
-from greenroom.plan.planner import Plan, Point, Target
+from greenroom.plan.planner import Plan, Target
 from greenroom.plan.words import COMPARED, HEADER, compared_line, line_of
 from greenroom.sim.figures import HIGH, WIDE, plot
 from greenroom.sim.report import card, document, made_by, wide
@@ -37,12 +37,12 @@ def said(target: Target) -> str:
     if target.blocked is not None:
         return (
             f"a TPOT of {asked} is out of reach: {target.blocked}; the nearest is"
-            f" {show_time(target.nearest.estimate.tpot)} with {show_bytes(target.nearest.memory)}"
+            f" {show_time(target.nearest.tpot)} with {show_bytes(target.nearest.memory)}"
         )
     assert target.least is not None
     return (
         f"a TPOT of {asked} takes at least {show_bytes(target.least.memory)}"
-        f" ({target.least.estimate.capacity:,} experts in memory)"
+        f" ({target.least.capacity:,} experts in memory)"
     )
 
 
@@ -59,7 +59,7 @@ def _curve(plan: Plan) -> str:
     """TPOT over memory, its range shaded, the budget and the target as lines."""
     points = plan.curve
     left, right = points[0].memory, points[-1].memory
-    top = 1.05 * max(point.estimate.high for point in points)
+    top = 1.05 * max(point.high for point in points)
 
     def x(memory: float) -> float:
         return WIDE * (memory - left) / max(1, right - left)
@@ -70,9 +70,9 @@ def _curve(plan: Plan) -> str:
     def line(values: Sequence[tuple[float, float]]) -> str:
         return "M" + "L".join(f"{x(m):.1f} {y(s):.1f}" for m, s in values)
 
-    ups = [(p.memory, p.estimate.high) for p in points]
-    downs = [(p.memory, p.estimate.low) for p in reversed(points)]
-    middle = [(p.memory, p.estimate.tpot) for p in points]
+    ups = [(p.memory, p.high) for p in points]
+    downs = [(p.memory, p.low) for p in reversed(points)]
+    middle = [(p.memory, p.tpot) for p in points]
     still = 'vector-effect="non-scaling-stroke"'
     marks = f'<path class="grid" {still} d="M{x(plan.memory):.1f} 0V{HIGH}"/>' * (
         left <= plan.memory <= right
@@ -93,6 +93,6 @@ def _curve(plan: Plan) -> str:
     ) + _points(points)
 
 
-def _points(points: Sequence[Point]) -> str:
-    rows = [(*line_of(p)[:4], f"{p.estimate.miss_ratio:.1%}") for p in points]
+def _points(points: Sequence[Estimate]) -> str:
+    rows = [(*line_of(p)[:4], f"{p.miss_ratio:.1%}") for p in points]
     return wide(html_table((*HEADER[:4], "miss ratio"), rows))

@@ -9,7 +9,7 @@ from greenroom.config import show_bytes
 from greenroom.core.machine import Machine
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.model import Model
-from greenroom.plan.planner import Plan, Point
+from greenroom.plan.planner import Plan
 from greenroom.sim.table import show_time
 
 BUSY = 0.5  # of the cores: more load than that spoils a measurement
@@ -110,11 +110,10 @@ def limits(plan: Plan) -> str:
     )
 
 
-def line_of(point: Point) -> tuple[str, ...]:
+def line_of(found: Estimate) -> tuple[str, ...]:
     """A row of the curve: memory, experts in it, TPOT, its range, tokens a second, TTFT."""
-    found = point.estimate
     return (
-        show_bytes(point.memory),
+        show_bytes(found.memory),
         f"{found.capacity:,}",
         show_time(found.tpot),
         f"{show_time(found.low)} to {show_time(found.high)}",

@@ -11,9 +11,10 @@ from greenroom.sim.table import columns, show_time
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
+    from greenroom.plan.estimate import Estimate
     from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
-    from greenroom.plan.planner import Plan, Point
+    from greenroom.plan.planner import Plan
 
 
 def facts_of(
@@ -77,7 +78,7 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
     return "\n".join(lines)
 
 
-def shown_curve(points: Sequence[Point]) -> str:
+def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory, a line a budget."""
     from greenroom.plan.words import HEADER, line_of
 
@@ -95,12 +96,12 @@ def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str,
         "best": found.best.as_json(),
         "sure": found.sure,
         "compared": [estimate.as_json() for estimate in found.compared],
-        "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in found.curve],
+        "curve": [{"memory": p.memory, **p.as_json()} for p in found.curve],
         "target": None if target is None else {
             "tpot_s": target.seconds,
             "memory": None if target.least is None else target.least.memory,
             "blocked": target.blocked,
-            "nearest_tpot_s": target.nearest.estimate.tpot,
+            "nearest_tpot_s": target.nearest.tpot,
             "nearest_memory": target.nearest.memory,
         },
     }  # fmt: skip
