@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from greenroom.cli.terminal.files import columns
 from greenroom.core.cache.scope import Scope
 from greenroom.plan.budgets import METHODS, miss_tables
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from greenroom.sim.study import capacities
+from greenroom.sim.table import columns
 from greenroom.trace import load, stream
 
 

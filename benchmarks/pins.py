@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from greenroom.cli.terminal.files import columns
 from greenroom.core.cache.pins import Pins
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
@@ -25,6 +24,7 @@ from greenroom.policies import policy
 from greenroom.sim.pinned import hot, kept
 from greenroom.sim.replay import replay
 from greenroom.sim.study import capacities
+from greenroom.sim.table import columns
 from greenroom.trace import Trace, load, stream
 
 

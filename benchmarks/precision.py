@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from common import machine
 
-from greenroom.cli.terminal.files import columns
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
+from greenroom.sim.table import columns
 
 PROMPTS = (
     "Explain how a library decides which books to keep on the front shelves.",

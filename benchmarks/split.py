@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from greenroom.cli.terminal.files import columns
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.plan.configurator import Latency, configure, layers_of
 from greenroom.plan.recorded import foreseen, programmed
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.study import capacities
+from greenroom.sim.table import columns
 from greenroom.trace import Trace, load, stream
 
 EXPERT, CHUNK = 1 << 20, 1 << 18

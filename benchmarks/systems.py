@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from split import halves
 
-from greenroom.cli.terminal.files import columns
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.machine import Machine
 from greenroom.plan.systems.cells import simulate_systems
 from greenroom.plan.systems.table import SYSTEMS, system
 from greenroom.sim.study import Row, Study, capacities
 from greenroom.sim.sweep import sweep
+from greenroom.sim.table import columns
 
 BUS, GPU, LAYER_S, EXPERT = 25e9, 1e12, 3e-4, 12 << 20
 SPLIT = "moepic"

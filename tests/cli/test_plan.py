@@ -92,7 +92,7 @@ def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home
 
 def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
     def estimate(setting: Setting, tpot: float) -> Estimate:
-        return Estimate(setting, 20, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, np.full(4, tpot))
+        return Estimate(setting, 20, 0, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, np.full(4, tpot))
 
     best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
     found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
@@ -188,7 +188,7 @@ def test_what_tune_measures(monkeypatch: pytest.MonkeyPatch):
     """Plain LRU and the default are first; of a plan's others the best two, split or not."""
     cut = replace(DEFAULT, scope="6,6", split="0.5,0.75")
     others = [cut, DEFAULT, replace(PLAIN, split="0.5"), PLAIN, Setting("lcp", "shared", "off")]
-    found = [Estimate(s, 8, 1.0, 1.0, 1.0, None, 0.5, 1.0, 0.5, np.ones(1)) for s in others]
+    found = [Estimate(s, 8, 0, 1.0, 1.0, 1.0, None, 0.5, 1.0, 0.5, np.ones(1)) for s in others]
     monkeypatch.setattr("greenroom.plan.planner.compare", lambda estimator, capacity: found)
     chosen = candidates(None, 8)
     assert chosen == [PLAIN, DEFAULT, cut, replace(PLAIN, split="0.5")]

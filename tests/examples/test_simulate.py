@@ -31,7 +31,7 @@ def test_it_compares_policies_and_says_what_they_close(script, capsys):
     script.show_gap(found)
     out = capsys.readouterr().out
     assert found[0]["order"] == "runtime"
-    assert re.search(r"^lru +4 +25\.0%", out, re.MULTILINE)
+    assert re.search(r"^lru +4 +\(25%\)", out, re.MULTILINE)
     assert re.search(r"^fifo closes -?\d+% of the gap from LRU to OPT$", out, re.MULTILINE)
 
 

@@ -165,7 +165,7 @@ def test_low_precision_is_among_them_where_it_is_allowed():
     still = next(e for e in found if e.setting.prefetch == OFF)
     exact = lower.of(replace(still.setting, miss_precision=OFF, low_below=None), 24)
     assert still.tpot < exact.tpot
-    assert all(point.estimate.setting.miss_precision == OFF for point in planner.curve(
+    assert all(point.setting.miss_precision == OFF for point in planner.curve(
         lower, still.setting, MODEL.memory(24)))  # fmt: skip
     with pytest.raises(UsageError, match="misses are judged by gate weights"):
         Estimator(model, COSTS, evidence(), precision="int4")
@@ -197,7 +197,7 @@ def test_computing_on_the_host_is_among_them_where_it_was_asked_for():
 
 def fake(setting: Setting, gaps: np.ndarray) -> Estimate:
     tpot = float(gaps.mean())
-    return Estimate(setting, 8, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, gaps)
+    return Estimate(setting, 8, 0, tpot, tpot, tpot, None, 0.5, 1.0, 0.5, gaps)
 
 
 def test_another_than_the_default_only_where_that_is_sure():
@@ -217,10 +217,10 @@ def test_another_than_the_default_only_where_that_is_sure():
 def test_the_curve_falls_and_ends_with_everything_in_memory():
     points = made().curve
     assert [p.memory for p in points] == sorted(p.memory for p in points)
-    assert all(b.estimate.tpot < a.estimate.tpot * 1.02 for a, b in pairwise(points))
-    assert points[-1].estimate.capacity == MODEL.experts
+    assert all(b.tpot < a.tpot * 1.02 for a, b in pairwise(points))
+    assert points[-1].capacity == MODEL.experts
     assert MODEL.memory(24) in [p.memory for p in points]
-    assert outlook(estimator(), 1)[0].estimate.capacity == MODEL.least
+    assert outlook(estimator(), 1)[0].capacity == MODEL.least
 
 
 def test_the_least_memory_for_a_target():
@@ -229,8 +229,8 @@ def test_the_least_memory_for_a_target():
     found = aim(estimator(), best, MODEL.memory(MODEL.experts), middle)
     assert found.blocked is None
     assert found.least is not None
-    assert found.least.estimate.tpot <= middle
-    fewer = estimator().of(best.setting, found.least.estimate.capacity - 2)
+    assert found.least.tpot <= middle
+    fewer = estimator().of(best.setting, found.least.capacity - 2)
     assert fewer.tpot > middle * 0.97  # no size far below it would do
     assert "takes at least" in said(found)
 

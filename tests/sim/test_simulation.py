@@ -40,12 +40,13 @@ def test_every_policy_at_every_capacity_in_order(small: Trace) -> None:
 
 def test_it_shows_itself_as_a_table(small: Trace) -> None:
     found = greenroom.simulate(small, "lru,opt", "25%")
-    title, empty, header, *lines = repr(found).splitlines()
-    assert "13 tokens of 2 requests, 16 experts in 2 layers, top-2; order natural" in title
+    title, order, empty, header, _, *lines = repr(found).splitlines()
+    assert "13 tokens of 2 requests, 16 experts in 2 layers, top-2" in title
+    assert order == "order natural, scope shared, pin step"
     assert not empty
     assert re.split(r" {2,}", header)[-1] == "miss ratio"
     assert [line.split()[0] for line in lines] == ["lru", "opt"]
-    assert lines[0].split()[1:4] == ["4", "25.0%", f"{found[0]['requests']}"]
+    assert lines[0].split()[1:4] == ["4", "(25%)", f"{found[0]['requests']}"]
     html = found._repr_html_()
     assert html.count("<tr>") == 3
     assert "<td>opt</td>" in html
@@ -82,8 +83,8 @@ WRONG = {
     "pin": ({"pin": "all"}, UnknownName, "step"),
     "limit": ({"limit": 0}, UsageError, "at least 1 token"),
     "workers": ({"workers": 0}, UsageError, "at least 1"),
-    "prefetch": ({"prefetch": "markov"}, UsageError, "give a machine"),
-    "sizes": ({"expert_bytes": 5}, UsageError, "with a machine only"),
+    "prefetch": ({"prefetch": "markov"}, UsageError, "with --machine only"),
+    "sizes": ({"expert_bytes": 5}, UsageError, "with --machine only"),
     "option": ({"polcy": "lru"}, UnknownOption, "did you mean 'policy'"),
 }
 

@@ -8,7 +8,7 @@ from greenroom.policies import policy
 from greenroom.sim import sweep as sweeping
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.replay import replay
-from greenroom.sim.study import Cell, Study, capacities, counts, grid, names
+from greenroom.sim.study import Cell, Study, capacities, grid, names
 from greenroom.sim.sweep import sweep, sweep_on_ray
 from greenroom.trace import stream
 from tests.sim import small
@@ -128,11 +128,6 @@ def test_capacities_that_cannot_be(text: str, says: str):
 def test_names_keep_their_options():
     text = "lru,moe-infinity:matching=request,capacity=50,lfu, fifo"
     assert names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
-
-
-def test_counts_of_experts():
-    trace = small.of([[[0, 2], [1, 3]], [[2, 1], [3, 0]]], [[1, 1]])
-    assert counts(trace) == [[1, 1, 2, 0], [1, 1, 0, 2]]
 
 
 def test_a_grid_has_what_was_asked_for_and_ends_at_all_experts():

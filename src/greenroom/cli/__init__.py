@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import os
@@ -68,7 +69,8 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     collecting = gc.isenabled()
     gc.disable()  # importing makes a million objects and no garbage
     try:
-        args = parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args = parser().parse_args(words, argparse.Namespace(words=words))
         if args.command is not None:
             check_platform()
         code = int(args.main(args) or 0)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
+from greenroom.sim.table import columns
 
 if TYPE_CHECKING:
     from greenroom.hf.measure.entries import Entry

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.estimate.machine import default_profile, machine_of, measure
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress
 from greenroom.config import show_bytes
+from greenroom.sim.table import columns
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Link
@@ -91,7 +92,7 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
             "whole_memory": model.memory(model.experts), "available": available,
             "routing": evidence.said, "runs": runs,
-            "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in points],
+            "curve": [{"memory": p.memory, **p.as_json()} for p in points],
         }))  # fmt: skip
         return
     lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]

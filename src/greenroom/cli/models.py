@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import asdict
 
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, columns
+from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
+from greenroom.sim.table import columns
 
 HELP = "list the architectures that are served, and how"
 

@@ -15,7 +15,7 @@ from greenroom.cli.estimate.machine import computes, machine_of, memory_of, on_a
 from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, check_target, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
 from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import Amount, LoadConfig, changed, flag
 from greenroom.errors import UsageError
@@ -96,8 +96,7 @@ def main(args: argparse.Namespace) -> None:
         else:
             print(shown(found, facts, args.model, beside(config, machine, processor)))
         if args.output is not None:
-            command = shlex.join(["greenroom", *sys.argv[1:]])
-            write_whole(args.output, page(args.model, facts, found, command))
+            write_whole(args.output, page(args.model, facts, found, command_of(args)))
             print(f"report: {args.output}", file=sys.stderr)
 
 

@@ -18,6 +18,7 @@ from greenroom.cli.terminal.progress import Progress, model_progress, open_model
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
 from greenroom.config.tables import SYSTEMS
 from greenroom.errors import UsageError
+from greenroom.sim.table import show_time
 
 if TYPE_CHECKING:
     from greenroom.hf.text.generate import Answer
@@ -195,10 +196,10 @@ def closing_line(result: Answer, stats: Stats) -> str:
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
-        f"TTFT {_time(result.ttft_s)}",
+        f"TTFT {show_time(result.ttft_s)}",
     ]
     if result.gaps:
-        parts.append(f"TPOT p50 {_time(result.tpot_s)}, p95 {_time(result.tpot_p95_s)}")
+        parts.append(f"TPOT p50 {show_time(result.tpot_s)}, p95 {show_time(result.tpot_p95_s)}")
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts += [f"hit ratio {stats.hit_ratio:.1%}", *prefetched(stats)]
     if stats.lesser is not None:
@@ -217,8 +218,3 @@ def closing_line(result: Answer, stats: Stats) -> str:
     if result.cut_short:
         parts.append("stopped where --context ends")
     return " · ".join(parts)
-
-
-def _time(seconds: float | None) -> str:
-    assert seconds is not None
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from greenroom.cli.estimate.machine import profile
 from greenroom.cli.options.fields import add_options, given, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.study.table import table
-from greenroom.cli.study.timing import timing
-from greenroom.cli.terminal.files import add_json, check_target, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
 from greenroom.cli.terminal.progress import Progress
-from greenroom.config import (
-    PINS,
-    SimulateConfig,
-    flag,
-    options_in,
-    scope_of,
-    split_of,
-)
+from greenroom.config import PINS, SimulateConfig
 from greenroom.errors import UsageError
+from greenroom.sim.table import heading, table_of, text
 
 if TYPE_CHECKING:
-    from greenroom.core.cache.pins import Pins
     from greenroom.sim.study import Cell, Row, Study
     from greenroom.trace import Trace
 
@@ -54,7 +44,7 @@ def add_to(parser: Parser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    config = replace(take(args, SimulateConfig), given=frozenset(given(args)))
+    config = take(args, SimulateConfig)
     if config.system is not None and args.report is not None:
         raise UsageError("--report draws curves of policies: leave out --system")
     if args.report is not None:
@@ -74,7 +64,7 @@ def _simulate(
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
-    from greenroom.sim.study import Cell, capacities, names
+    from greenroom.sim.study import Cell, capacities, names, predictors, study_of
     from greenroom.trace import load
 
     policies = names(config.policy) if config.policy is not None else []
@@ -87,11 +77,11 @@ def _simulate(
         trace = trace.head(config.limit)
     slots = capacities(config.capacity, int(trace.offsets[-1]))
     ahead = predictors(config, trace)
-    study = study_of(config, trace)
+    study = study_of(config, trace, profile(config.machine))
     go = partial(run_cells, config.ray, progress)
     if config.system is not None:
-        mine = {name: getattr(config, name) for name in config.given}
-        return None, simulate_systems(systems(config.system), mine, study, slots, go), trace
+        rows = simulate_systems(systems(config.system), given(args), study, slots, go)
+        return None, rows, trace
     cells = [
         Cell(name, capacity, "step" if config.pin not in PINS else config.pin, prefetch)
         for name in policies
@@ -104,47 +94,17 @@ def _simulate(
     from greenroom.cli.study.page import page
 
     curves = partial(go, what="cells of the curves")
-    return page(args.trace, config, study, cells, rows, curves, command(args, config)), rows, trace
-
-
-def study_of(config: SimulateConfig, trace: Trace) -> Study:
-    """What all cells share."""
-    from greenroom.sim.lesser import check_weights
-    from greenroom.sim.study import Study
-
-    if config.approximation() is not None:
-        check_weights(trace)
-    return Study.of(
-        trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
-        ahead=config.ahead, pins=_pins(config, trace), split=split_of(config.split),
-        config=config, nested=config.nested, **timing(config, trace),
-    )  # fmt: skip
-
-
-def _pins(config: SimulateConfig, trace: Trace) -> Pins | None:
-    """The experts that stay, where a file says so."""
-    from greenroom.core.cache.pins import Pins
-
-    return None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
+    return page(args.trace, config, study, cells, rows, curves, command_of(args)), rows, trace
 
 
 def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
     if args.json:
         print(json.dumps(rows[0] if len(rows) == 1 else rows))
         return
-    print(table(rows, trace))
+    print(text(heading(trace, rows[0]), *table_of(rows, int(trace.offsets[-1]))))
     for row in rows:
         if row.get("without"):
             print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)
-
-
-def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
-    """The predictors that were asked for, each tried on the trace before anything takes long."""
-    from greenroom.predictors import OFF
-    from greenroom.sim.foresight import tried
-    from greenroom.sim.study import names
-
-    return tried(trace, names(config.prefetch or OFF), config.seed)
 
 
 def run_cells(
@@ -167,16 +127,3 @@ def run_cells(
         progress.say(f"{what} on Ray", 0, len(cells))
         return sweep_on_ray(study, cells, ray, done)
     return sweep(study, cells, done=done, compiling=compiling)
-
-
-def command(args: argparse.Namespace, config: SimulateConfig) -> str:
-    """The command that gives the same again: what was given, and the order and the seed."""
-    words = ["greenroom", "simulate", str(args.trace)]
-    said = {**given(args), "order": config.replayed, "pin": config.pin, "seed": config.seed}
-    for option in options_in(config):
-        if said.get(option.name) is True:
-            words.append(flag(option.name))
-        elif option.name in said:
-            words += [flag(option.name), str(said[option.name])]
-    words += ["--report", str(args.report)] if args.report is not None else []
-    return shlex.join([*words, *["--json"] * args.json])

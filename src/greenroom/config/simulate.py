@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.amounts import Amount
@@ -43,10 +43,8 @@ def check_pin(value: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(SchedulerConfig):
-    """What is replayed, and on which machine. `given` names the options that the user gave, which
-    go before what a named system says."""
+    """What is replayed, and on which machine."""
 
-    given: frozenset[str] = field(default=frozenset())
     policy: str | None = option(None, "who is evicted; auto is the default", "P[,P...]", shown=True)
     system: str | None = option(
         None, f"named systems instead of policies: {', '.join(SYSTEMS)}; options given beside it"

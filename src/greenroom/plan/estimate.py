@@ -18,7 +18,6 @@ from greenroom.plan.evidence import Evidence
 from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
 from greenroom.policies import choose, policy
-from greenroom.predictors import predictor
 from greenroom.sim.event_driven import EventOptions, parts_of, simulate_events
 from greenroom.sim.foresight import automatic, chosen
 from greenroom.sim.lesser import check_weights
@@ -41,6 +40,7 @@ class Estimate:
 
     setting: Setting
     capacity: int
+    memory: int  # the budget that leaves so many slots
     tpot: float
     low: float
     high: float
@@ -130,6 +130,7 @@ class Estimator:
         return Estimate(
             setting,
             capacity,
+            self.model.memory(capacity),
             means[0],
             min(means) * (1 - self.band),
             max(means) * (1 + self.band),
@@ -188,8 +189,6 @@ class Estimator:
             return name if name != "markov" else STAND_IN
         if prefetch == AUTO:
             return STAND_IN
-        if predictor(prefetch).kind.needs.isdisjoint(("inputs", "gates", "file")):
-            return prefetch
         return chosen(trace, prefetch).name
 
 

@@ -30,21 +30,13 @@ SHARES = (0.06, 0.125, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0)  # of all experts,
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One budget of the curve, with the best setting there."""
-
-    memory: int
-    estimate: Estimate
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """What a target TPOT asks for: `least` meets it with the least memory; where nothing does, or
     not within the budget, `blocked` says why, and `nearest` is as close as it comes."""
 
     seconds: float
-    least: Point | None
-    nearest: Point
+    least: Estimate | None
+    nearest: Estimate
     blocked: str | None
 
 
@@ -57,7 +49,7 @@ class Plan:
     best: Estimate
     sure: bool  # whether `best` is another than what a run took, because it is surely faster
     compared: tuple[Estimate, ...]
-    curve: tuple[Point, ...]
+    curve: tuple[Estimate, ...]
     target: Target | None
 
 
@@ -158,14 +150,14 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
     return bool(np.quantile(ratios, 1 - LEVEL) < 1 - MARGIN)
 
 
-def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Point, ...]:
+def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
     """One setting over memory, exact, and without what prefetching may add."""
     model, setting = estimator.model, _of_any_size(setting)
     sizes = {max(model.least, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
     still = replace(setting, prefetch=OFF, split=OFF, miss_precision=OFF, low_below=None)
     fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
-    return tuple(Point(model.memory(n), estimator.of(still, n)) for n in fits)
+    return tuple(estimator.of(still, n) for n in fits)
 
 
 def _of_any_size(setting: Setting) -> Setting:
@@ -173,7 +165,7 @@ def _of_any_size(setting: Setting) -> Setting:
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
-def outlook(estimator: Estimator, available: int) -> tuple[Point, ...]:
+def outlook(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
     """The default over memory, with the memory that is there among the points if it is enough."""
     model = estimator.model
     return curve(estimator, DEFAULT, max(available, model.least_memory))
@@ -186,11 +178,11 @@ def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Tar
     """
     model, setting = estimator.model, _of_any_size(best.setting)
     least = model.layers if setting.scope == "per-layer" else model.least
-    whole = Point(model.memory(model.experts), estimator.of(setting, model.experts))
-    if whole.estimate.tpot > target:
+    whole = estimator.of(setting, model.experts)
+    if whole.tpot > target:
         blocked = (
             f"with every expert in memory a token still takes"
-            f" {whole.estimate.tpot * 1e3:.0f} ms to compute: the processor blocks it"
+            f" {whole.tpot * 1e3:.0f} ms to compute: the processor blocks it"
         )
         return Target(target, None, whole, blocked)
     below, meets = least - 1, model.experts
@@ -200,10 +192,10 @@ def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Tar
             meets = middle
         else:
             below = middle
-    found = Point(model.memory(meets), estimator.of(setting, meets))
+    found = estimator.of(setting, meets)
     if found.memory <= memory:
         return Target(target, found, found, None)
     waits = f"a token waits {best.stall:.0%} of its {best.tpot * 1e3:.0f} ms for experts"
     enough = f"{show_bytes(found.memory)} would do"
     blocked = f"within {show_bytes(memory)} {waits}: the link blocks it, {enough}"
-    return Target(target, found, Point(memory, best), blocked)
+    return Target(target, found, replace(best, memory=memory), blocked)

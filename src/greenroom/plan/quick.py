@@ -50,6 +50,5 @@ def quick(trace: Trace, capacity: int) -> Quick:
 
 def _latest(trace: Trace, passes: int) -> Trace:
     """The last requests that have so many passes together, or all of it."""
-    firsts = np.searchsorted(trace.pass_starts, trace.request_starts[:-1])
-    begin = int(np.searchsorted(firsts, trace.passes - passes, "right")) - 1
+    begin = int(np.searchsorted(trace.first_passes[:-1], trace.passes - passes, "right")) - 1
     return trace.select(range(max(0, begin), trace.requests))

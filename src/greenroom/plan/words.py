@@ -7,9 +7,10 @@ from typing import Any
 
 from greenroom.config import show_bytes
 from greenroom.core.machine import Machine
+from greenroom.plan.estimate import Estimate
 from greenroom.plan.model import Model
-from greenroom.plan.planner import Plan, Point
-from greenroom.sim.report import show_time
+from greenroom.plan.planner import Plan
+from greenroom.sim.table import show_time
 
 BUSY = 0.5  # of the cores: more load than that spoils a measurement
 
@@ -109,17 +110,28 @@ def limits(plan: Plan) -> str:
     )
 
 
-def line_of(point: Point) -> tuple[str, ...]:
+def line_of(found: Estimate) -> tuple[str, ...]:
     """A row of the curve: memory, experts in it, TPOT, its range, tokens a second, TTFT."""
-    found = point.estimate
     return (
-        show_bytes(point.memory),
+        show_bytes(found.memory),
         f"{found.capacity:,}",
         show_time(found.tpot),
         f"{show_time(found.low)} to {show_time(found.high)}",
         f"{1 / found.tpot:.3g}",
-        "-" if found.ttft is None else show_time(found.ttft),
+        show_time(found.ttft),
     )
 
 
+def compared_line(found: Estimate) -> tuple[str, ...]:
+    """A row of the settings that were compared: flags, TPOT, its range, misses, bytes read."""
+    return (
+        found.setting.flags(),
+        show_time(found.tpot),
+        f"{show_time(found.low)} to {show_time(found.high)}",
+        f"{found.miss_ratio:.1%}",
+        show_bytes(found.token_bytes),
+    )
+
+
+COMPARED = ("settings", "TPOT", "range", "miss ratio", "read a token")
 HEADER = ("memory", "experts in it", "TPOT", "range", "tokens/s", "TTFT")

@@ -229,10 +229,9 @@ def passes(
     told how much each expert matters."""
     tokens = np.diff(trace.pass_starts)
     firsts = np.searchsorted(stream.token, np.arange(trace.passes + 1))
-    requests = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
     for number in range(trace.passes):
         begin, end = int(trace.pass_starts[number]), int(trace.pass_starts[number + 1])
-        prefill, request = bool(trace.pass_prefill[number]), int(requests[number])
+        prefill, request = bool(trace.pass_prefill[number]), int(trace.pass_requests[number])
         ids = None if trace.token_ids is None else trace.token_ids[begin:end].astype(np.int64)
         steps = []
         for s in range(int(firsts[number]), int(firsts[number + 1])):

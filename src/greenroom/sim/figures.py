@@ -7,9 +7,9 @@ percentages of it, so that a telephone shows the same chart with letters of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 COLOURS = 8  # --c0 .. in report.css; what comes after them is dashed
@@ -74,50 +74,31 @@ def chart(curves: Sequence[Curve], floor: Curve, experts: int) -> str:
             parts.append(f'<path class="dot" stroke="{colour}" d="{dots}"/>')
     described = f"Miss ratio over capacity of {', '.join(c.name for c in curves)}"
     digits = 0 if step >= 0.01 else 1
-    y_labels = "".join(
-        f'<span style="bottom:{100 * y / top:.2f}%">{100 * y:.{digits}f} %</span>' for y in ticks
+    return plot(
+        "".join(parts),
+        described,
+        [(y / top, f"{100 * y:.{digits}f} %") for y in ticks],
+        [(p / 100, f"{p} %") for p in range(0, 101, 10)],
+        f"capacity, of {experts:,} experts",
     )
+
+
+Labels = Sequence[tuple[float, str]]
+
+
+def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
+    """A drawing in a plot of WIDE x HIGH, with labels at shares of its height and width."""
+    y_labels = "".join(f'<span style="bottom:{100 * y:.2f}%">{label}</span>' for y, label in ys)
     x_labels = "".join(
-        f'<span style="left:{p}%"{" class=odd" if p % 20 else ""}>{p} %</span>'
-        for p in range(0, 101, 10)
+        f'<span style="left:{100 * x:.2f}%"{" class=odd" if i % 2 else ""}>{label}</span>'
+        for i, (x, label) in enumerate(xs)
     )
     return (
         f'<div class="chart"><div class="y">{y_labels}</div>'
         f'<div class="plot"><svg viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(described)}">{"".join(parts)}</svg><div class="cursor"></div></div>'
-        f'<div class="x">{x_labels}</div>'
-        f'<div class="axis">capacity, of {experts:,} experts</div></div>'
+        f' aria-label="{escape(described)}">{drawn}</svg><div class="cursor"></div></div>'
+        f'<div class="x">{x_labels}</div><div class="axis">{axis}</div></div>'
     )
-
-
-class Bar(NamedTuple):
-    """A cell's time, and its 95th percentile, in seconds. `style` is the number of its colour."""
-
-    name: str
-    group: str
-    seconds: float
-    p95: float
-    label: str
-    style: int
-    pale: bool
-
-
-def bars(drawn: Sequence[Bar]) -> str:
-    """A bar each, under the names of their groups, on one scale from nought."""
-    longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
-    parts, group = [], None
-    for bar in drawn:
-        if bar.group != group:
-            group = bar.group
-            parts.append(f'<div class="group">{escape(group)}</div>')
-        pale = " class=pale" if bar.pale else ""
-        parts.append(
-            f'<div>{escape(bar.name)}</div><div class="bar"><i{pale} style="width:'
-            f'{100 * bar.seconds / longest:.2f}%;background:var(--c{bar.style % COLOURS})"></i>'
-            f'<b style="left:{100 * bar.p95 / longest:.2f}%"></b></div>'
-            f'<div class="much">{escape(bar.label)}</div>'
-        )
-    return f'<div class="bars">{"".join(parts)}</div>'
 
 
 def level(count: int, mean: float) -> int:
@@ -133,8 +114,11 @@ def heat(counts: Sequence[Sequence[int]]) -> str:
     parts: dict[int, list[str]] = {}
     for y, row in enumerate(counts):
         mean = sum(row) / len(row)
-        for x, run, colour in _runs([level(count, mean) for count in row]):
+        x = 0
+        for colour, alike in groupby(level(count, mean) for count in row):
+            run = len(list(alike))
             parts.setdefault(colour, []).append(f"M{x} {y}h{run}v1h-{run}z")
+            x += run
     cells = "".join(
         f'<path style="fill:var(--h{colour})" d="{"".join(paths)}"/>'
         for colour, paths in sorted(parts.items())
@@ -155,15 +139,6 @@ def heat(counts: Sequence[Sequence[int]]) -> str:
         f' shape-rendering="crispEdges" role="img" aria-label="How often each expert was chosen">'
         f'{cells}</svg></div><div class="columns">{column_labels}</div></div></div>{_scale()}'
     )
-
-
-def _runs(levels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, length, level) of every run of equal levels."""
-    start = 0
-    for i in range(1, len(levels) + 1):
-        if i == len(levels) or levels[i] != levels[start]:
-            yield start, i - start, levels[start]
-            start = i
 
 
 def _labelled(count: int, most: int) -> range:

@@ -28,19 +28,13 @@ def hot(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
             raise UnknownName("task", task, sorted(set(trace.labels)))
         chosen = [r for r, label in enumerate(trace.labels) if label == task]
         part = trace.select(chosen)
-        pattern = _uses(part, 0, part.tokens) / part.tokens
+        pattern = part.uses() / part.tokens
         ids = [
             a + np.argsort(-pattern[a:b], kind="stable")[: max(1, round(share * (b - a)))]
             for a, b in pairwise(offsets)
         ]
         found[task] = Task(np.sort(np.concatenate(ids)), pattern)
     return Pins(found, tuple(offsets))
-
-
-def _uses(trace: Trace, begin: int, end: int) -> Ints:
-    """How many of the tokens begin .. end used each expert, [P]."""
-    dense = trace.experts[begin:end].astype(np.int64) + trace.offsets[:-1, None]
-    return np.bincount(dense.reshape(-1), minlength=int(trace.offsets[-1]))
 
 
 def kept(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
@@ -52,14 +46,12 @@ def kept(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
     """
     if len(pins.tasks) == 1:
         return [(0, pins.first)]
-    firsts = np.searchsorted(trace.pass_starts, trace.request_starts)
     found = []
-    for request in range(trace.requests):
-        begin, end = int(firsts[request]), int(firsts[request + 1])
+    for begin, end in pairwise(trace.first_passes.tolist()):
         decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
         prompt = int(decodes[0]) if decodes.size else end - begin
         at = begin + prompt if prompt else min(begin + WINDOW, end)
-        counts = _uses(trace, int(trace.pass_starts[begin]), int(trace.pass_starts[at]))
+        counts = trace.uses(trace.pass_starts[begin], trace.pass_starts[at])
         step = int(np.searchsorted(stream.token, at))
         found.append((step, pins.tasks[pins.nearest(counts)].experts))
     return found

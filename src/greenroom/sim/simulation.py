@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
-from greenroom.config import options_checked, scope_of
+from greenroom.config import SimulateConfig, options_checked
 from greenroom.core.machine import Machine
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import OFF
-from greenroom.sim.foresight import tried
-from greenroom.sim.report import show_time, table_rows
-from greenroom.sim.study import Cell, Row, Study, capacities, names, stored_bytes
+from greenroom.sim.study import Cell, Row, capacities, names, predictors, study_of
 from greenroom.sim.sweep import sweep
-from greenroom.trace import ORDERS, Trace, load
-
-PINS = ("step", "none")
+from greenroom.sim.table import heading, html_table, table_of, text
+from greenroom.trace import Trace, load
 
 
 class Simulation(Sequence[Row]):
@@ -32,11 +28,7 @@ class Simulation(Sequence[Row]):
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
         """Of a trace, of which only the size is kept."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
-        self._title = (
-            f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
-            f" requests, {self._experts:,} experts in {trace.layers} layers, top-{trace.top_k};"
-            f" order {rows[0]['order']}, scope {rows[0]['scope']}, pin {rows[0]['pin']}"
-        )
+        self._heading = heading(trace, rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,51 +60,11 @@ class Simulation(Sequence[Row]):
         return found
 
     def __repr__(self) -> str:
-        header, *lines = self._cells()
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        left = sum(name in ("policy", "prefetch") for name in header)
-        text = [
-            "  ".join(
-                each.ljust(width) if number < left else each.rjust(width)
-                for number, (each, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in (header, *lines)
-        ]
-        return "\n".join([self._title, "", *text])
+        return text(self._heading, *table_of(self._rows, self._experts))
 
     def _repr_html_(self) -> str:
         """For a notebook."""
-        return (
-            f"<table><caption>{escape(self._title)}</caption>{table_rows(*self._cells())}</table>"
-        )
-
-    def _cells(self) -> list[list[str]]:
-        """The table as text, its header first."""
-        lines = [self._line(row) for row in self._rows]
-        if all(line["prefetch"] == OFF for line in lines):
-            for line in lines:
-                del line["prefetch"]
-        return [list(lines[0]), *(list(line.values()) for line in lines)]
-
-    def _line(self, row: Row) -> dict[str, str]:
-        line = {
-            "policy": row["policy"],
-            "prefetch": row.get("prefetch", OFF),
-            "capacity": f"{row['capacity']:,}",
-            "share": f"{row['capacity'] / self._experts:.1%}",
-            "requests": f"{row['requests']:,}",
-            "misses": f"{row['misses']:,}",
-            "miss ratio": f"{row['miss_ratio']:.2%}",
-        }
-        if "seconds" in row:
-            rate = row["tokens_per_s"]
-            line |= {"TTFT": _seconds(row["ttft_s"]), "TPOT": _seconds(row["tpot_s"])}
-            line["tokens/s"] = "-" if rate is None else f"{rate:.3g}"
-        return line
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else show_time(value)
+        return html_table(*table_of(self._rows, self._experts), caption=self._heading)
 
 
 @options_checked
@@ -160,84 +112,36 @@ def simulate(
     processes: a script that has them needs `if __name__ == "__main__"`.
     """
     data = trace if isinstance(trace, Trace) else load(Path(trace))
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1 token, got {limit}")
-    data = data if limit is None else data.head(limit)
-    order = order or ("natural" if machine is None else "runtime")
-    _check(order, pin, machine is not None, prefetch, workers)
-    cells = _cells(data, policy, capacity, prefetch, pin, seed)
-    timing = _timing(data, machine, expert_bytes, dense_bytes)
-    study = Study.of(data, order, scope=scope_of(scope), seed=seed, reset=reset, **timing)
-    return Simulation(data, sweep(study, cells, workers=workers))
-
-
-def _cells(
-    trace: Trace,
-    policy: str | Sequence[str],
-    capacity: str | int | Sequence[str | int],
-    prefetch: str | Sequence[str],
-    pin: str,
-    seed: int,
-) -> list[Cell]:
-    """Every policy with every predictor at every capacity; each name is tried on the trace."""
-    policies = _listed("policy", policy)
-    for name in policies:
-        named_policy(name)
-    slots = [
-        size
-        for each in ([capacity] if isinstance(capacity, str | int) else capacity)
-        for size in capacities(str(each), int(trace.offsets[-1]))
-    ]
-    if not slots:
-        raise UsageError("capacity is an empty list: give slots as 64, or a share as 25%")
-    predictors = tried(trace, _listed("prefetch", prefetch), seed)
-    return [Cell(p, size, pin, ahead) for p in policies for ahead in predictors for size in slots]
-
-
-def _listed(what: str, given: str | Sequence[str]) -> list[str]:
-    """Names, given as `a,b` or as a list."""
-    found = names(given) if isinstance(given, str) else list(given)
-    if not found:
-        raise UsageError(f"{what} is an empty list: give a name")
-    return list(dict.fromkeys(found))
-
-
-def _check(
-    order: str, pin: str, timed: bool, prefetch: str | Sequence[str], workers: int | None
-) -> None:
-    if order not in ORDERS:
-        raise UnknownName("order", order, ORDERS)
-    if pin not in PINS:
-        raise UnknownName("pin", pin, PINS)
-    if timed and order != "runtime":
-        raise UsageError("a machine times real passes: leave out order, or give order='runtime'")
-    if not timed and prefetch != OFF:
-        raise UsageError("prefetching is a matter of time: give a machine too")
+    config = SimulateConfig(
+        policy=_joined("policy", policy), capacity=_joined("capacity", capacity), order=order,
+        scope=scope, pin=pin, seed=seed, limit=limit, reset=reset,
+        machine=None if machine is None else str(machine),
+        prefetch=None if prefetch == OFF else _joined("prefetch", prefetch),
+        expert_bytes=None if expert_bytes is None else str(expert_bytes),
+        dense_bytes=None if dense_bytes is None else str(dense_bytes),
+    )  # fmt: skip
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, got {workers}")
+    if machine is not None and not isinstance(machine, Machine):
+        machine = Machine.load(Path(machine))
+    return _simulate(data if limit is None else data.head(limit), config, machine, workers)
 
 
-def _timing(
-    trace: Trace,
-    machine: str | os.PathLike[str] | Machine | None,
-    expert_bytes: int | None,
-    dense_bytes: int | None,
-) -> dict[str, Any]:
-    """An expert's size and what everything costs, as options of a study; none without a machine."""
-    if machine is None:
-        if expert_bytes is not None or dense_bytes is not None:
-            raise UsageError("expert_bytes and dense_bytes are of use with a machine only")
-        return {}
-    found = machine if isinstance(machine, Machine) else Machine.load(Path(machine))
-    expert = _nbytes(trace, "expert_bytes", expert_bytes)
-    if not expert:
-        raise UsageError("the trace does not say how large an expert is: give expert_bytes")
-    costs = found.costs(expert, _nbytes(trace, "dense_bytes", dense_bytes))
-    return {"costs": costs, "expert_bytes": expert}
+def _simulate(
+    trace: Trace, config: SimulateConfig, machine: Machine | None, workers: int | None
+) -> Simulation:
+    policies = list(dict.fromkeys(names(config.policy or "")))
+    for name in policies:
+        named_policy(name)
+    slots, ahead = capacities(config.capacity, int(trace.offsets[-1])), predictors(config, trace)
+    cells = [
+        Cell(name, size, config.pin, each) for name in policies for each in ahead for size in slots
+    ]
+    return Simulation(trace, sweep(study_of(config, trace, machine), cells, workers=workers))
 
 
-def _nbytes(trace: Trace, name: str, given: int | None) -> int:
-    """A size as it was given, else as the trace has it, else 0."""
-    if given is not None and given < 0:
-        raise UsageError(f"{name} must be a number of bytes, got {given}")
-    return stored_bytes(trace, name) if given is None else given
+def _joined(what: str, given: str | int | Sequence[str | int]) -> str:
+    """One value or several, as the command line has them."""
+    if not isinstance(given, str | int) and not given:
+        raise UsageError(f"{what} is an empty list: give at least one")
+    return str(given) if isinstance(given, str | int) else ",".join(map(str, given))

@@ -12,16 +12,26 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
+from greenroom.config import (
+    PINS,
+    Amount,
+    BudgetsConfig,
+    SimulateConfig,
+    scope_of,
+    split_of,
+)
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.scope import name_of
 from greenroom.core.cost import Costs
+from greenroom.core.homes import homes
+from greenroom.core.machine import Machine
 from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.sim.event_driven import EventOptions, simulate_events
+from greenroom.sim.foresight import tried
+from greenroom.sim.lesser import check_weights
 from greenroom.sim.pinned import kept
 from greenroom.sim.replay import Replayed, replay
 from greenroom.sim.timed import Times, times
@@ -149,22 +159,91 @@ def names(text: str) -> list[str]:
     return found
 
 
-def stored_bytes(trace: Trace, name: str) -> int:
-    """A size that the trace's meta has, else 0."""
-    found = trace.meta.get(name)
-    return int(found) if isinstance(found, int | float) and found > 0 else 0
-
-
-def counts(trace: Trace) -> list[list[int]]:
-    """[layer][expert]: tokens that chose it."""
-    return [
-        np.bincount(trace.experts[:, layer].reshape(-1), minlength=int(experts)).tolist()
-        for layer, experts in enumerate(trace.experts_per_layer)
-    ]
-
-
 def grid(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
     """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     points = {int(share * experts) for share in shares} | set(asked)
     yield from sorted(point for point in points if point >= least)
+
+
+def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> Study:
+    """What all cells of a simulation share. UsageError for options that this trace or machine
+    cannot have."""
+    if config.approximation() is not None:
+        check_weights(trace)
+    pins = None if config.pin in PINS else Pins.load(config.pin, trace.offsets.tolist())
+    return Study.of(
+        trace, config.replayed, scope=scope_of(config.scope), seed=config.seed, reset=config.reset,
+        ahead=config.ahead, pins=pins, split=split_of(config.split), config=config,
+        nested=config.nested, **timing(config, trace, machine),
+    )  # fmt: skip
+
+
+def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
+    """The predictors that were asked for, each tried on the trace before anything takes long."""
+    return tried(trace, names(config.prefetch or OFF), config.seed)
+
+
+def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dict[str, Any]:
+    """The costs of this trace's model on a machine; nothing without one."""
+    if machine is None:
+        return {}
+    costs, expert = costs_of(config, trace, machine, processor=config.processor, store=config.store)
+    homes(trace.offsets.tolist(), config.devices)  # or UsageError
+    check_host(config, costs)
+    return {
+        "costs": costs,
+        "expert_bytes": expert,
+        "host": host_slots(config, trace, costs),
+        "devices": config.devices,
+    }
+
+
+def costs_of(
+    config: SimulateConfig | BudgetsConfig, trace: Trace, machine: Machine, **places: str | None
+) -> tuple[Costs, int]:
+    """(what a machine takes, an expert's bytes); UsageError where nobody says how large an expert
+    is."""
+    expert = nbytes(config.expert_bytes, trace, "expert_bytes")
+    if not expert:
+        raise UsageError(
+            "the trace does not say how large an expert is: give --expert-bytes, such as 12MiB"
+        )
+    dense = nbytes(config.dense_bytes, trace, "dense_bytes")
+    return machine.costs(expert, dense, **places), expert
+
+
+def check_host(config: SimulateConfig, costs: Costs) -> None:
+    """UsageError where misses shall be computed where they wait, and nobody could."""
+    if not config.uses_host():
+        return
+    if config.host_capacity is None:
+        raise UsageError("--co-compute auto computes what host memory keeps: give --host-capacity")
+    if costs.host is None:
+        raise UsageError(
+            "--co-compute auto needs two processors, one beside host memory and --processor behind"
+            " it: this machine's profile has none there"
+        )
+
+
+def host_slots(config: SimulateConfig, trace: Trace, costs: Costs) -> int:
+    """Slots of the tier between two links; UsageError where there are not two."""
+    if config.host_capacity is None:
+        return 0
+    if len(costs.links) != 2:
+        raise UsageError(
+            "--host-capacity is of memory between two links, disk to host to device: this way to"
+            f" the processor has {len(costs.links)}"
+        )
+    slots = capacities(config.host_capacity, int(trace.offsets[-1]))
+    if len(slots) != 1:
+        raise UsageError(f"--host-capacity is one number, got {config.host_capacity}")
+    return slots[0]
+
+
+def nbytes(given: str | None, trace: Trace, name: str) -> int:
+    """A size from the option, which was checked, else from the trace's meta, else 0."""
+    if given is not None:
+        return 0 if given.strip() == "0" else Amount.parse(given, name).of(0)
+    found = trace.meta.get(name)
+    return int(found) if isinstance(found, int | float) and found > 0 else 0

@@ -11,12 +11,11 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import (
-    FIRST_COMPLETED,
     Executor,
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
-    wait,
+    as_completed,
 )
 from multiprocessing import active_children, get_context
 
@@ -65,11 +64,9 @@ def sweep(
                 else:
                     waiting[pools[0].submit(study.run, cell)] = i
         rows: dict[int, Row] = {}
-        while waiting:
-            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in ended:
-                rows[waiting.pop(future)] = future.result()
-                done()
+        for future in as_completed(waiting):
+            rows[waiting[future]] = future.result()
+            done()
     except Exception:
         _shut(pools)
         raise

@@ -106,10 +106,9 @@ def times(
 
 def by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
     """(TTFT of each request, time of each decode pass after it), from the time of each pass [P]."""
-    firsts = np.searchsorted(trace.pass_starts, trace.request_starts)
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
-    for request, (begin, end) in enumerate(pairwise(firsts.tolist())):
+    for request, (begin, end) in enumerate(pairwise(trace.first_passes.tolist())):
         decodes = np.flatnonzero(~trace.pass_prefill[begin:end])
         prompt = max(1, int(decodes[0])) if decodes.size else end - begin
         ttft[request] = passes[begin : begin + prompt].sum()

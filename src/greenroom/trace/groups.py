@@ -8,6 +8,7 @@ requests of different length can be alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,7 @@ _ROUNDS = 30  # of Lloyd's algorithm; it ends earlier where nothing moves
 
 def activation_matrices(trace: Trace) -> NDArray[np.int64]:
     """[requests, experts of all layers] how many tokens of a request used each expert."""
-    total = int(trace.offsets[-1])
-    counts = np.empty((trace.requests, total), np.int64)
-    for r in range(trace.requests):
-        begin, end = trace.request_starts[r : r + 2]
-        dense = trace.experts[begin:end] + trace.offsets[:-1, None]
-        counts[r] = np.bincount(dense.ravel(), minlength=total)
-    return counts
+    return np.stack([trace.uses(*each) for each in pairwise(trace.request_starts)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Compiled loops of the locality metrics: each goes over the tokens once."""
+"""Compiled loops over requests: depths in the stacks of LRU and OPT, and windows of tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,44 @@ Ints = NDArray[np.int64]
 
 
 @jit
-def reuse(ids: NDArray[Any], experts: int, distances: Ints, gaps: Ints) -> None:
-    """Reuse of one layer's experts; `ids` [tokens, top_k].
+def stack_depths(pieces: NDArray[Any], group_of: Ints, following: NDArray[Any]) -> Ints:
+    """The depth of each request in its group's stack, [N]: the fewest slots with which it is a hit;
+    0 for the first one of a piece. `group_of` [P] is each piece's group.
 
-    `distances` [experts + 1] counts, for each use, the distinct other experts used since the last
-    use of the same one (a token's experts come in the order stored); the last entry counts first
-    uses. `gaps` [longest + 1] counts the tokens since the last use; longer ones go to the last.
+    A stack holds a number for each piece: the index of its next request where `following` [N] says
+    it (OPT), else one that falls with the index of its last request (LRU). The piece requested goes
+    to the top; on the way down to where it was, of two pieces that with the smaller number stays
+    and the other moves on.
     """
-    stack = np.empty(experts, np.int64)  # the last used first
-    last = np.full(experts, -1, np.int64)
-    held = 0
-    for token in range(ids.shape[0]):
-        for expert in ids[token]:
-            if last[expert] < 0:
-                distances[experts] += 1
-                depth = held
-                held += 1
+    count, future = group_of.size, following.size > 0
+    found = np.zeros(pieces.size, np.int64)
+    groups = group_of.max() + 1
+    first, size = np.zeros(groups + 1, np.int64), np.zeros(groups, np.int64)
+    for group in group_of:
+        first[group + 1] += 1
+    first = first.cumsum()
+    stack, last = np.empty(count, np.int64), np.full(count, -1, np.int64)
+    for i in range(pieces.size):
+        piece = pieces[i]
+        group = group_of[piece]
+        wanted, moving = -1 - last[piece], -1 - i
+        last[piece] = i
+        if future:
+            wanted, moving = i, following[i]
+        top, held, depth = first[group], size[group], 0
+        while depth < held and (depth == 0 or moving != wanted):
+            here = stack[top + depth]
+            if depth == 0 or here == wanted:
+                stack[top + depth], moving = moving, here
             else:
-                depth = 0
-                while stack[depth] != expert:
-                    depth += 1
-                distances[depth] += 1
-                gaps[min(token - last[expert], gaps.size - 1)] += 1
-            for i in range(depth, 0, -1):
-                stack[i] = stack[i - 1]
-            stack[0] = expert
-            last[expert] = token
+                stack[top + depth], moving = min(here, moving), max(here, moving)
+            depth += 1
+        if depth > 0 and moving == wanted:
+            found[i] = depth
+        else:
+            stack[top + held] = moving
+            size[group] += 1
+    return found
 
 
 @jit

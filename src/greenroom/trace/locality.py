@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from greenroom.errors import UsageError
 from greenroom.trace import kernels
+from greenroom.trace.orders import stream
 from greenroom.trace.tensors import named
 from greenroom.trace.trace import Trace
 
@@ -57,10 +58,7 @@ def uniform_overlap(trace: Trace) -> float:
 
 def popularity(trace: Trace) -> list[NDArray[np.int64]]:
     """For each layer [experts] how often each expert was used."""
-    return [
-        np.bincount(trace.experts[:, layer].ravel(), minlength=int(experts))
-        for layer, experts in enumerate(trace.experts_per_layer)
-    ]
+    return np.split(trace.uses(), trace.offsets[1:-1])
 
 
 def skew(trace: Trace) -> list[Floats]:
@@ -78,13 +76,19 @@ def reuse(trace: Trace) -> Reuse:
     last use of the same one; the last entry counts first uses. An LRU cache of c slots a layer hits
     those below c. gaps [LONGEST_GAP + 1]: by tokens since the last use.
     """
-    sizes = trace.experts_per_layer.tolist()
-    distances = [np.zeros(experts + 1, np.int64) for experts in sizes]
-    gaps = [np.zeros(LONGEST_GAP + 1, np.int64) for _ in sizes]
-    for layer, experts in enumerate(sizes):
-        ids = np.ascontiguousarray(trace.experts[:, layer])
-        kernels.reuse(ids, experts, distances[layer], gaps[layer])
-    return distances, gaps
+    layer_of = np.repeat(np.arange(trace.layers), trace.experts_per_layer)
+    requests = stream(trace, "natural").pieces
+    depths = kernels.stack_depths(requests, layer_of, np.empty(0, requests.dtype))
+    found: Reuse = [], []
+    for layer, experts in enumerate(trace.experts_per_layer.tolist()):
+        depth = depths.reshape(trace.experts.shape)[:, layer].ravel()
+        found[0].append(np.roll(np.bincount(depth, minlength=experts + 1), -1))
+        ids = trace.experts[:, layer].ravel()
+        order = np.argsort(ids, kind="stable")
+        again = ids[order][1:] == ids[order][:-1]
+        gaps = np.minimum(np.diff(order // trace.top_k)[again], LONGEST_GAP)
+        found[1].append(np.bincount(gaps, minlength=LONGEST_GAP + 1))
+    return found
 
 
 def median(counts: NDArray[np.int64]) -> float:

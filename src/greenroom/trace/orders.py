@@ -43,8 +43,9 @@ def _by_token(trace: Trace, in_rounds: bool) -> Stream:
         layer, size = np.tile(layer, size), 1
         pieces, weights = pieces.transpose(0, 2, 1), weights.transpose(0, 2, 1)
     tokens, steps = trace.tokens, layer.size
-    request = np.repeat(np.arange(trace.requests, dtype=np.int32), np.diff(trace.request_starts))
-    prefill = np.repeat(trace.pass_prefill, np.diff(trace.pass_starts))
+    lengths = np.diff(trace.pass_starts)
+    request = np.repeat(trace.pass_requests.astype(np.int32), lengths)
+    prefill = np.repeat(trace.pass_prefill, lengths)
     return Stream(
         pieces=pieces.ravel(),
         starts=np.arange(0, pieces.size + 1, size, dtype=np.int64),
@@ -63,14 +64,13 @@ def _runtime(trace: Trace) -> Stream:
     size = max(1, _BINS // int(trace.offsets[-1]))  # passes that are counted together
     parts = [_count(trace, at, min(at + size, passes)) for at in range(0, passes, size)]
     pieces, counts, rows, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
-    request = np.searchsorted(trace.request_starts, trace.pass_starts[:-1], side="right") - 1
     return Stream(
         pieces=pieces,
         starts=starts_of(counts),
         now=np.arange(passes * layers, dtype=np.int64),
         layer=np.tile(np.arange(layers, dtype=np.int32), passes),
         token=np.repeat(np.arange(passes, dtype=np.int64), layers),
-        request=np.repeat(request.astype(np.int32), layers),
+        request=np.repeat(trace.pass_requests.astype(np.int32), layers),
         prefill=np.repeat(trace.pass_prefill, layers),
         rows=rows,
         weights=weights,

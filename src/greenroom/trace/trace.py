@@ -86,6 +86,24 @@ class Trace:
         """[layers + 1]: the dense id of an expert is `offsets[layer] + expert`."""
         return starts_of(self.experts_per_layer)
 
+    @cached_property
+    def first_passes(self) -> Ints:
+        """[R + 1]: the first pass of each request, then the number of passes."""
+        return np.searchsorted(self.pass_starts, self.request_starts)
+
+    @cached_property
+    def pass_requests(self) -> Ints:
+        """[P]: the request of each pass."""
+        return np.repeat(np.arange(self.requests), np.diff(self.first_passes))
+
+    def uses(self, begin: int = 0, end: int | None = None) -> Ints:
+        """[experts of all layers] how many of the tokens begin .. end used each expert."""
+        part = self.experts[begin:end]
+        return np.concatenate([
+            np.bincount(part[:, layer].ravel(), minlength=int(experts))
+            for layer, experts in enumerate(self.experts_per_layer)
+        ])  # fmt: skip
+
     def select(self, requests: Sequence[int] | NDArray[np.integer[Any]]) -> Trace:
         """These requests, in this order."""
         chosen = np.asarray(requests, np.int64).reshape(-1)
@@ -93,9 +111,8 @@ class Trace:
             raise TraceError("a trace needs at least one request: none was selected")
         if chosen.min() < 0 or chosen.max() >= self.requests:
             raise TraceError(f"there are {self.requests} requests, counted from 0")
-        first_pass = np.searchsorted(self.pass_starts, self.request_starts)
         tokens = _ranges(self.request_starts, chosen)
-        passes = _ranges(first_pass, chosen)
+        passes = _ranges(self.first_passes, chosen)
         return replace(
             self,
             **self._rows(tokens),

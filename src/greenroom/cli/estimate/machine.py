@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from greenroom.cli.terminal.files import check_target, write_whole
 from greenroom.cli.terminal.progress import Progress, quiet
@@ -21,10 +21,16 @@ def default_profile() -> Path:
     return Path(cache) / "greenroom" / "machine.json"
 
 
-def profile(source: str) -> Machine:
+@overload
+def profile(source: str) -> Machine: ...
+@overload
+def profile(source: None) -> None: ...
+def profile(source: str | None) -> Machine | None:
     """The profile in a file; auto is this machine's. ProfileError."""
     from greenroom.core.machine import Machine
 
+    if source is None:
+        return None
     return Machine.load(default_profile() if source == "auto" else source)
 
 

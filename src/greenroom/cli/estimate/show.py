@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.terminal.files import columns
 from greenroom.config import show_bytes, write_bytes
+from greenroom.sim.table import columns, show_time
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
+    from greenroom.plan.estimate import Estimate
     from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
-    from greenroom.plan.planner import Plan, Point
+    from greenroom.plan.planner import Plan
 
 
 def facts_of(
@@ -50,19 +51,13 @@ def facts_of(
 def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
     """For people. `beside` are options of the run that are no settings."""
     from greenroom.plan.page import said
-    from greenroom.plan.words import limits
-    from greenroom.sim.report import show_time
+    from greenroom.plan.words import COMPARED, compared_line, limits
 
     best = found.best
     lines = [f"{name}: {value}" for name, value in facts]
-    rows = [
-        (e.setting.flags(), show_time(e.tpot), f"{show_time(e.low)} to {show_time(e.high)}",
-         f"{e.miss_ratio:.1%}", show_bytes(e.token_bytes))
-        for e in found.compared
-    ]  # fmt: skip
     lines += [
         "",
-        columns(("settings", "TPOT", "range", "miss ratio", "read a token"), rows),
+        columns(COMPARED, list(map(compared_line, found.compared))),
         "",
         shown_curve(found.curve),
         "",
@@ -83,7 +78,7 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
     return "\n".join(lines)
 
 
-def shown_curve(points: Sequence[Point]) -> str:
+def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory, a line a budget."""
     from greenroom.plan.words import HEADER, line_of
 
@@ -101,12 +96,12 @@ def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str,
         "best": found.best.as_json(),
         "sure": found.sure,
         "compared": [estimate.as_json() for estimate in found.compared],
-        "curve": [{"memory": p.memory, **p.estimate.as_json()} for p in found.curve],
+        "curve": [{"memory": p.memory, **p.as_json()} for p in found.curve],
         "target": None if target is None else {
             "tpot_s": target.seconds,
             "memory": None if target.least is None else target.least.memory,
             "blocked": target.blocked,
-            "nearest_tpot_s": target.nearest.estimate.tpot,
+            "nearest_tpot_s": target.nearest.tpot,
             "nearest_memory": target.nearest.memory,
         },
     }  # fmt: skip

@@ -12,8 +12,9 @@ import numpy as np
 from greenroom.config import SimulateConfig
 from greenroom.core.cache.scope import name_of
 from greenroom.sim.curves import opt_curve
-from greenroom.sim.report import Report
-from greenroom.sim.study import Cell, Row, Study, counts, grid
+from greenroom.sim.report import report
+from greenroom.sim.study import Cell, Row, Study, grid
+from greenroom.trace.locality import popularity
 
 Go = Callable[[Study, list[Cell]], list[Row]]
 
@@ -52,7 +53,7 @@ def page(
     }
     settings |= {"seed": study.seed} if study.seed else {}
     settings |= {"reset": "per request"} if study.reset else {}
-    return Report(
+    return report(
         title=str(trace.meta.get("model", source.name)),
         facts=[
             ("trace", str(source)),
@@ -70,9 +71,9 @@ def page(
         tokens=trace.tokens,
         curves={known[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
         floor=floor(study, points),
-        counts=counts(trace),
+        counts=[each.tolist() for each in popularity(trace)],
         rows=rows,
-    ).html()
+    )
 
 
 def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:

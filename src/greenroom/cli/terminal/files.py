@@ -1,10 +1,10 @@
-"""Files that a command writes, and tables that it prints."""
+"""Files that a command writes."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import shlex
 from pathlib import Path
 
 from greenroom.errors import OutputError
@@ -30,6 +30,11 @@ def check_target(path: Path) -> None:
         raise OutputError(f"cannot write {path}: no permission in {path.parent}")
 
 
+def command_of(args: argparse.Namespace) -> str:
+    """The command that these arguments are of."""
+    return shlex.join(["greenroom", *map(str, args.words)])
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write beside, then rename: the name never has half a file. OutputError where it fails."""
     from greenroom.trace.container import beside
@@ -37,18 +42,3 @@ def write_whole(path: Path, text: str) -> None:
     check_target(path)
     with beside(path) as file:
         file.write(text.encode())
-
-
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table for a terminal: the first `left` columns to the left, the others to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def show(line: list[str]) -> str:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([show(lines[0]), "  ".join("-" * w for w in widths), *map(show, lines[1:])])

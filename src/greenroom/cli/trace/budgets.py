@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from greenroom.cli.estimate.machine import profile
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.study.timing import costs_of
 from greenroom.cli.terminal.files import add_out, check_target, write_whole
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import BUDGETS, BudgetsConfig
@@ -59,13 +59,14 @@ def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any
     """`slots` of each layer and, of moepic, `split`."""
     from greenroom.plan.budgets import METHODS as BY_TABLES
     from greenroom.plan.budgets import exposed_tables, miss_tables
+    from greenroom.sim.study import costs_of
     from greenroom.trace import stream
 
     requests = stream(trace, "runtime")
     if config.machine is None:
         tables = miss_tables(requests, trace.offsets)
     else:
-        costs, expert_bytes = costs_of(config, trace)
+        costs, expert_bytes = costs_of(config, trace, profile(config.machine))
         if config.method == "moepic":
             return moepic(config, trace, capacity, costs, expert_bytes)
         tables = exposed_tables(requests, trace.offsets, costs, expert_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +73,6 @@ def _numbers(option: str, text: str) -> list[int]:
 def _facts(trace: Trace) -> dict[str, Any]:
     """What is in a trace."""
     prefill = trace.pass_prefill
-    labels: dict[str, int] = {}
-    for label in trace.labels:
-        labels[label] = labels.get(label, 0) + 1
     lengths = trace.pass_starts[1:] - trace.pass_starts[:-1]
     sample = trace.gate_inputs
     return {
@@ -90,7 +88,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "token_ids": trace.token_ids is not None,
         "gate_inputs": 0 if sample is None else len(sample.tokens),
         "predictions": {name: made.distance for name, made in trace.predictions.items()},
-        "labels": labels,
+        "labels": dict(Counter(trace.labels)),
         "meta": trace.meta,
     }
 

@@ -42,9 +42,13 @@ class RecentRouting:
         self._tokens, self._earlier = 0, 0
         self._now: tuple[int, bool] | None = None  # request and kind of the pass that is noted
         self._rows: dict[int, Ids] = {}
-        for each in passes_of(history, self._sizes):
-            self._note(each)
-            self._earlier = each.request + 1
+        if (trace := trace_of(history, self._sizes)) is not None:
+            parts = np.split(trace.experts, trace.pass_starts[1:-1])
+            for each in zip(
+                parts, trace.pass_requests.tolist(), trace.pass_prefill.tolist(), strict=True
+            ):
+                self._note(Pass(*each))
+            self._earlier = trace.requests
 
     def begins(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins; the one before has ended."""
@@ -88,39 +92,20 @@ class RecentRouting:
             self._tokens -= len(self._passes.popleft().experts)
 
 
-def passes_of(history: RoutingHistory | None, sizes: Sequence[int]) -> list[Pass]:
-    """The passes that were noted, the oldest first; none where they are not those of a model whose
-    layers have so many experts."""
-    if history is None or NAME not in history.states:
-        return []
-    state = history.states[NAME]
-    try:
-        experts, lengths = np.asarray(state["experts"]), state["lengths"]
-        fits = experts.shape[1] == len(sizes) and (experts < np.array(sizes)[:, None]).all()
-        if not fits or int(lengths.sum()) != len(experts) or lengths.min() < 1:
-            return []
-        parts = np.split(experts, np.cumsum(lengths)[:-1])
-        kinds = zip(parts, state["requests"].tolist(), state["prompts"].tolist(), strict=True)
-        return [Pass(part, int(request), bool(prompt)) for part, request, prompt in kinds]
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
-        return []
-
-
 def trace_of(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
-    """The passes that were noted as a recording of a model whose layers have so many experts."""
-    if not (passes := passes_of(history, sizes)):
-        return None
-    requests = np.array([each.request for each in passes])
-    first = np.flatnonzero(np.append(True, requests[1:] != requests[:-1]))
-    starts = starts_of(np.array([len(each.experts) for each in passes], np.int64))
+    """The passes that were noted as a recording of a model whose layers have so many experts; None
+    where there are none, or those of another model."""
+    state = history.states.get(NAME, {}) if history is not None else {}
     try:
+        starts = starts_of(state["lengths"])
+        begins = np.diff(state["requests"], prepend=-1) != 0
         return Trace(
-            np.concatenate([each.experts for each in passes]),
+            np.asarray(state["experts"]),
             np.array(sizes, np.int64),
-            np.append(starts[first], starts[-1]),
+            np.append(starts[:-1][begins], starts[-1]),
             starts,
-            np.array([each.prompt for each in passes], np.bool_),
-            ("",) * len(first),
+            state["prompts"].astype(np.bool_),
+            ("",) * int(begins.sum()),
         )
-    except TraceError:  # a token that names an expert twice, say
+    except (TraceError, KeyError, IndexError, ValueError, TypeError, AttributeError):
         return None

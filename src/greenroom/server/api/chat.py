@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue, ToolCall
 from greenroom.server.api.shared.chunks import Chunks
@@ -23,28 +23,21 @@ from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.params import (
     Choice,
+    Completing,
+    Conversing,
     Function,
     FunctionType,
     Name,
-    OpenAI,
-    Sampled,
-    Stop,
-    StreamOptions,
     Strict,
     Text,
     Tokens,
     Tools,
     Turns,
     choice_of,
-    choice_schema,
 )
 from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 
-NAMED = ("function", "name")
-ToolChoice = Annotated[
-    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
-]
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -135,33 +128,33 @@ class Tool(FunctionType):
     function: Function
 
 
-class ChatRequest(OpenAI, Sampled):
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(FunctionType):
+    """A function, as chat completions name it."""
+
+    function: FunctionName
+
+
+class ChatRequest(Completing, Conversing):
     messages: Turns[Message]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Stop | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Annotated[Choice, choice_of(NamedTool)] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: EFFORTS | None = None
-    prompt_cache_key: str | None = None
     # Of these, only what they are without being sent:
-    store: Literal[False] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None
     prediction: None = None
     functions: None = None
     function_call: None = None
-    moderation: None = None
     web_search_options: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
@@ -169,10 +162,6 @@ class ChatRequest(OpenAI, Sampled):
             raise ValueError("max_tokens and max_completion_tokens are the same: send one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
-        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
-            raise ValueError("tool_choice needs tools")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

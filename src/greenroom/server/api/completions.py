@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.chunks import Chunks
@@ -17,12 +17,13 @@ from greenroom.server.engine.tokens.reader import Delta, End
 from greenroom.server.http.answers import Job
 from greenroom.server.http.endpoints import route
 from greenroom.server.http.errors import ApiError
-from greenroom.server.http.params import OpenAI, Sampled, Stop, StreamOptions
+from greenroom.server.http.params import Completing
 from greenroom.server.http.service import Service
 
 DEFAULT_TOKENS = 16  # OpenAI's
 MOST_PROMPTS = 128
-IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+SOME = Field(min_length=1)
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], SOME]
 
 
 def _prompts(value: Any) -> Any:
@@ -48,26 +49,16 @@ def _are_ids(value: list[Any]) -> bool:
 
 Prompts = Annotated[
     tuple[str | tuple[int, ...], ...],
-    BeforeValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                IDS,
-                {"type": "array", "items": IDS, "minItems": 1},
-            ]
-        }
+    BeforeValidator(
+        _prompts,
+        json_schema_input_type=str | Annotated[list[str], SOME] | Ids | Annotated[list[Ids], SOME],
     ),
 ]
 
 
-class CompletionRequest(OpenAI, Sampled):
+class CompletionRequest(Completing):
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = DEFAULT_TOKENS
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Stop | None = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -79,8 +70,6 @@ class CompletionRequest(OpenAI, Sampled):
             raise ValueError("best_of is not supported: leave it out, or send what n is")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1 without echo")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.chat import EFFORTS
@@ -26,18 +26,17 @@ from greenroom.server.http.errors import ApiError
 from greenroom.server.http.params import (
     CallId,
     Choice,
+    Conversing,
     Function,
     FunctionType,
     Name,
-    OpenAI,
-    Sampled,
+    NamedFunction,
     Strict,
     Tokens,
     Tools,
     Turns,
     by_type,
     choice_of,
-    choice_schema,
     tag,
     text_of,
     text_schema,
@@ -46,10 +45,6 @@ from greenroom.server.http.routes import new_id
 from greenroom.server.http.service import Service
 from greenroom.server.http.streams import event
 
-NAMED = ("name",)
-ToolChoice = Annotated[
-    Choice, PlainValidator(choice_of(NAMED)), WithJsonSchema(choice_schema(NAMED))
-]
 LOGPROBS = "message.output_text.logprobs"
 Status = Literal["in_progress", "completed", "incomplete"]
 _TEXT = ("input_text", "output_text", "text")
@@ -159,23 +154,19 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(OpenAI, Sampled):
+class ResponsesRequest(Conversing):
     input: Items
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Tools[ResponsesTool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Annotated[Choice, choice_of(NamedFunction)] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: (
         Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=1)] | None
     ) = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_cache_key: str | None = None
     stream_options: StreamOptions | None = None
     # Of these, only what they are without being sent:
-    store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
@@ -183,16 +174,11 @@ class ResponsesRequest(OpenAI, Sampled):
     context_management: None = None
     prompt: None = None
     max_tool_calls: None = None
-    moderation: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> ResponsesRequest:
         if self.top_logprobs is not None and not self.include:
             raise ValueError(f"top_logprobs needs include: ['{LOGPROBS}']")
-        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
-            raise ValueError("tool_choice needs tools")
         return self
 
     def job(self, dialogue: Dialogue) -> Job:

@@ -72,9 +72,7 @@ class Remote:
 
     def _body(self, messages: Messages) -> dict[str, Any]:
         chosen = self._sampling
-        options = {
-            name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k", "seed")
-        }
+        options = {name: getattr(chosen, name) for name in CHOSEN}
         options["max_tokens"] = chosen.max_new_tokens
         return {
             "model": self.model,

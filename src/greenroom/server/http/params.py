@@ -7,7 +7,7 @@ or a literal. Labels (who asks, and why) change no answer by their own definitio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,8 +15,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
+    TypeAdapter,
+    ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from greenroom.server.engine.requests import Sampling
@@ -48,16 +52,11 @@ def _strings(value: Any) -> Any:
     return tuple(strings)
 
 
+Filled = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     tuple[str, ...],
-    BeforeValidator(_strings),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
-            ]
-        }
+    BeforeValidator(
+        _strings, json_schema_input_type=Filled | Annotated[list[Filled], Field(max_length=16)]
     ),
 ]
 
@@ -159,37 +158,22 @@ class Choice:
         return self.kind in ("required", "named")
 
 
-def choice_of(inner: tuple[str, ...]) -> Any:
-    """A validator of OpenAI's tool_choice; a tool's name lies at these keys."""
+def choice_of(named: Any) -> PlainValidator:
+    """A validator of OpenAI's tool_choice; `named` is how an API names a function."""
+    form = Literal["auto", "none", "required"] | named
+    known: TypeAdapter[Any] = TypeAdapter(form)
 
     def chosen(value: Any) -> Choice:
-        if value in ("auto", "none", "required"):
-            return Choice(value)
-        if isinstance(value, dict) and value.get("type") == "function":
-            rest: Any = {key: part for key, part in value.items() if key != "type"}
-            for key in inner:
-                rest = rest[key] if isinstance(rest, dict) and set(rest) == {key} else None
-            if isinstance(rest, str):
-                return Choice("named", rest)
-        raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
-                         " form of this API")  # fmt: skip
+        try:
+            found = known.validate_python(value)
+        except ValidationError:
+            raise ValueError("tool_choice must be auto, none, required, or a function's name in the"
+                             " form of this API") from None  # fmt: skip
+        if isinstance(found, str):
+            return Choice(found)  # type: ignore[arg-type]
+        return Choice("named", getattr(found, "function", found).name)
 
-    return chosen
-
-
-def choice_schema(inner: tuple[str, ...]) -> dict[str, Any]:
-    """What `choice_of` takes, as JSON schema."""
-    named: dict[str, Any] = {"type": "string"}
-    for key in reversed(inner):
-        named = {
-            "type": "object",
-            "properties": {key: named},
-            "required": [key],
-            "additionalProperties": False,
-        }
-    named["properties"]["type"] = {"const": "function"}
-    named["required"] = ["type", *named["required"]]
-    return {"anyOf": [{"enum": ["auto", "none", "required"]}, named]}
+    return PlainValidator(chosen, json_schema_input_type=form)
 
 
 class StreamOptions(Strict):
@@ -217,8 +201,8 @@ class Sampled(Strict):
         return Sampling(**given)
 
 
-class OpenAI(Strict):
-    """What OpenAI's APIs share beside sampling."""
+class OpenAI(Sampled):
+    """What OpenAI's APIs share."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -226,6 +210,41 @@ class OpenAI(Strict):
     metadata: Labels | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+
+class Completing(OpenAI):
+    """What both completions share."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+
+class Conversing(OpenAI):
+    """What chat completions and responses share."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_key: str | None = None
+    # Of these, only what they are without being sent:
+    store: Literal[False] | None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+
+    @model_validator(mode="after")
+    def _calls(self) -> Self:
+        if self.tool_choice and self.tool_choice.kind != "none" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
 
 
 class Function(Strict):
@@ -248,6 +267,12 @@ class FunctionType(Strict):
     """The type of OpenAI's tools: the only one that there is."""
 
     type: Literal["function"]
+
+
+class NamedFunction(FunctionType):
+    """A function, as responses name it."""
+
+    name: str
 
 
 Items = TypeVar("Items")

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from greenroom.errors import UsageError
 from greenroom.server.http.service import Service
@@ -84,10 +83,10 @@ class Server(uvicorn.Server):
                 signal.signal(ended, each)
 
 
-def server(service: Service, app: ASGIApp | None = None) -> Server:
+def server(service: Service) -> Server:
     """A server that is not yet run."""
     config = uvicorn.Config(
-        app or create_app(service),
+        create_app(service),
         loop="asyncio",
         http=Connection,
         ws="none",

@@ -1,0 +1,120 @@
+"""Tables for people, as text and as HTML; the rows of a simulation as such a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from greenroom.trace import Trace
+
+LEFT = ("system", "policy", "prefetch")  # columns of names
+
+
+def show_time(seconds: float | None) -> str:
+    """12.3 ms, 4.56 s; "-" for a time that there is not."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table for a terminal: the first `left` columns to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def show(line: list[str]) -> str:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([show(lines[0]), "  ".join("-" * w for w in widths), *map(show, lines[1:])])
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """A table of a page."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    above = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table>{above}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def heading(trace: Trace, row: Mapping[str, Any]) -> str:
+    """What the rows of a simulation are of."""
+    return (
+        f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
+        f" requests, {int(trace.offsets[-1]):,} experts in {trace.layers} layers, top-{trace.top_k}"
+        f"\norder {row['order']}, scope {row['scope']}, pin {row['pin']}"
+    )
+
+
+def text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows of a simulation for a terminal, under their heading."""
+    return f"{above}\n\n{columns(header, rows, sum(title in LEFT for title in header))}"
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of the cells of a simulation, as `--json` prints them, over so many experts.
+    Columns that no cell has are left out."""
+    entries = [_entry(row, experts) for row in rows]
+    ahead = any("prefetches" in row for row in rows)
+    chosen = [
+        (title, name, show)
+        for title, name, show in COLUMNS
+        if any(entry.get(name) is not None for entry in entries) and (ahead or name != "prefetch")
+    ]
+    lines = [
+        ["-" if entry.get(name) is None else show(entry[name]) for _, name, show in chosen]
+        for entry in entries
+    ]
+    return [title for title, _, _ in chosen], lines
+
+
+def _entry(row: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """A cell with what is computed of its fields; prefetches end in shares of those that began."""
+    found = {**row, "size": f"{row['capacity']:,} ({row['capacity'] / experts:.0%})"}
+    if row.get("seconds"):
+        found["stalled"] = row["stall_s"] / row["seconds"]
+    for name in ("useful", "late", "wasted"):
+        if name in row:
+            found[name] = row[name] / row["prefetches"] if row["prefetches"] else None
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2%}"
+
+
+# A title, the field of a cell, and how it is shown.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    *((name, name, str) for name in LEFT),
+    ("capacity", "size", str),
+    ("requests", "requests", _number),
+    ("misses", "misses", _number),
+    ("miss ratio", "miss_ratio", _ratio),
+    ("above floor", "above_floor", "{:+.1%}".format),
+    ("TTFT", "ttft_s", show_time),
+    ("TPOT", "tpot_s", show_time),
+    ("TPOT p95", "tpot_p95_s", show_time),
+    ("tokens/s", "tokens_per_s", _number),
+    ("stalled", "stalled", _share),
+    ("accuracy", "accuracy", _share),
+    ("GOODPRED", "goodpred", _share),
+    ("prefetches", "prefetches", _number),
+    *((name, name, _share) for name in ("useful", "late", "wasted")),
+    ("inexact", "inexact_share", "{:.1%}".format),
+)
