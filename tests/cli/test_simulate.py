@@ -140,8 +140,9 @@ def test_prefetching_beside_the_run_without(cli: Run, answer: Path, machine: Pat
     assert oracle["misses"] < noisy["misses"] < plain["misses"]
     assert oracle["seconds"] < plain["seconds"]
     page = out.read_text()
-    for shown in ("<td>markov</td>", "GOODPRED", "100%", "--prefetch off,"):
+    for shown in ("Time of a token", "lru + markov", "GOODPRED", "100%", "--prefetch off,"):
         assert shown in page
+    assert page.count('<div class="bar">') == 4
     ran = cli("simulate", *asked)
     assert {"prefetch", "accuracy", "useful", "late", "wasted"} <= set(ran.out.split())
     assert [line.split()[:2] for line in ran.out.splitlines()[-4:]] == [

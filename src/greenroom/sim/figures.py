@@ -101,6 +101,36 @@ def plot(drawn: str, described: str, ys: Labels, xs: Labels, axis: str) -> str:
     )
 
 
+class Bar(NamedTuple):
+    """A cell's time, and its 95th percentile, in seconds. `style` is the number of its colour."""
+
+    name: str
+    group: str
+    seconds: float
+    p95: float
+    label: str
+    style: int
+    pale: bool
+
+
+def bars(drawn: Sequence[Bar]) -> str:
+    """A bar each, under the names of their groups, on one scale from nought."""
+    longest = max(max(bar.seconds, bar.p95) for bar in drawn) or 1.0
+    parts, group = [], None
+    for bar in drawn:
+        if bar.group != group:
+            group = bar.group
+            parts.append(f'<div class="group">{escape(group)}</div>')
+        pale = " class=pale" if bar.pale else ""
+        parts.append(
+            f'<div>{escape(bar.name)}</div><div class="bar"><i{pale} style="width:'
+            f'{100 * bar.seconds / longest:.2f}%;background:var(--c{bar.style % COLOURS})"></i>'
+            f'<b style="left:{100 * bar.p95 / longest:.2f}%"></b></div>'
+            f'<div class="much">{escape(bar.label)}</div>'
+        )
+    return f'<div class="bars">{"".join(parts)}</div>'
+
+
 def level(count: int, mean: float) -> int:
     """The colour of a cell: 0 never used, then by steps of SCALE times the layer's mean."""
     if count == 0:

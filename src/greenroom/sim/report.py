@@ -8,8 +8,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from greenroom.sim.figures import Curve, Points, chart, heat, keys
-from greenroom.sim.table import html_table, table_of
+from greenroom.sim.figures import Bar, Curve, Points, bars, chart, heat, keys
+from greenroom.sim.table import html_table, show_time, table_of
 
 FLOOR = "OPT, not pinned: the floor"
 AHEAD = (
@@ -39,7 +39,7 @@ def report(
     floor:  the same of OPT without pinning
     counts: [layer][expert], tokens that chose it
     rows:   the cells that were asked for, as `--json` prints them; those with prefetching are in
-            the table, and in no curve
+            the table and have their times drawn, and in no curve
     """
     ahead = any("prefetches" in row for row in rows)
     drawn = [Curve(name, points, i) for i, (name, points) in enumerate(curves.items())]
@@ -49,6 +49,7 @@ def report(
         card("Miss ratio by capacity", f"{setting}{', without prefetching' * ahead}."
              " Shaded: where no policy can come.",
              keys([*drawn, least]) + chart(drawn, least, experts)),
+        *_times(rows, list(curves), experts),
         card("Which experts are used", "One row a layer, one column an expert, by how many"
              " tokens chose it.", heat(counts)),
         card("Results", "The cells that were asked for. Above floor: misses beyond those of"
@@ -70,11 +71,66 @@ def report(
     about = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in facts[1:6])
     return document(
         f"{title}: expert caching",
-        f'<h1>{escape(title)}</h1><p class="about">{about}</p>{"".join(sections)}',
+        f'<h1>{escape(title)}</h1><p class="about">{about}</p>'
+        f"{_tiles(rows, dict(floor), experts)}{''.join(sections)}",
         '<div class="tip" role="status"></div>'
         f'<script type="application/json" id="data">{_json(data)}</script>'
         f"<script>\n{_asset('report.js')}</script>",
     )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """A cell's policy, and its predictor if it has one."""
+    return f"{row['policy']} + {row['prefetch']}" if "prefetches" in row else str(row["policy"])
+
+
+def _times(rows: Sequence[Mapping[str, Any]], policies: list[str], experts: int) -> list[str]:
+    """What a token takes in each cell, where prefetching is compared."""
+    timed = [row for row in rows if row.get("tpot_s") is not None]
+    if not timed or all("prefetches" not in row for row in rows):
+        return []
+    drawn = [
+        Bar(
+            _name(row),
+            f"{row['capacity'] / experts:.0%} ({row['capacity']:,} experts)",
+            row["tpot_s"],
+            row["tpot_p95_s"],
+            show_time(row["tpot_s"]),
+            policies.index(row["policy"]),
+            "prefetches" not in row,
+        )
+        for row in sorted(timed, key=lambda row: int(row["capacity"]))
+    ]
+    note = "TPOT by capacity: the median, and a line at the 95th percentile. Pale: no prefetching."
+    return [card("Time of a token", note, bars(drawn))]
+
+
+def _tiles(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float], experts: int) -> str:
+    """The best cell at the middle one of the capacities, and what is left to gain."""
+    asked = sorted({row["capacity"] for row in rows})
+    capacity = asked[(len(asked) - 1) // 2]
+    there = [row for row in rows if row["capacity"] == capacity]
+    at = f"at {capacity / experts:.0%} ({capacity:,} experts)"
+    tiles = [(f"{there[0]['requests']:,}", "requests")]
+    if any("prefetches" in row for row in rows):
+        quickest = min(there, key=lambda row: float(row["seconds"]))
+        tiles += [
+            (_name(quickest), f"least time {at}"),
+            (show_time(quickest["seconds"]), "its time there, of all requests"),
+            (f"{quickest['stall_s'] / (quickest['seconds'] or 1):.2%}", "of it stalled"),
+        ]
+    else:
+        able = [row for row in there if row["policy"] != "opt"]  # it knows the future
+        best = min(able or there, key=lambda row: float(row["miss_ratio"]))
+        tiles += [
+            (str(best["policy"]), f"fewest misses {at}"),
+            (f"{best['miss_ratio']:.2%}", "its miss ratio there"),
+            (f"{floor[capacity]:.2%}", "OPT's, the floor, there"),
+        ]
+    return '<div class="tiles">' + "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>'
+        for value, text in tiles
+    ) + "</div>"  # fmt: skip
 
 
 def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> list[dict[str, Any]]:
