@@ -15,7 +15,7 @@ from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.generation import replace_settings
-from greenroom.hf.load.budget import Budget, SlotBudget, least_of, with_host
+from greenroom.hf.load.budget import Budget, least_of, with_host
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import Workspace
 from greenroom.hf.memory.growth import Growth
@@ -25,7 +25,7 @@ from greenroom.policies import policy
 from greenroom.runtime.kernels import precompile as ahead
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.measure.bandwidth import host
-from greenroom.runtime.memory.system import give_back, rss_bytes, trim_heap
+from greenroom.runtime.memory.system import give_back, rss_bytes
 
 Progress = Callable[[float, str], None]
 
@@ -62,8 +62,8 @@ def attach(
         process = rss_bytes()
         if not budget.engines:
             greenroom.process_bytes = process - dense_bytes(model)
-        if budget.slots is not None:
-            greenroom.grow(_growth(model, description, budget, budget.slots, process))
+        if budget.growth is not None:
+            greenroom.grow(_loaded(model, budget, budget.growth, process))
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
@@ -75,29 +75,16 @@ def attach(
     return model
 
 
-def _growth(
-    model: Any, description: Description, budget: Budget, slots: SlotBudget, process: int
-) -> Growth:
+def _loaded(model: Any, budget: Budget, growth: Growth, process: int) -> Growth:
     """All that is there for good is there now: what is left of the budget becomes slots."""
-    setup, catalog, need = model.greenroom.parts, description.draft.catalog, slots.need
-    devices = max(1, len(budget.engines))
-    if slots.gpu is not None:
-        need = slots.gpu.after(need, setup.capacity // devices * catalog.slot_bytes)
+    setup, need, catalog = model.greenroom.parts, growth.need, growth.catalog
+    if budget.gpu is not None:
+        need = budget.gpu.after(setup.capacity // growth.devices * catalog.slot_bytes)
     else:
         _keep_process(setup, process - need.dense)
-        need = replace(need, process=process, dense=0).plus(slots.beside)
-    return Growth(
-        slots.nbytes,
-        need,
-        catalog,
-        description.keys_values,
-        Workspace.of(model, catalog),
-        context=description.context,
-        at_least=max(slots.least, least_of(setup)),
-        of=slots.gpu.OF if slots.gpu is not None else "",
-        devices=devices,
-        release=budget.engines[0].release if budget.engines else trim_heap,
-    )
+        need = replace(need, process=process + budget.beside, dense=0)
+    workspace, least = Workspace.of(model, catalog), max(growth.at_least, least_of(setup))
+    return replace(growth, need=need, workspace=workspace, at_least=least)
 
 
 def _keep_process(setup: ModelSetup, process: int) -> None:
