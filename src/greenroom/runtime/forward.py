@@ -112,7 +112,7 @@ def experts_onto(
     if binding.driver.resident:
         one = binding.of_one_token(top_k_index.shape[-1], top_k_weights.dtype)
         if one is not None:
-            ask = partial(binding.driver.at_once, binding.layer)
+            ask = partial(binding.driver.several, (binding.layer,))
             done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
             if done is not None:
                 return done

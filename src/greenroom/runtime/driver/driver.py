@@ -72,6 +72,7 @@ class Driver:
         self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.asked)
+        self.sizes = scheduler.capacity, scheduler.capacity  # the least and the most slots so far
         self.timeline: Timeline | None = None
         self.links, self._store, self._between = links, store, between
         self._orders = Orders()
@@ -230,29 +231,15 @@ class Driver:
         """Seconds that the host's processor has computed misses for."""
         return 0.0 if self._host is None else self._host.busy_s
 
-    def at_once(
-        self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
-    ) -> bool:
-        """A step without a decision: `find` (see `ResidentTables`), then `compute()`. False, and
-        nothing done, where it has to be a `step`."""
-        if self.timeline is not None:
-            return False
-        with self._one_step:
-            self._enter(wanted=True)
-            if not self._tables.step(layer, find):
-                return False
-            self._come_to(layer)
-            compute()
-            return True
-
     def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
-        """As `at_once` for consecutive layers, which `find` also computes, until one that has to be
-        a `step`. How many steps were done; None where nothing was."""
+        """Steps without a decision for consecutive layers: `find` (see `ResidentTables`) also
+        computes them, until one that has to be a `step`. How many steps were done; None where
+        nothing was."""
         if self.timeline is not None:
             return None
         with self._one_step:
             self._enter(wanted=True)
-            done = self._tables.steps(find)
+            done = self._tables.steps(layers[0], find)
             for layer in layers[: done or 0]:
                 self._come_to(layer)
             return done
@@ -275,6 +262,7 @@ class Driver:
             with self._changed:  # what is being prefetched lands first
                 while self.scheduler.capacity != capacity:
                     self._orders.wait()
+        self.sizes = min(self.sizes[0], capacity), max(self.sizes[1], capacity)
         self.predictions.resized()
 
     def _come_to(self, layer: int) -> None:
