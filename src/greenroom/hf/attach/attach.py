@@ -229,8 +229,8 @@ class Greenroom:
             policy=driver.scheduler.policy.name,
             kernels=self.bindings.described,
             capacity=self.capacity,
-            capacity_least=self.hooks.sizes[0],
-            capacity_most=self.hooks.sizes[1],
+            capacity_least=driver.sizes[0],
+            capacity_most=driver.sizes[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -258,7 +258,7 @@ class Greenroom:
     def reset_stats(self) -> None:
         """Count from here on; what is resident stays."""
         self._base = self._so_far()
-        self.hooks.size_from_here()
+        self.driver.sizes = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
     def _so_far(self) -> tuple[Counts, Meter, float, int, int]:
@@ -284,13 +284,12 @@ class Greenroom:
         self.driver.scheduler.view.check_capacity(slots)
         self.hooks.growth = None
         self.driver.resize(slots)
-        self.hooks.sized()
         return self.capacity
 
     def grow(self, growth: Growth) -> None:
         """Have as many slots as keys and values leave, from here on."""
         growth.bind(self.driver)
-        self.hooks.size_from_here()
+        self.driver.sizes = self.capacity, self.capacity
         self.hooks.growth = growth
 
     def detach(self) -> None:
