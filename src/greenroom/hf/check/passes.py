@@ -9,7 +9,7 @@ Of an encoder-decoder model the first ids go to the encoder, and the decoder beg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,13 @@ def start_token(model: PreTrainedModel) -> int:
         if token is not None:
             return int(token)
     return 0
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, parts: Iterable[Tensor]) -> Tensor:
+    """The logits [T, V] of one request, which is read in these parts, in host memory."""
+    passes = Passes(model)
+    return torch.cat([passes(part).cpu() for part in parts])
 
 
 class Passes:

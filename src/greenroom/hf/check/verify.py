@@ -10,7 +10,7 @@ type cannot hold them: one_layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.check.one_layer import LayerCheck, compare_layers, distance
-from greenroom.hf.check.passes import Passes, streamed
+from greenroom.hf.check.passes import Passes, logits_of, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
@@ -99,13 +99,13 @@ def verify(
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
     )
-    trial = _Trial(source, cache, config, prompt, tokens, say, verdict)
+    trial = _Trial(source, draft, config, prompt, tokens, say, verdict)
     if whole:
-        trial.against_the_whole(draft)
+        trial.against_the_whole()
     else:
         say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
-    trial.own_kernels(draft)
+    trial.own_kernels()
     return verdict
 
 
@@ -131,7 +131,7 @@ class _Trial:
     """The runs of one model; `config` is that of the kernels to be judged, with this cache."""
 
     source: str
-    cache: str | int
+    draft: Draft
     config: LoadConfig
     prompt: str
     tokens: int
@@ -152,24 +152,19 @@ class _Trial:
         """The prompt's, [1, T]."""
         return tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
 
-    def compared(
-        self, model: PreTrainedModel, passes: list[torch.Tensor], whole: bool = False
-    ) -> Iterator[LayerCheck]:
-        return compare_layers(self.source, self.config.dtype, model, passes, whole)
-
-    def against_the_whole(self, draft: Draft) -> None:
+    def against_the_whole(self) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
         with streamed(self.source, self.eager) as (model, tokenizer):
             ids = self.ids(tokenizer)
             ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
-                self.layers = list(self.compared(model, [ids]))
-        model = whole_model(draft)
+                self.layers = list(compare_layers(self.draft, model, [ids]))
+        model = whole_model(self.draft)
         self.reference = greedy(model, ids, self.tokens)
-        self.layers = self.layers or list(self.compared(model, [ids], whole=True))
-        if adapter_of(draft.model) is None:
-            compute_by("grouped_mm", *map(model.get_submodule, draft.catalog.layers))
-            logits = forced(model, ids, self.reference.tokens)
+        self.layers = self.layers or list(compare_layers(self.draft, model, [ids], whole=True))
+        if adapter_of(self.draft.model) is None:
+            compute_by("grouped_mm", *map(model.get_submodule, self.draft.catalog.layers))
+            logits = logits_of(model, parts_of(ids, self.reference.tokens))
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
@@ -192,20 +187,20 @@ class _Trial:
         with streamed(self.source, self.eager) as (model, tokenizer):
             ids = self.ids(tokenizer)
             follow = greedy(model, ids, min(self.tokens, 4)).tokens
-            passes = [ids, *(torch.tensor([[token]]) for token in follow)]
+            passes = [ids, *torch.tensor([follow]).split(1, 1)]
             name = f"eager kernels, {_slots(model)}"
-            for layer in self.compared(model, passes):
+            for layer in compare_layers(self.draft, model, passes):
                 equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
                 self.check(equal, layer.equal)
                 self.layers.append(layer)
         self.verdict.tokens_compared = ids.shape[1] + len(follow)
 
-    def own_kernels(self, draft: Draft) -> None:
+    def own_kernels(self) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
-        most = "100%" if self.verdict.whole else self.cache
+        most = "100%" if self.verdict.whole else self.config.cache
         first, expected = self._logits(replace(self.config, cache=most), judged=True)
         experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
-        for case in self._cases(draft, most):
+        for case in self._cases(most):
             logits, slots = self._logits(case)
             self.check(
                 f"{self.verdict.kernels} kernels, {slots}, {_how(case)}: the same bits as with"
@@ -213,18 +208,16 @@ class _Trial:
                 torch.equal(logits, first),
             )
 
-    def _cases(self, draft: Draft, reference: str | int) -> list[LoadConfig]:
+    def _cases(self, reference: Any) -> list[LoadConfig]:
         """The runs that are compared with a first one, of the reference's cache."""
-        case = partial(replace, self.config)
-        sizes = {
-            slots_for(each, draft.catalog): each
-            for each in ("50%", draft.catalog.slot_bytes, self.cache)
-        }
-        sizes.pop(slots_for(reference, draft.catalog), None)
+        case, catalog = partial(replace, self.config), self.draft.catalog
+        caches: tuple[Any, ...] = "50%", catalog.slot_bytes, self.config.cache
+        sizes = {slots_for(each, catalog): each for each in caches}
+        sizes.pop(slots_for(reference, catalog), None)
         cases = [case(cache=size) for size in sizes.values()]
         cases += [case(device="fake", readers=readers) for readers in (1, 4)]
         cases.append(case(prefetch="off"))
-        if any(layout.segments for layout in draft.catalog.layouts):
+        if any(layout.segments for layout in catalog.layouts):
             cases.append(case(cache="50%", split="0.25"))
             cases.append(case(cache="50%", device="fake", readers=4, split="0.5"))
         return cases
@@ -234,10 +227,10 @@ class _Trial:
         with streamed(self.source, config) as (model, tokenizer):
             ids = self.ids(tokenizer)
             self.verdict.kernels = model.greenroom.stats().kernels
-            follow = self.reference.tokens if self.reference else None
-            logits = (
-                forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
-            )
+            if self.reference is not None:
+                logits = logits_of(model, parts_of(ids, self.reference.tokens))
+            else:
+                logits = greedy(model, ids, self.tokens).logits
             if judged:
                 self._judge(model, logits)
             return logits, _slots(model)
@@ -278,8 +271,6 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
         rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
-@torch.inference_mode()
-def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """The logits along a given continuation, in the same passes as `greedy`."""
-    passes = Passes(model)
-    return torch.cat([passes(ids), *(passes(torch.tensor([[token]])) for token in tokens[:-1])])
+def parts_of(ids: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+    """What the passes of `greedy` read until they have found these tokens."""
+    return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]
