@@ -41,7 +41,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
     for piece, slot in ((2, 0), (11, 2)):
         for number, chunk in enumerate(chunks[piece]):
             action = StartChunk(0, piece, 0, number, 0, -1, True, slot)
-            slab.bring(action, chunk, store.read)
+            slab.bring(action, chunk, store.read, _staging())
             copies, data, start = slab.source(action, chunk)
             device.write(0, copies, data, start)
             direct.write(0, chunk.extent.copies, store.read(chunk, _staging()), chunk.start)
@@ -51,7 +51,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
                 assert bool((slots.tensor(at, layout[name]) == value).all())
     assert slab.slots.base % 64 == 0
     seated = StartChunk(0, 4, 0, 0, 0, seat=1)
-    slab.bring(seated, chunks[4][0], store.read)
+    slab.bring(seated, chunks[4][0], store.read, _staging())
     copies, data, start = slab.source(seated, chunks[4][0])
     assert (copies, data.size, start) == (chunks[4][0].extent.copies, chunks[4][0].length, 0)
     slab.close()

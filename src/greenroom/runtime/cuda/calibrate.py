@@ -44,7 +44,8 @@ def calibrate(
         slab.bytes(slot)[:] = 0
     nbytes = slab.stride
     run = Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
-    moved = shortest([lambda: slots.write(0, (run,), slab.bytes(0), 0)] * TRIES)
+    pool, slot = slots.at(0)
+    moved = shortest([lambda: pool.write(slot, (run,), slab.bytes(0), 0)] * TRIES)
     on_device, on_host = [], []
     for tokens in TOKENS:
         step = _step(both, layer, engine, tokens)

@@ -297,17 +297,20 @@ class Driver:
         match action:
             case StartChunk():
                 if action.begins and action.slot >= 0:
-                    self.slots.clear(action.slot)
+                    pool, number = self.slots.at(action.slot)
+                    pool.clear(number)
                 if action.joins >= 0:
+                    (pool, number), (of, copy) = map(self.slots.at, (action.slot, action.joins))
                     layer = int(self.scheduler.pieces.layer[action.piece])
-                    self.slots.join(action.joins, action.slot, layer)
+                    pool.fill(number, of.bytes(copy), layer)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
                 self._copier.start(action)
             case Compute() | Finish():
                 self._orders.put(action)
             case Move():
-                self.slots.move(action.source, action.target)
+                (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
+                pool.move(number, target)
             case Trim():
                 self.slots.trim(action.capacity)
                 self._changed.notify_all()

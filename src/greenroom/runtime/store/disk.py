@@ -53,10 +53,15 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A page-aligned buffer that grows to what is asked of it."""
+    """A page-aligned buffer: of its own, which grows to what is asked of it, or `memory`."""
 
-    def __init__(self, nbytes: int = CHUNK_BYTES + 2 * BLOCK) -> None:
-        self._allocate(nbytes)
+    def __init__(
+        self, nbytes: int = CHUNK_BYTES + 2 * BLOCK, memory: np.ndarray | None = None
+    ) -> None:
+        if memory is None:
+            self._allocate(nbytes)
+        else:
+            self.array, self.view = memory, memoryview(memory)  # type: ignore[arg-type]
 
     def _allocate(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK)
