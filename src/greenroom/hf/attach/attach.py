@@ -26,7 +26,7 @@ from greenroom.hf.attach.predictors import foresee
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.history import split_counts
-from greenroom.hf.history.split_counts import HeadTimer, ObservedForesight, SplitCounts
+from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
@@ -98,6 +98,8 @@ class Greenroom:
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
         self.driver, memory = self._driver(store, both)
+        if self._watch is not None:
+            self.driver.predictions.observers.append(self._watch.predicted)
         self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
         self._warm_start.restore()
         self.warmed = 0  # experts that were read because of earlier runs
@@ -140,7 +142,7 @@ class Greenroom:
             scheduler,
             store,
             slots,
-            foresight=self._foresight(),
+            foresight=Foresight(self.predictor, parts.catalog.offsets) if self.predictor else None,
             guard=Guard() if parts.guard and self.predictor else None,
             links=links_of(parts),
             between=between,
@@ -163,14 +165,6 @@ class Greenroom:
             seed=parts.seed,
             host=self._tier,
         )
-
-    def _foresight(self) -> Foresight | None:
-        """What makes of guesses what the scheduler is told, where anybody guesses."""
-        if self.predictor is None:
-            return None
-        if self._watch is None:
-            return Foresight(self.predictor, self.parts.catalog.offsets)
-        return ObservedForesight(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
 
     @property
     def growth(self) -> Growth | None:
