@@ -39,12 +39,12 @@ class Binding:
     kernel: Any  # one of runtime.kernels.KERNELS
     layer: int
     experts: Any  # kernels.LayerExperts
-    weighs: bool = False  # does the policy look at gate weights?
-    lessens: bool = False  # may misses be served with less, by their gate weights?
-    inputs: Callable[[], Inputs | None] | None = None  # of the router
-    meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
-    computed: Callable[[Sequence[int]], None] | None = None
-    chosen: Callable[[int, Ids], None] | None = None  # is told what each step's tokens chose
+    weighs: bool  # does the policy look at gate weights?
+    lessens: bool  # may misses be served with less, by their gate weights?
+    inputs: Callable[[], Inputs | None] | None  # of the router
+    meanwhile: Callable[[], None]  # what can be computed while experts are awaited
+    computed: Callable[[Sequence[int]], None] | None
+    chosen: Callable[[int, Ids], None] | None  # is told what each step's tokens chose
     # By top_k and the weights' type; None where the layer is not of this kind.
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 

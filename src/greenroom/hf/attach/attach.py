@@ -162,7 +162,6 @@ class Greenroom:
             scope=parts.scope,
             lanes=lanes_of(parts),
             ahead=self._ahead,
-            seed=parts.seed,
             host=self._tier,
         )
 
@@ -300,7 +299,7 @@ class Greenroom:
                 counted = self._watch.state(self.driver, self._head.seconds)
             noted = self._recent.state() if self._recent is not None else None
             states = {split_counts.NAME: counted, recent.NAME: noted}
-            self._warm_start.save({name: each for name, each in states.items() if each is not None})
+            self._warm_start.save(states)
         if self._head is not None:
             self._head.close()
         self.hooks.detach()

@@ -30,8 +30,8 @@ class WarmStart:
         fingerprint: str,
         driver: Driver,
         before: RoutingHistory | None,
-        name: str = "",
-        predictor: Predictor | None = None,
+        name: str,
+        predictor: Predictor | None,
     ) -> None:
         """`before` is what earlier runs left, `name` the predictor's, as the user chose it."""
         self._fingerprint, self._driver = fingerprint, driver
@@ -68,7 +68,7 @@ class WarmStart:
             self._driver.asked[:] = 0
             self._driver.missed[:] = 0
 
-    def save(self, beside: Mapping[str, Arrays] | None = None) -> None:
+    def save(self, beside: Mapping[str, Arrays | None]) -> None:
         """Leave what was learned since then, and states `beside`, where it is enough to be worth
         it."""
         driver = self._driver
@@ -83,7 +83,7 @@ class WarmStart:
                 popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
-        states |= beside or {}
+        states |= {name: each for name, each in beside.items() if each is not None}
         residents = driver.scheduler.residents()
         hot = residents[np.argsort(-popularity[residents], kind="stable")]
         try:

@@ -47,8 +47,8 @@ class Together(Cache):
         caches: Sequence[Any],
         lengths: Sequence[int],
         *,
-        exact: bool = False,
-        joined: bool = False,
+        exact: bool,
+        joined: bool,
     ) -> None:
         super().__init__(layers=[])
         self.caches, self.lengths = list(caches), list(lengths)

@@ -55,7 +55,7 @@ class Growing(DynamicLayer):
     every layer take a compiled pass as long as a layer.
     """
 
-    def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
+    def __init__(self, room: int, in_blocks: bool) -> None:
         """`room` tokens of address space, or as many blocks of memory as it takes."""
         self._room, self._in_blocks = room, in_blocks
         self._views: list[Tensor | None] | None = [None, None]  # None: of `_wholes`, not made yet
