@@ -162,6 +162,7 @@ class Greenroom:
             scope=parts.scope,
             lanes=lanes_of(parts),
             ahead=self._ahead,
+            seed=parts.seed,
             host=self._tier,
         )
 

@@ -47,6 +47,7 @@ class ModelSetup:
     readers: int = 2
     direct: str = "auto"
     read_limit: int | None = None  # bytes a second
+    seed: int = 0  # of the policy, and of when experts arrive on the fake device
     budget_bytes: int | None = None  # of the memory that the slots are in
     host_bytes: int | None = None  # budget of host memory, where that is another one
     context: int = 0  # tokens that the KV cache has room for

@@ -87,7 +87,7 @@ def open_store(parts: ModelSetup, given: Store | None) -> tuple[Store, bool]:
     if parts.read_limit is not None:
         store = FakeStore(store, bandwidth=parts.read_limit)
     if parts.fake:
-        store = FakeStore(store, jitter=0.002)
+        store = FakeStore(store, jitter=0.002, seed=parts.seed)
     return store, direct
 
 
