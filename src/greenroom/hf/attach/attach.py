@@ -24,7 +24,6 @@ from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
 from greenroom.hf.attach.predictors import foresee
 from greenroom.hf.attach.task_pins import TaskPins
-from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
@@ -119,7 +118,7 @@ class Greenroom:
             self._head = HeadTimer(model) if parts.watch else None
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
-            self.hooks.weights = WeightGuard(model, modules, compiled)
+            self.hooks.check_weights = module_guard.addresses(model, modules, compiled)
             module_guard.install(model, compiled)
         except BaseException:
             self.detach()

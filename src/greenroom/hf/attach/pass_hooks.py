@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from greenroom.core.predictor import Ids, PassBegins
 from greenroom.hf.attach.bindings import Bindings
-from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.kv.batch import Together
 from greenroom.hf.kv.cache import ROOM, adopt
 from greenroom.hf.kv.kinds import DYNAMIC
@@ -46,7 +45,7 @@ class PassHooks:
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
         self._parts, self._driver, self._bindings = parts, driver, bindings
         self.observers = observers  # of what routers choose
-        self.weights: WeightGuard | None = None
+        self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self._request, self._tokens = 0, 0
         self._begin: int | None = None  # prompts that begin with the next pass, where it was said
         self._unnoted = False  # are passes those of a trial?
@@ -121,8 +120,8 @@ class PassHooks:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
-        if self._request != before and self.weights is not None:
-            self.weights.check()
+        if self._request != before:
+            self.check_weights()
         prompt = max(lengths) > 1
         for observer in self.observers:
             observer.begins(self._request, prompt, len(caches) * int(batch))

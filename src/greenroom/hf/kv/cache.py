@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -294,16 +295,11 @@ def held_by(values: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> Iterator[Tensor]:
     """The plain tensors in it; optimum-quanto's are made of others."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Tensor):
+    for value in tree_leaves(values):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
             yield from _tensors([getattr(value, name) for name in names])
-        else:
+        elif isinstance(value, Tensor):
             yield value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.attach.generation import replace_settings
+from greenroom.hf.kv.kinds import Kind
 from greenroom.hf.load.budget import Budget, least_of, with_host
 from greenroom.hf.load.describe import Description
-from greenroom.hf.memory.budget import Workspace
+from greenroom.hf.memory.budget import PREFILL_BLOCK, Workspace
 from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.plan.history import files
@@ -46,7 +47,7 @@ def attach(
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.draft.load(budget.engines[0].device if budget.engines else "cpu")
-    generation = replace_settings(model, description.keys_values.kind)
+    generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
     ahead.wait()
@@ -73,6 +74,18 @@ def attach(
         greenroom.detach()
         raise
     return model
+
+
+def _replace_settings(model: Any, kv: Kind) -> Any:
+    """Have `generate` read prompts in blocks and keep keys and values as `kv` says. Returns the
+    config that the model had."""
+    settings = model.generation_config
+    before = deepcopy(settings)
+    if not model.config.is_encoder_decoder:  # an encoder reads a prompt as a whole
+        settings.prefill_chunk_size = PREFILL_BLOCK
+    for name, value in kv.implementation.items():
+        setattr(settings, name, value)
+    return before
 
 
 def _loaded(model: Any, budget: Budget, growth: Growth, process: int) -> Growth:
