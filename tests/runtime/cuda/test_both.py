@@ -21,6 +21,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory, in_place
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.host_worker import HostWorker
+from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, DiskStore, cut
@@ -86,7 +87,8 @@ def test_a_chunk_is_carried_as_far_as_it_goes():
 
 
 def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
-    beside, done, order = HostWorker(), [], []
+    meter, done, order = Meter.of(()), [], []
+    beside = HostWorker(meter)
     inference = []
 
     def job() -> None:
@@ -104,7 +106,7 @@ def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
     assert order == ["greenroom-host"] * 2
     assert [repr(error) for error in done] == ["None", "ValueError('no')", "None"]
     assert inference == [(True, False), (False, False)]
-    assert beside.busy_s > 0
+    assert meter.host_s > 0
     beside.close()
     assert not beside._thread.is_alive()
 

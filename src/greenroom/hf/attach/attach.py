@@ -215,7 +215,7 @@ class Greenroom:
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
-        counts_before, meter_before, host_s, requests, hits = self._base
+        counts_before, meter_before, requests, hits = self._base
         counts = minus(driver.scheduler.counts, counts_before)
         meter = minus(driver.meter.copy(), meter_before)
         return Stats(
@@ -240,7 +240,7 @@ class Greenroom:
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
             lesser=lesser_stats(driver, counts, self.parts.approximation),
-            co_compute=host_stats(driver, counts, driver.host_s - host_s),
+            co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - requests,
@@ -254,11 +254,11 @@ class Greenroom:
         self.driver.sizes = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
-    def _so_far(self) -> tuple[Counts, Meter, float, int, int]:
-        """All that is counted: of the scheduler, the links, the host's processor and its memory."""
+    def _so_far(self) -> tuple[Counts, Meter, int, int]:
+        """All that is counted: of the scheduler, of links and processors, and of host memory."""
         driver, tier = self.driver, self._tier
         held = (0, 0) if tier is None else (tier.requests, tier.hits)
-        return replace(driver.scheduler.counts), driver.meter.copy(), driver.host_s, *held
+        return replace(driver.scheduler.counts), driver.meter.copy(), *held
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Record what runs when from here on; the timeline so far is returned as recording ends."""

@@ -153,7 +153,18 @@ def calibrate(
     that want what its routing says have it then; of one that cannot, `without` says why."""
     made = harness.attach(harness.config)
     wanting = [entry for entry in entries if entry.wants and not entry.without]
-    found = _recorded(harness, wanting, prompt, tokens, raw)
+    by: Beside | None = None
+    for entry in wanting:
+        with _or_without(entry):
+            mine = predicting(harness, entry)
+            by = mine if by is None or mine.predictors else by
+    found = None
+    try:
+        if by is not None:
+            found = record(harness, prompt, tokens, raw, by)
+    except TraceError as error:
+        for entry in wanting:
+            entry.without = entry.without or str(error)
     if found is None:
         harness.play([prompt], tokens, raw=raw)
         return
@@ -162,25 +173,6 @@ def calibrate(
         if not entry.without:
             with _or_without(entry):
                 found.fill(entry, made.capacity, least)
-
-
-def _recorded(
-    harness: Harness, wanting: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
-) -> Calibration | None:
-    """The warm-up, played and recorded; None where nobody wants it, or can have it."""
-    by: Beside | None = None
-    for entry in wanting:
-        with _or_without(entry):
-            mine = predicting(harness, entry)
-            by = mine if by is None or mine.predictors else by
-    if by is None:
-        return None
-    try:
-        return record(harness, prompt, tokens, raw, by)
-    except TraceError as error:
-        for entry in wanting:
-            entry.without = entry.without or str(error)
-        return None
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Driver:
         self._request, self._prefill = 0, False
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
-        self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
+        self._host = HostWorker(self.meter) if any(o.uses_host for o in scheduler.options) else None
         lanes = scheduler.view.lanes
         self._copier = Copier(store, slots, lanes, self._delivered, between)
 
@@ -225,11 +225,6 @@ class Driver:
                         self._carry_out(Computed(HOST))
 
         self._host.start(on_host(order.experts - first, order.slots), done)
-
-    @property
-    def host_s(self) -> float:
-        """Seconds that the host's processor has computed misses for."""
-        return 0.0 if self._host is None else self._host.busy_s
 
     def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
         """Steps without a decision for consecutive layers: `find` (see `ResidentTables`) also

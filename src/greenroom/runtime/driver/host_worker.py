@@ -9,16 +9,18 @@ from queue import Queue
 
 import torch
 
+from greenroom.runtime.driver.meter import Meter
+
 Job = Callable[[], None]
 Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """Jobs are done in turn, with as many threads as whoever made this has. `busy_s`: seconds that
-    they took."""
+    """Jobs are done in turn, with as many threads as whoever made this has; `meter` counts what
+    they take."""
 
-    def __init__(self) -> None:
-        self.busy_s = 0.0
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._jobs: Queue[tuple[Job, Done, bool] | None] = Queue()
         self._width = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="greenroom-host", daemon=True)
@@ -43,7 +45,7 @@ class HostWorker:
                     job()
             except BaseException as raised:
                 error = raised
-            self.busy_s += time.perf_counter() - begin
+            self._meter.host_s += time.perf_counter() - begin
             del job, entry
             done(error)
             del done, error  # nothing of a step is kept while there is nothing to do
