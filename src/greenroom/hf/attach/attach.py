@@ -18,7 +18,7 @@ from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
-from greenroom.hf.attach.bindings import Bindings, Memory
+from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
@@ -96,7 +96,7 @@ class Greenroom:
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
-        self.driver, memory = self._driver(store, both)
+        self.driver = self._driver(store, both)
         if self._watch is not None:
             self.driver.predictions.observers.append(self._watch.predicted)
         self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
@@ -106,14 +106,14 @@ class Greenroom:
         self._close = weakref.finalize(model, self.driver.close)
         self._head: HeadTimer | None = None
         self._base = self._so_far()
-        self.bindings = Bindings(self.kernel, modules, parts, memory)
+        self.bindings = Bindings(self.kernel, modules, parts, self.engines, self.driver)
         observers: list[Observer] = [
             each for each in (self._watch, self._recent) if each is not None
         ]
         self.hooks = PassHooks(parts, self.driver, self.bindings, observers)
         chosen = self.hooks.chosen if observers or parts.pins is not None else None
         try:
-            self.bindings.bind(model, self.driver, self._inputs, chosen)
+            self.bindings.bind(model, self._inputs, chosen)
             self.hooks.listen(model)
             self._head = HeadTimer(model) if parts.watch else None
             dense = self.bindings.accelerated
@@ -124,8 +124,8 @@ class Greenroom:
             self.detach()
             raise
 
-    def _driver(self, given: Store | None, both: bool) -> tuple[Driver, Memory]:
-        """What carries experts into slots, and these; `both`: the host's processor computes too."""
+    def _driver(self, given: Store | None, both: bool) -> Driver:
+        """What carries experts into slots; `both`: the host's processor computes too."""
         parts = self.parts
         store, self.direct = open_store(parts, given)
         chunks = chunks_in(store, parts)
@@ -137,7 +137,7 @@ class Greenroom:
         if len(lanes_of(parts)) > 1:
             seats = scheduler.view.seats
             between = memory_between(parts, pieces, chunks, seats, self.engines, both)
-        driver = Driver(
+        return Driver(
             scheduler,
             store,
             slots,
@@ -146,8 +146,6 @@ class Greenroom:
             links=links_of(parts),
             between=between,
         )
-        slab = between.slots if between is not None else None
-        return driver, Memory(slots, slab, self.engines)
 
     def _scheduler(self, pieces: Pieces, both: bool) -> Scheduler:
         parts, slot_bytes = self.parts, self.parts.catalog.slot_bytes

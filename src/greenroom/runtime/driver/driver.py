@@ -74,7 +74,7 @@ class Driver:
         self._tables = ResidentTables(scheduler, self.asked)
         self.sizes = scheduler.capacity, scheduler.capacity  # the least and the most slots so far
         self.timeline: Timeline | None = None
-        self.links, self._store, self._between = links, store, between
+        self.links, self._store, self.between = links, store, between
         self._orders = Orders()
         self._changed = self._orders.changed
         self._one_step = FairLock()
@@ -381,5 +381,5 @@ class Driver:
                     self._host.close()
                 self._store.close()
                 self.slots.close()
-                if self._between is not None:
-                    self._between.close()
+                if self.between is not None:
+                    self.between.close()
