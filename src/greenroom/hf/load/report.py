@@ -136,7 +136,7 @@ def _lesser(greenroom: Greenroom) -> str:
         for share, how in (
             (at.skip, "left out"),
             (at.substitute, "replaced by experts that are there"),
-            (at.low, f"in {parts.precision} ({seats} slots{', exact later' * at.follow})"),
+            (at.low, f"in {at.precision} ({seats} slots{', exact later' * at.follow})"),
         )
         if share
     ]

@@ -19,7 +19,6 @@ import numpy as np
 
 from greenroom.config import scope_of
 from greenroom.core.cache.pins import Pins, Task
-from greenroom.core.pieces import Ints
 from greenroom.errors import BudgetError, PredictorError, TraceError, UsageError
 from greenroom.hf.attach.predictors import Beside, beside
 from greenroom.hf.history.split_counts import HeadTimer, latency_of
@@ -90,13 +89,10 @@ class Calibration:
                 f"{least} slots leave none to a set that stays: a token needs {trace.top_k} of"
                 f" {groups} groups"
             )
-        uses = np.bincount(_dense(trace).reshape(-1), minlength=offsets[-1])
+        experts = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
+        uses = np.bincount(experts.reshape(-1), minlength=offsets[-1])
         hot = np.sort(RoutingHistory.of_counts(uses).hot_set(offsets, room, scope_of(scope)))
         return Pins({"warm-up": Task(hot, uses / trace.tokens)}, tuple(offsets))
-
-
-def _dense(trace: Trace) -> Ints:
-    return trace.experts.astype(np.int64) + trace.offsets[:-1, None]
 
 
 def _said(numbers: Sequence[float]) -> str:
