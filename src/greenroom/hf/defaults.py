@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 from greenroom.config import LoadConfig, changed, scope_of, split_of
 from greenroom.core.cache.scope import Scope, least_capacity
@@ -32,7 +31,7 @@ def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) 
         return parts
     if room >= parts.catalog.experts:  # nothing to choose
         return parts
-    sizes = tuple(b - a for a, b in pairwise(parts.catalog.offsets))
+    sizes = parts.catalog.experts_per_layer
     found = default_setting(
         parts.fingerprint, name_of(host()), sizes, top_k, room, device_of(parts)
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from greenroom.core.layout import Catalog
@@ -58,7 +57,7 @@ def beside(
         top_k = top_k_of(routers[0]) if routers else top_k
     learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
-    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), top_k)
+    shape = Shape(catalog.experts_per_layer, top_k)
     setting = Setting(shape, gates=gates, learned=learned)
     made = {choice.name: choice.make(setting) for choice in chosen}
     return Beside(shape, routers if looks else [], made)
@@ -78,7 +77,7 @@ def check(
         return
     _check_passes(model)
     needs = _needs([choice], file)
-    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), 0)
+    shape = Shape(catalog.experts_per_layer, 0)
     if choice.distance is not None:
         _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
     if "file" in needs:

@@ -7,7 +7,6 @@ cache the hub is asked for the same: its config, and its safetensors' headers by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -110,7 +109,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     return Model(
         name=source,
         fingerprint=description.fingerprint,
-        experts_per_layer=tuple(b - a for a, b in pairwise(catalog.offsets)),
+        experts_per_layer=catalog.experts_per_layer,
         top_k=description.top_k,
         expert_bytes=catalog.expert_bytes // catalog.experts,
         slot_bytes=catalog.slot_bytes,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -107,7 +106,7 @@ def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside)
     """
     model, catalog, made = harness.model, harness.parts.catalog, by.predictors
     header = Header(
-        tuple(b - a for a, b in pairwise(catalog.offsets)),
+        catalog.experts_per_layer,
         predictions={name: distance_of(each) for name, each in made.items()},
     )
     length, head = encode(harness.tokenizer, prompt.content, raw).shape[1], HeadTimer(model)
