@@ -64,10 +64,10 @@ class Binding:
 @outside_graphs
 def experts_forward(
     module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
 
     The resident experts are computed in one call, then those in flight as they land; the sum over
@@ -100,11 +100,11 @@ def _forward(
 
 def experts_onto(
     module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor,
+) -> Tensor:
     """As `experts_forward` on a CPU without gradients, plus a residual [T, H]."""
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -168,11 +168,11 @@ def experts_of_layers(keys: Sequence[Key]) -> FusedExperts | None:
 def _step(
     binding: Binding,
     num_experts: int,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
     looks = binding.weighs or binding.lessens
     chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
     routing, kernel = Routing.of(chosen, num_experts), binding.kernel

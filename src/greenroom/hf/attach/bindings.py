@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +19,7 @@ from greenroom.hf.kv.cache import reserve, take_back
 from greenroom.hf.memory.approximate import layer_with_less
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.both import CoComputeKernel
-from greenroom.runtime.cuda.calibrate import calibrate
+from greenroom.runtime.cuda.calibrate import calibrate, trial_step
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.spread import SpreadKernel
 from greenroom.runtime.driver.driver import Driver
@@ -38,7 +36,6 @@ from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.dense.stored import put_back
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
-from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import ON_GPUS, described
 from greenroom.runtime.probes.inputs import GateInputs
@@ -174,18 +171,14 @@ class Bindings:
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
-        layer, engines = binding.experts, self._engines
-        device = engines[0].device if engines else None
-        kernel: Any = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
+        several = len(self._parts.devices) > 1
+        kernel = self.kernel if self._engines or several else binding.kernel
         ways: list[tuple[Any, ...]] = [([0], [0])]
         if self._parts.copies is not None:
             ways.append(([0], [1], LOW))
         for tokens in (1, COMPILED_TOKENS):
-            x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=device)
-            weights = torch.ones(tokens, 1, dtype=layer.dtype, device=device)
-            routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
             for way in ways:
-                step = kernel.begin(layer, x, routing, weights)
+                step = trial_step(kernel, binding.experts, self._engine, tokens)
                 kernel.wave(step, *way)
                 kernel.combine(step)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
@@ -148,7 +149,7 @@ class _Trial:
     def eager(self) -> LoadConfig:
         return replace(self.config, kernels="eager")
 
-    def ids(self, tokenizer: Any) -> torch.Tensor:
+    def ids(self, tokenizer: Any) -> Tensor:
         """The prompt's, [1, T]."""
         return tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
 
@@ -222,7 +223,7 @@ class _Trial:
             cases.append(case(cache="50%", device="fake", readers=4, split="0.5"))
         return cases
 
-    def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[torch.Tensor, str]:
+    def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
         """(logits with the kernels to be judged, the slots that there were)."""
         with streamed(self.source, config) as (model, tokenizer):
             ids = self.ids(tokenizer)
@@ -235,7 +236,7 @@ class _Trial:
                 self._judge(model, logits)
             return logits, _slots(model)
 
-    def _judge(self, model: PreTrainedModel, logits: torch.Tensor) -> None:
+    def _judge(self, model: PreTrainedModel, logits: Tensor) -> None:
         """How far the default kernels are from transformers' eager."""
         verdict = self.verdict
         ours = max(layer.distance(model) for layer in self.layers)
@@ -255,11 +256,11 @@ class Run:
     """Greedy tokens, and the logits [prompt + tokens - 1, V] that they came from."""
 
     tokens: list[int]
-    logits: torch.Tensor
+    logits: Tensor
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
+def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> Run:
     """The likeliest token, `tokens` times, each in a pass of its own."""
     chosen: list[int] = []
     passes = Passes(model)
@@ -271,6 +272,6 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
         rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
-def parts_of(ids: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+def parts_of(ids: Tensor, tokens: list[int]) -> list[Tensor]:
     """What the passes of `greedy` read until they have found these tokens."""
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]
