@@ -100,7 +100,6 @@ class Greenroom:
         if self._watch is not None:
             self.driver.predictions.observers.append(self._watch.predicted)
         self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
-        self._warm_start.restore()
         self.warmed = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
         self._close = weakref.finalize(model, self.driver.close)

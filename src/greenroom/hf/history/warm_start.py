@@ -33,21 +33,17 @@ class WarmStart:
         name: str,
         predictor: Predictor | None,
     ) -> None:
-        """`before` is what earlier runs left, `name` the predictor's, as the user chose it."""
+        """`before` is what earlier runs left, `name` the predictor's, as the user chose it. The
+        predictor gets the state that it had."""
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
         self._before = before
         self._passes = 0  # of warming up
-
-    def restore(self) -> None:
-        """Give the predictor the state that it had. One that does not fit is left out."""
-        states = self._before.states if self._before else {}
-        if self._predictor is None or self._name not in states:
-            return
-        try:
-            self._predictor.restore(states[self._name])
-        except ValueError as error:
-            log.warning("predictor %s starts anew: %s", self._name, error)
+        if predictor is not None and before is not None and name in before.states:
+            try:
+                predictor.restore(before.states[name])
+            except ValueError as error:  # a state that does not fit is left out
+                log.warning("predictor %s starts anew: %s", name, error)
 
     def warm_up(self) -> int:
         """Read the hot set into an empty cache, for LIMIT_S at most; the experts that were read."""
