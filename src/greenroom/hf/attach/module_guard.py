@@ -32,10 +32,10 @@ SAVES = (
     "{} would leave the experts out, which are streamed: copy the checkpoint's folder, or"
     f" {WAY_OUT}"
 )
-_EVERYWHERE = ("train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
-_WITH_WEIGHTS = ("_apply", "_save_to_state_dict")
-_OF_MODELS = ("save_pretrained", "push_to_hub", "num_parameters")
-_NAMES = (*_EVERYWHERE, *_WITH_WEIGHTS, *_OF_MODELS)
+_NAMES = (
+    "train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "_apply",
+    "_save_to_state_dict", "save_pretrained", "push_to_hub", "num_parameters",
+)  # fmt: skip
 
 Kind = tuple[torch.dtype, torch.device]
 Me = Callable[[], Any]  # a weak reference to the module
