@@ -23,11 +23,11 @@ from greenroom.runtime.memory.system import give_back
 
 
 @contextmanager
-def streamed(source: str, config: LoadConfig) -> Iterator[tuple[PreTrainedModel, Any]]:
-    """A model and its tokenizer, for a while; nothing of it is remembered."""
-    model, tokenizer = load_with(source, config, remember=False)
+def streamed(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
+    """A model, for a while; nothing of it is remembered."""
+    model, _ = load_with(source, config, remember=False)
     try:
-        yield model, tokenizer
+        yield model
     finally:
         model.greenroom.detach()
         del model

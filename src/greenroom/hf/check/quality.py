@@ -102,11 +102,11 @@ def quality(
     found: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
-        with streamed(original, config) as (model, _):
+        with streamed(original, config) as model:
             kinds = [_keep(_logits(model, window, step), spool) for window in windows]
         say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
-        with streamed(source, changed) as (model, _):
+        with streamed(source, changed) as model:
             for window, kind in zip(windows, kinds, strict=True):
                 found += _compare(spool, kind, _logits(model, window, step), window[1:])
             served = model.greenroom.stats().lesser

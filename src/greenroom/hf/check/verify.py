@@ -25,6 +25,7 @@ from greenroom.hf.adapters import adapter_of
 from greenroom.hf.check.one_layer import LayerCheck, compare_layers, distance
 from greenroom.hf.check.passes import Passes, logits_of, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
@@ -100,7 +101,8 @@ def verify(
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
     )
-    trial = _Trial(source, draft, config, prompt, tokens, say, verdict)
+    ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
+    trial = _Trial(source, draft, config, ids, tokens, say, verdict)
     if whole:
         trial.against_the_whole()
     else:
@@ -134,7 +136,7 @@ class _Trial:
     source: str
     draft: Draft
     config: LoadConfig
-    prompt: str
+    ids: Tensor  # the prompt's, [1, T]
     tokens: int
     say: Say
     verdict: Verdict
@@ -149,29 +151,24 @@ class _Trial:
     def eager(self) -> LoadConfig:
         return replace(self.config, kernels="eager")
 
-    def ids(self, tokenizer: Any) -> Tensor:
-        """The prompt's, [1, T]."""
-        return tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
-
     def against_the_whole(self) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
-        with streamed(self.source, self.eager) as (model, tokenizer):
-            ids = self.ids(tokenizer)
-            ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
+        with streamed(self.source, self.eager) as model:
+            ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
-                self.layers = list(compare_layers(self.draft, model, [ids]))
+                self.layers = list(compare_layers(self.draft, model, [self.ids]))
         model = whole_model(self.draft)
-        self.reference = greedy(model, ids, self.tokens)
-        self.layers = self.layers or list(compare_layers(self.draft, model, [ids], whole=True))
+        self.reference = greedy(model, self.ids, self.tokens)
+        self.layers = self.layers or list(compare_layers(self.draft, model, [self.ids], whole=True))
         if adapter_of(self.draft.model) is None:
             compute_by("grouped_mm", *map(model.get_submodule, self.draft.catalog.layers))
-            logits = logits_of(model, parts_of(ids, self.reference.tokens))
+            logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
         del model
         give_back()
-        self.verdict.tokens_compared = ids.shape[1] + self.tokens
+        self.verdict.tokens_compared = self.ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
         name = f"eager kernels, {ours_with}"
         self.check(
@@ -185,16 +182,15 @@ class _Trial:
 
     def by_layer(self) -> None:
         """Each layer's output against transformers' eager, from the same inputs."""
-        with streamed(self.source, self.eager) as (model, tokenizer):
-            ids = self.ids(tokenizer)
-            follow = greedy(model, ids, min(self.tokens, 4)).tokens
-            passes = [ids, *torch.tensor([follow]).split(1, 1)]
+        with streamed(self.source, self.eager) as model:
+            follow = greedy(model, self.ids, min(self.tokens, 4)).tokens
+            passes = [self.ids, *torch.tensor([follow]).split(1, 1)]
             name = f"eager kernels, {_slots(model)}"
             for layer in compare_layers(self.draft, model, passes):
                 equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
                 self.check(equal, layer.equal)
                 self.layers.append(layer)
-        self.verdict.tokens_compared = ids.shape[1] + len(follow)
+        self.verdict.tokens_compared = self.ids.shape[1] + len(follow)
 
     def own_kernels(self) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
@@ -225,13 +221,12 @@ class _Trial:
 
     def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
         """(logits with the kernels to be judged, the slots that there were)."""
-        with streamed(self.source, config) as (model, tokenizer):
-            ids = self.ids(tokenizer)
+        with streamed(self.source, config) as model:
             self.verdict.kernels = model.greenroom.stats().kernels
             if self.reference is not None:
-                logits = logits_of(model, parts_of(ids, self.reference.tokens))
+                logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
             else:
-                logits = greedy(model, ids, self.tokens).logits
+                logits = greedy(model, self.ids, self.tokens).logits
             if judged:
                 self._judge(model, logits)
             return logits, _slots(model)
