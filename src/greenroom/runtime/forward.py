@@ -55,11 +55,6 @@ class Binding:
             self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
         return self.one_token[key]
 
-    def seen(self, experts: Ids, inputs: bool) -> Seen:
-        """What predictors are told: the experts chosen, [T, K], and what the router was given."""
-        given = self.inputs() if inputs and self.inputs is not None else None
-        return Seen(self.layer, experts, inputs=given)
-
 
 @outside_graphs
 def experts_forward(
@@ -95,7 +90,7 @@ def _forward(
             " model.greenroom.materialize() reads them into memory"
         )
     with device_errors() if hidden_states.is_cuda else contextlib.nullcontext():
-        return _step(binding, int(module.num_experts), hidden_states, top_k_index, top_k_weights)  # type: ignore[arg-type]
+        return _step(binding, hidden_states, top_k_index, top_k_weights)
 
 
 def experts_onto(
@@ -116,8 +111,7 @@ def experts_onto(
             done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
             if done is not None:
                 return done
-    number = int(module.num_experts)  # type: ignore[arg-type]
-    return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
+    return _step(binding, hidden_states, top_k_index, top_k_weights, residual)
 
 
 class FusedExperts:
@@ -167,7 +161,6 @@ def experts_of_layers(keys: Sequence[Key]) -> FusedExperts | None:
 
 def _step(
     binding: Binding,
-    num_experts: int,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -175,7 +168,7 @@ def _step(
 ) -> Tensor:
     looks = binding.weighs or binding.lessens
     chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
-    routing, kernel = Routing.of(chosen, num_experts), binding.kernel
+    routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
     if binding.chosen is not None:
         binding.chosen(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
@@ -189,6 +182,10 @@ def _step(
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.on_host(step, experts.tolist(), slots.tolist())
 
+    def seen(inputs: bool) -> Seen:
+        given = binding.inputs() if inputs and binding.inputs is not None else None
+        return Seen(binding.layer, chosen, inputs=given)
+
     both = kernel.on_host is not None
     rows, sums = (None, None) if weights is None else routing.counted(weights)
     if both and rows is None:
@@ -200,7 +197,7 @@ def _step(
         rows,
         sums,
         tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
-        seen=lambda inputs: binding.seen(chosen, inputs),
+        seen=seen,
         meanwhile=binding.meanwhile,
         on_host=on_host if both else None,
     )

@@ -235,8 +235,9 @@ class Driver:
         with self._one_step:
             self._enter(wanted=True)
             done = self._tables.steps(layers[0], find)
-            for layer in layers[: done or 0]:
-                self._come_to(layer)
+            if done:
+                for layer in layers[:done]:
+                    self._come_to(layer)
             return done
 
     def order(self, event: Event) -> None:

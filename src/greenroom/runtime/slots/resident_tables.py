@@ -38,8 +38,9 @@ class ResidentTables:
             arrays = path.slot_of, path.used, self._asked, path.place
             self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
             self._path = path
-        self._tables[0], self._tables[5] = self._scheduler.pieces.offsets[layer], path.steps + 1
-        found = find(self._tables)
+        tables = self._tables
+        tables[0], tables[5] = self._scheduler.pieces.offsets[layer], path.steps + 1
+        found = find(tables)
         for experts in found:
             path.count(experts)
         return len(found)
