@@ -206,6 +206,10 @@ class Catalog:
         """How many experts there are over all layers."""
         return self.offsets[-1]
 
+    @property
+    def experts_per_layer(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in pairwise(self.offsets))
+
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot that can take any expert, a multiple of the alignment."""
@@ -214,8 +218,8 @@ class Catalog:
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of all experts in their slots."""
-        counts = [b - a for a, b in pairwise(self.offsets)]
-        return sum(n * layout.nbytes for n, layout in zip(counts, self.layouts, strict=True))
+        each = zip(self.experts_per_layer, self.layouts, strict=True)
+        return sum(n * layout.nbytes for n, layout in each)
 
     def layer_of(self, expert_id: int) -> int:
         return bisect_right(self.offsets, expert_id) - 1

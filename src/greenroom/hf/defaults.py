@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-from greenroom.config import LoadConfig, scope_of, split_of
+from greenroom.config import LoadConfig, changed, scope_of, split_of
 from greenroom.core.cache.scope import Scope, least_capacity
 from greenroom.core.layout import Catalog
 from greenroom.core.machine import name_of
@@ -23,18 +22,16 @@ from greenroom.plan.settings import PLAIN
 from greenroom.runtime.measure.bandwidth import host
 
 START = 0.5  # share of every expert before anything is known (Algorithm 1, line 4)
-CHOICES = ("policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard")
+CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
 
 
 def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
     """The parts with the default settings for about `room` slots, if the user gave none."""
-    fields = LoadConfig.__dataclass_fields__
-    given = any(getattr(config, name) != fields[name].default for name in CHOICES)
-    if given or not parts.remember or not parts.fingerprint:
+    if CHOICES & changed(config).keys() or not parts.remember or not parts.fingerprint:
         return parts
     if room >= parts.catalog.experts:  # nothing to choose
         return parts
-    sizes = tuple(b - a for a, b in pairwise(parts.catalog.offsets))
+    sizes = parts.catalog.experts_per_layer
     found = default_setting(
         parts.fingerprint, name_of(host()), sizes, top_k, room, device_of(parts)
     )

@@ -39,12 +39,12 @@ class Binding:
     kernel: Any  # one of runtime.kernels.KERNELS
     layer: int
     experts: Any  # kernels.LayerExperts
-    weighs: bool = False  # does the policy look at gate weights?
-    lessens: bool = False  # may misses be served with less, by their gate weights?
-    inputs: Callable[[], Inputs | None] | None = None  # of the router
-    meanwhile: Callable[[], None] | None = None  # what can be computed while experts are awaited
-    computed: Callable[[Sequence[int]], None] | None = None
-    chosen: Callable[[int, Ids], None] | None = None  # is told what each step's tokens chose
+    weighs: bool  # does the policy look at gate weights?
+    lessens: bool  # may misses be served with less, by their gate weights?
+    inputs: Callable[[], Inputs | None] | None  # of the router
+    meanwhile: Callable[[], None]  # what can be computed while experts are awaited
+    computed: Callable[[Sequence[int]], None] | None
+    chosen: Callable[[int, Ids], None] | None  # is told what each step's tokens chose
     # By top_k and the weights' type; None where the layer is not of this kind.
     one_token: dict[tuple[int, torch.dtype], OneTokenExperts | None] = field(default_factory=dict)
 
@@ -55,19 +55,14 @@ class Binding:
             self.one_token[key] = OneTokenExperts.of(self.kernel, self.experts, top_k, weights)
         return self.one_token[key]
 
-    def seen(self, experts: Ids, inputs: bool) -> Seen:
-        """What predictors are told: the experts chosen, [T, K], and what the router was given."""
-        given = self.inputs() if inputs and self.inputs is not None else None
-        return Seen(self.layer, experts, inputs=given)
-
 
 @outside_graphs
 def experts_forward(
     module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     """Sum of the chosen experts' outputs: x [T, H], index and weights [T, K] -> [T, H].
 
     The resident experts are computed in one call, then those in flight as they land; the sum over
@@ -95,16 +90,16 @@ def _forward(
             " model.greenroom.materialize() reads them into memory"
         )
     with device_errors() if hidden_states.is_cuda else contextlib.nullcontext():
-        return _step(binding, int(module.num_experts), hidden_states, top_k_index, top_k_weights)  # type: ignore[arg-type]
+        return _step(binding, hidden_states, top_k_index, top_k_weights)
 
 
 def experts_onto(
     module: nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor,
+) -> Tensor:
     """As `experts_forward` on a CPU without gradients, plus a residual [T, H]."""
     binding: Binding | None = getattr(module, BINDING, None)
     if binding is None:
@@ -112,12 +107,11 @@ def experts_onto(
     if binding.driver.resident:
         one = binding.of_one_token(top_k_index.shape[-1], top_k_weights.dtype)
         if one is not None:
-            ask = partial(binding.driver.at_once, binding.layer)
+            ask = partial(binding.driver.several, (binding.layer,))
             done = one(ask, hidden_states, top_k_index, top_k_weights, residual)
             if done is not None:
                 return done
-    number = int(module.num_experts)  # type: ignore[arg-type]
-    return _step(binding, number, hidden_states, top_k_index, top_k_weights, residual)
+    return _step(binding, hidden_states, top_k_index, top_k_weights, residual)
 
 
 class FusedExperts:
@@ -167,15 +161,14 @@ def experts_of_layers(keys: Sequence[Key]) -> FusedExperts | None:
 
 def _step(
     binding: Binding,
-    num_experts: int,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
     looks = binding.weighs or binding.lessens
     chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
-    routing, kernel = Routing.of(chosen, num_experts), binding.kernel
+    routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
     if binding.chosen is not None:
         binding.chosen(binding.layer, chosen)
     step = kernel.begin(binding.experts, hidden_states, routing, top_k_weights)
@@ -189,6 +182,10 @@ def _step(
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.on_host(step, experts.tolist(), slots.tolist())
 
+    def seen(inputs: bool) -> Seen:
+        given = binding.inputs() if inputs and binding.inputs is not None else None
+        return Seen(binding.layer, chosen, inputs=given)
+
     both = kernel.on_host is not None
     rows, sums = (None, None) if weights is None else routing.counted(weights)
     if both and rows is None:
@@ -200,7 +197,7 @@ def _step(
         rows,
         sums,
         tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
-        seen=lambda inputs: binding.seen(chosen, inputs),
+        seen=seen,
         meanwhile=binding.meanwhile,
         on_host=on_host if both else None,
     )

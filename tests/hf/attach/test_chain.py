@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from greenroom.errors import StoreError
-from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.forward import FusedExperts
 from greenroom.runtime.kernels.codegen.entries import ties
 from greenroom.runtime.kernels.dense import stored
 from greenroom.runtime.kernels.dense.attention import OneToken
@@ -37,14 +37,14 @@ def _no_grad() -> Iterator[None]:
 def regions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Of each region: how many layers it was for, and how many it did."""
     found: list[tuple[int, int | None]] = []
-    several = Driver.several
+    several = FusedExperts.several
 
-    def seen(driver: Driver, layers: Any, find: Any) -> int | None:
-        done = several(driver, layers, find)
-        found.append((len(layers), done))
+    def seen(experts: FusedExperts, first: int, find: Any) -> int | None:
+        done = several(experts, first, find)
+        found.append((len(experts._layers) - first, done))
         return done
 
-    monkeypatch.setattr(Driver, "several", seen)
+    monkeypatch.setattr(FusedExperts, "several", seen)
     return found
 
 

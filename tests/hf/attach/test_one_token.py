@@ -88,10 +88,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.layers = self.steps = 0
-        layer, chain, step, several = (
-            *(FusedDecoderLayer.__call__, FusedLayers.__call__),
-            *(Driver.at_once, Driver.several),
-        )
+        layer, chain, several = FusedDecoderLayer.__call__, FusedLayers.__call__, Driver.several
 
         def counted(*args: Any) -> Any:
             out = layer(*args)
@@ -103,20 +100,14 @@ class Calls:
             self.layers += out is not None
             return out
 
-        def asked(driver: Driver, *args: Any) -> bool:
-            done = step(driver, *args)
-            self.steps += done
-            return done
-
-        def asked_together(driver: Driver, *args: Any) -> int | None:
+        def asked(driver: Driver, *args: Any) -> int | None:
             done = several(driver, *args)
             self.steps += done or 0
             return done
 
         monkeypatch.setattr(FusedDecoderLayer, "__call__", counted)
         monkeypatch.setattr(FusedLayers, "__call__", chained)
-        monkeypatch.setattr(Driver, "at_once", asked)
-        monkeypatch.setattr(Driver, "several", asked_together)
+        monkeypatch.setattr(Driver, "several", asked)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load import resolve
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory import devices as places
-from greenroom.hf.memory.budget import DeviceBudget, Needs, capacity_for, host_slots
+from greenroom.hf.memory.budget import DeviceBudget, Needs, host_slots
 from greenroom.hf.memory.devices import kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
@@ -171,19 +171,19 @@ def test_memory_that_others_hold_cannot_be_asked_for():
 def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
     draft = Draft.of(cached_tiny("qwen3_moe"))
     budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
-    need = Description.of(draft, LoadConfig(context=64), on_a_gpu=True).needs_on_a_gpu()
+    description = Description.of(draft, LoadConfig(context=64), on_a_gpu=True)
     with pytest.raises(BudgetError, match=r"100 MiB of the GPU's memory is too small: dense") as e:
-        capacity_for(budget.nbytes, need, draft.catalog, 2, DeviceBudget.OF)
+        description.growth(2, budget.nbytes, 2, of=DeviceBudget.OF)
     enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
-    assert capacity_for(enough, need, draft.catalog, 2) >= 2
+    assert description.growth(2, enough, 2).least >= 2
 
 
 def test_what_is_left_of_a_gpu_becomes_slots():
     free = iter([10 * GIB, 7 * GIB])
     budget = DeviceBudget("5GiB", lambda: (next(free), 24 * GIB))
-    need = budget.after(Needs(0, GIB, 1 << 20, 2 << 20, 3 << 20), slots=GIB)
-    assert need == Needs(2 * GIB, 0, 1 << 20, 2 << 20, 0)
-    assert budget.nbytes - need.total == 3 * GIB - (3 << 20)
+    need = budget.after(slots=GIB)
+    assert need == Needs(2 * GIB, 0, 0, 0, 0)
+    assert budget.nbytes - need.total == 3 * GIB
 
 
 def test_what_is_left_of_the_host_keeps_experts():

@@ -21,6 +21,7 @@ from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory, in_place
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.host_worker import HostWorker
+from greenroom.runtime.driver.meter import Meter
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, DiskStore, cut
@@ -41,7 +42,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
     for piece, slot in ((2, 0), (11, 2)):
         for number, chunk in enumerate(chunks[piece]):
             action = StartChunk(0, piece, 0, number, 0, -1, True, slot)
-            slab.bring(action, chunk, store.read)
+            slab.bring(action, chunk, store.read, _staging())
             copies, data, start = slab.source(action, chunk)
             device.write(0, copies, data, start)
             direct.write(0, chunk.extent.copies, store.read(chunk, _staging()), chunk.start)
@@ -51,7 +52,7 @@ def test_experts_lie_in_a_slab_as_they_would_on_the_device(disk):
                 assert bool((slots.tensor(at, layout[name]) == value).all())
     assert slab.slots.base % 64 == 0
     seated = StartChunk(0, 4, 0, 0, 0, seat=1)
-    slab.bring(seated, chunks[4][0], store.read)
+    slab.bring(seated, chunks[4][0], store.read, _staging())
     copies, data, start = slab.source(seated, chunks[4][0])
     assert (copies, data.size, start) == (chunks[4][0].extent.copies, chunks[4][0].length, 0)
     slab.close()
@@ -86,7 +87,8 @@ def test_a_chunk_is_carried_as_far_as_it_goes():
 
 
 def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
-    beside, done, order = HostWorker(), [], []
+    meter, done, order = Meter.of(()), [], []
+    beside = HostWorker(meter)
     inference = []
 
     def job() -> None:
@@ -104,7 +106,7 @@ def test_jobs_are_done_in_turn_and_what_they_raise_is_told():
     assert order == ["greenroom-host"] * 2
     assert [repr(error) for error in done] == ["None", "ValueError('no')", "None"]
     assert inference == [(True, False), (False, False)]
-    assert beside.busy_s > 0
+    assert meter.host_s > 0
     beside.close()
     assert not beside._thread.is_alive()
 

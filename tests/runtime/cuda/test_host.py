@@ -14,7 +14,7 @@ from greenroom.errors import DeviceError, StoreError
 from greenroom.runtime.cuda.engine import Engine, device_errors, first_line
 from greenroom.runtime.cuda.host import HostMemory, sizes
 from greenroom.runtime.cuda.ids import to_host
-from greenroom.runtime.store.disk import BLOCK, DiskStore, cut
+from greenroom.runtime.store.disk import BLOCK, DiskStore, Staging, cut
 from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
@@ -66,9 +66,10 @@ def test_every_chunk_has_its_own_place(disk):
     ]
     seated = [StartChunk(0, 4, 0, chunk, 0, seat=chunk) for chunk in range(len(chunks[4]))]
     for action in actions + seated:
-        memory.bring(action, chunks[action.piece][action.chunk], store.read)
+        memory.bring(action, chunks[action.piece][action.chunk], store.read, Staging())
     for piece in (2, 7, 11, 4):
-        mine = [memory.data(a) for a in actions + seated if a.piece == piece]
+        own = [a for a in actions + seated if a.piece == piece]
+        mine = [memory.source(a, chunks[piece][a.chunk])[1] for a in own]
         floats = np.concatenate(mine).view(np.float32)
         assert np.array_equal(np.unique(floats), [piece, piece + 0.5])
     store.close()
@@ -83,8 +84,9 @@ def test_memory_that_cannot_be_registered_is_said_and_used(disk, caplog):
     assert "--host-memory" in record.message
     store = DiskStore(catalog, chunk_bytes=8192)
     action = StartChunk(0, 3, 0, 0, 0, -1, True, 1)
-    memory.bring(action, chunks_of(catalog)[3][0], store.read)
-    assert memory.data(action).size == chunks_of(catalog)[3][0].length
+    chunk = chunks_of(catalog)[3][0]
+    memory.bring(action, chunk, store.read, Staging())
+    assert memory.source(action, chunk)[1].size == chunk.length
     store.close()
     memory.close()
     assert memory.engine.undone == []

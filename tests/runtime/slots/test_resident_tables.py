@@ -49,9 +49,9 @@ def test_several_steps_in_one_leave_what_they_leave_one_by_one(
             each = [array("q", [4 * n, *tables[1:-1], tables[-1] + n]) for n in range(done)]
             return [place(*pair) for pair in zip(each, chosen, strict=False)]
 
-        assert tables.steps(find) == 1 + missing
+        assert tables.steps(0, find) == 1 + missing
         if not missing:
-            assert tables.step(1, lambda tables, pieces=chosen[1]: place(tables, pieces))  # type: ignore[misc]
+            assert tables.steps(1, lambda tables, pieces=chosen[1]: [place(tables, pieces)]) == 1  # type: ignore[misc]
         for layer, pieces in enumerate(chosen):
             serve(told, step, layer, np.array(pieces) + 4 * layer)
     for scheduler in (ours, told):
@@ -63,10 +63,8 @@ def test_several_steps_in_one_leave_what_they_leave_one_by_one(
 
 def test_no_steps_where_something_is_to_be_decided() -> None:
     tables = ResidentTables(Scheduler(PIECES, 7, policy("lru")), np.zeros(8, np.int64))
-    assert tables.steps(lambda tables: 1 / 0) is None  # type: ignore[arg-type,return-value]
-    assert not tables.step(0, lambda tables: 1 / 0)  # type: ignore[arg-type,return-value]
+    assert tables.steps(0, lambda tables: 1 / 0) is None  # type: ignore[arg-type,return-value]
     full = filled()
     before, tables = replace(full.counts), ResidentTables(full, np.zeros(8, np.int64))
-    assert tables.steps(lambda tables: []) == 0
-    assert not tables.step(0, lambda tables: 0)
+    assert tables.steps(0, lambda tables: []) == 0
     assert full.counts == before

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from greenroom.runtime.store import throttle
 from greenroom.runtime.store.throttle import OVERSLEPT, Throttle
 
 
@@ -22,8 +24,14 @@ class Clock:
         self.now += seconds + self.over
 
 
+@pytest.fixture(autouse=True)
+def _real_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throttle, "time", time)
+
+
 def line(clock: Clock, bandwidth: float = 1000.0) -> Throttle:
-    return Throttle(bandwidth, clock=clock, sleep=clock.sleep)
+    throttle.time = SimpleNamespace(perf_counter=clock, sleep=clock.sleep)  # type: ignore[assignment]
+    return Throttle(bandwidth)
 
 
 def test_a_chunk_takes_its_bytes_over_the_bandwidth():
@@ -96,5 +104,5 @@ def test_threads_share_the_bandwidth():
 
 def test_without_a_bandwidth_nothing_waits():
     clock = Clock()
-    Throttle(clock=clock, sleep=clock.sleep).carry(1 << 40)
+    line(clock, float("inf")).carry(1 << 40)
     assert clock.now == 100.0

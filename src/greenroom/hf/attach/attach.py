@@ -18,15 +18,14 @@ from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
 from greenroom.errors import ClosedError, UnsupportedCall
 from greenroom.hf.attach import module_guard
-from greenroom.hf.attach.bindings import Bindings, Memory
+from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
 from greenroom.hf.attach.predictors import foresee
 from greenroom.hf.attach.task_pins import TaskPins
-from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.history import split_counts
-from greenroom.hf.history.split_counts import HeadTimer, ObservedForesight, SplitCounts
+from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
@@ -97,34 +96,35 @@ class Greenroom:
             self._ahead = slots_ahead(experts_per_token(model))
         self.engines = engines_for(parts)
         self.engine = self.engines[0] if self.engines else None
-        self.driver, memory = self._driver(store, both)
+        self.driver = self._driver(store, both)
+        if self._watch is not None:
+            self.driver.predictions.observers.append(self._watch.predicted)
         self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
-        self._warm_start.restore()
         self.warmed = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
         self._close = weakref.finalize(model, self.driver.close)
         self._head: HeadTimer | None = None
         self._base = self._so_far()
-        self.bindings = Bindings(self.kernel, modules, parts, memory)
+        self.bindings = Bindings(self.kernel, modules, parts, self.engines, self.driver)
         observers: list[Observer] = [
             each for each in (self._watch, self._recent) if each is not None
         ]
         self.hooks = PassHooks(parts, self.driver, self.bindings, observers)
         chosen = self.hooks.chosen if observers or parts.pins is not None else None
         try:
-            self.bindings.bind(model, self.driver, self._inputs, chosen)
+            self.bindings.bind(model, self._inputs, chosen)
             self.hooks.listen(model)
             self._head = HeadTimer(model) if parts.watch else None
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
-            self.hooks.weights = WeightGuard(model, modules, compiled)
+            self.hooks.check_weights = module_guard.addresses(model, modules, compiled)
             module_guard.install(model, compiled)
         except BaseException:
             self.detach()
             raise
 
-    def _driver(self, given: Store | None, both: bool) -> tuple[Driver, Memory]:
-        """What carries experts into slots, and these; `both`: the host's processor computes too."""
+    def _driver(self, given: Store | None, both: bool) -> Driver:
+        """What carries experts into slots; `both`: the host's processor computes too."""
         parts = self.parts
         store, self.direct = open_store(parts, given)
         chunks = chunks_in(store, parts)
@@ -136,17 +136,15 @@ class Greenroom:
         if len(lanes_of(parts)) > 1:
             seats = scheduler.view.seats
             between = memory_between(parts, pieces, chunks, seats, self.engines, both)
-        driver = Driver(
+        return Driver(
             scheduler,
             store,
             slots,
-            foresight=self._foresight(),
+            foresight=Foresight(self.predictor, parts.catalog.offsets) if self.predictor else None,
             guard=Guard() if parts.guard and self.predictor else None,
             links=links_of(parts),
             between=between,
         )
-        slab = between.slots if between is not None else None
-        return driver, Memory(slots, slab, self.engines)
 
     def _scheduler(self, pieces: Pieces, both: bool) -> Scheduler:
         parts, slot_bytes = self.parts, self.parts.catalog.slot_bytes
@@ -163,14 +161,6 @@ class Greenroom:
             seed=parts.seed,
             host=self._tier,
         )
-
-    def _foresight(self) -> Foresight | None:
-        """What makes of guesses what the scheduler is told, where anybody guesses."""
-        if self.predictor is None:
-            return None
-        if self._watch is None:
-            return Foresight(self.predictor, self.parts.catalog.offsets)
-        return ObservedForesight(self.predictor, self.parts.catalog.offsets, self._watch.predicted)
 
     @property
     def growth(self) -> Growth | None:
@@ -222,15 +212,15 @@ class Greenroom:
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
-        counts_before, meter_before, host_s, requests, hits = self._base
+        counts_before, meter_before, requests, hits = self._base
         counts = minus(driver.scheduler.counts, counts_before)
         meter = minus(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
             kernels=self.bindings.described,
             capacity=self.capacity,
-            capacity_least=self.hooks.sizes[0],
-            capacity_most=self.hooks.sizes[1],
+            capacity_least=driver.sizes[0],
+            capacity_most=driver.sizes[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -247,7 +237,7 @@ class Greenroom:
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
             lesser=lesser_stats(driver, counts, self.parts.approximation),
-            co_compute=host_stats(driver, counts, driver.host_s - host_s),
+            co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
                 "requests": self._tier.requests - requests,
@@ -258,14 +248,14 @@ class Greenroom:
     def reset_stats(self) -> None:
         """Count from here on; what is resident stays."""
         self._base = self._so_far()
-        self.hooks.size_from_here()
+        self.driver.sizes = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
-    def _so_far(self) -> tuple[Counts, Meter, float, int, int]:
-        """All that is counted: of the scheduler, the links, the host's processor and its memory."""
+    def _so_far(self) -> tuple[Counts, Meter, int, int]:
+        """All that is counted: of the scheduler, of links and processors, and of host memory."""
         driver, tier = self.driver, self._tier
         held = (0, 0) if tier is None else (tier.requests, tier.hits)
-        return replace(driver.scheduler.counts), driver.meter.copy(), driver.host_s, *held
+        return replace(driver.scheduler.counts), driver.meter.copy(), *held
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Record what runs when from here on; the timeline so far is returned as recording ends."""
@@ -284,13 +274,12 @@ class Greenroom:
         self.driver.scheduler.view.check_capacity(slots)
         self.hooks.growth = None
         self.driver.resize(slots)
-        self.hooks.sized()
         return self.capacity
 
     def grow(self, growth: Growth) -> None:
         """Have as many slots as keys and values leave, from here on."""
         growth.bind(self.driver)
-        self.hooks.size_from_here()
+        self.driver.sizes = self.capacity, self.capacity
         self.hooks.growth = growth
 
     def detach(self) -> None:
@@ -307,7 +296,7 @@ class Greenroom:
                 counted = self._watch.state(self.driver, self._head.seconds)
             noted = self._recent.state() if self._recent is not None else None
             states = {split_counts.NAME: counted, recent.NAME: noted}
-            self._warm_start.save({name: each for name, each in states.items() if each is not None})
+            self._warm_start.save(states)
         if self._head is not None:
             self._head.close()
         self.hooks.detach()

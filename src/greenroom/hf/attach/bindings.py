@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,7 +19,7 @@ from greenroom.hf.kv.cache import reserve, take_back
 from greenroom.hf.memory.approximate import layer_with_less
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.both import CoComputeKernel
-from greenroom.runtime.cuda.calibrate import calibrate
+from greenroom.runtime.cuda.calibrate import calibrate, trial_step
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.spread import SpreadKernel
 from greenroom.runtime.driver.driver import Driver
@@ -39,48 +36,39 @@ from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
 from greenroom.runtime.kernels.dense.stored import put_back
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
-from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import ON_GPUS, described
 from greenroom.runtime.probes.inputs import GateInputs
-from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.tier import Tier
 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Where a model's experts are computed from: the slots, those of the host's processor too where
-    it computes (`slab`), and the GPUs, if there are any."""
-
-    slots: Tier
-    slab: HostSlots | None
-    engines: Sequence[Engine]
-
-    @property
-    def engine(self) -> Engine:
-        return self.engines[0] if self.engines else Engine()
-
-
 class Bindings:
     """The experts modules of one model, from `bind` to `detach`."""
 
     def __init__(
-        self, kernel: Kernel, modules: Sequence[nn.Module], parts: ModelSetup, memory: Memory
+        self,
+        kernel: Kernel,
+        modules: Sequence[nn.Module],
+        parts: ModelSetup,
+        engines: Sequence[Engine],
+        driver: Driver,
     ) -> None:
+        """`engines` are the GPUs, if there are any."""
         self.kernel, self.modules = kernel, modules
         self.accelerated: Accelerated | None = None
         self.shared: Shared | None = None
-        self._parts, self._memory = parts, memory
+        self._parts, self._driver, self._slots = parts, driver, driver.slots
+        self._engines, self._engine = engines, engines[0] if engines else Engine()
+        # Slots of host memory that the host's processor computes from.
+        self._slab = None if driver.between is None else driver.between.slots
         self.described = kernel.name  # what computes the experts, or did so before `detach`
 
     def bind(
         self,
         model: PreTrainedModel,
-        driver: Driver,
         inputs: GateInputs | None,
         chosen: Callable[[int, Ids], None] | None,
     ) -> None:
@@ -91,22 +79,22 @@ class Bindings:
         else:
             put_back(model)
         self.shared = Shared(model, self.modules)
-        policy, computing = driver.scheduler.policy, self._computing(model)
+        driver, computing = self._driver, self._computing(model)
         for layer, module in enumerate(self.modules):
             experts = self._experts(layer, module)
             computing.prepare(experts)
             if layer == 0:
-                self._begin(computing, experts, driver)
+                self._begin(computing, experts)
             binding = Binding(
                 driver,
                 computing,
                 layer,
                 experts,
-                policy.weighs,
+                driver.scheduler.policy.weighs,
                 self._parts.approximation is not None,
                 inputs=partial(inputs.latest, layer) if inputs else None,
                 meanwhile=self.shared.meanwhile[layer],
-                computed=self._memory.slots.computed,
+                computed=self._slots.computed,
                 chosen=chosen,
             )
             setattr(module, BINDING, binding)
@@ -116,12 +104,12 @@ class Bindings:
 
     def _computing(self, model: PreTrainedModel) -> Kernel:
         """The kernel, or what has it compute on several devices, on the host too, or in parts."""
-        parts, slots, kernel, memory = self._parts, self._memory.slots, self.kernel, self._memory
+        parts, slots, kernel = self._parts, self._slots, self.kernel
         if (devices := len(parts.devices)) > 1:
-            there = [engine.device for engine in memory.engines] or [model.device] * devices
+            there = [engine.device for engine in self._engines] or [model.device] * devices
             kernel = SpreadKernel(kernel, slots, there)
-        if memory.slab is not None:
-            return CoComputeKernel(kernel, memory.engine, memory.slab)
+        if self._slab is not None:
+            return CoComputeKernel(kernel, self._engine, self._slab)
         if parts.catalog.layouts[0].segments:
             return SegmentedKernel(kernel, len(slots.pools))
         return (
@@ -132,7 +120,7 @@ class Bindings:
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
         """A layer's experts as they lie in the slots."""
-        parts, slots = self._parts, self._memory.slots
+        parts, slots = self._parts, self._slots
         if parts.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
         if parts.approximation is not None:
@@ -141,7 +129,7 @@ class Bindings:
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
         """A layer whose experts lie in segments, all in one slot or in those of two parts."""
-        catalog, pools = self._parts.catalog, self._memory.slots.pools
+        catalog, pools = self._parts.catalog, self._slots.pools
         layout = catalog.layouts[layer]
         if self._parts.split is None:
             return SegmentedExperts(module, layout, pools, 0)
@@ -151,13 +139,12 @@ class Bindings:
         of = [tops, pools[-1]] if cut < len(layout.segments) else [tops]
         return SegmentedExperts(module, layout, of, cut)
 
-    def _begin(self, computing: Any, experts: LayerExperts, driver: Driver) -> None:
+    def _begin(self, computing: Any, experts: LayerExperts) -> None:
         """Measure on the first layer what the scheduler shares misses out by (from there on it sees
         for itself), and say what a GPU's kernel leaves to the slower, eager one."""
-        memory = self._memory
-        if memory.slab is not None:
-            costs = calibrate(computing, experts, memory.engine, memory.slots, memory.slab)
-            for option in driver.scheduler.options:
+        if self._slab is not None:
+            costs = calibrate(computing, experts, self._engine, self._slots, self._slab)
+            for option in self._driver.scheduler.options:
                 option.calibrated(costs)
         if self.kernel.name == ON_GPUS:
             from greenroom.runtime.kernels.triton import unread
@@ -184,18 +171,14 @@ class Bindings:
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
-        layer, engines = binding.experts, self._memory.engines
-        device = engines[0].device if engines else None
-        kernel: Any = self.kernel if engines or len(self._parts.devices) > 1 else binding.kernel
+        several = len(self._parts.devices) > 1
+        kernel = self.kernel if self._engines or several else binding.kernel
         ways: list[tuple[Any, ...]] = [([0], [0])]
         if self._parts.copies is not None:
             ways.append(([0], [1], LOW))
         for tokens in (1, COMPILED_TOKENS):
-            x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=device)
-            weights = torch.ones(tokens, 1, dtype=layer.dtype, device=device)
-            routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
             for way in ways:
-                step = kernel.begin(layer, x, routing, weights)
+                step = trial_step(kernel, binding.experts, self._engine, tokens)
                 kernel.wave(step, *way)
                 kernel.combine(step)
 

@@ -9,7 +9,7 @@ transformers' own. `remove` takes the attributes out again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
@@ -32,10 +32,10 @@ SAVES = (
     "{} would leave the experts out, which are streamed: copy the checkpoint's folder, or"
     f" {WAY_OUT}"
 )
-_EVERYWHERE = ("train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
-_WITH_WEIGHTS = ("_apply", "_save_to_state_dict")
-_OF_MODELS = ("save_pretrained", "push_to_hub", "num_parameters")
-_NAMES = (*_EVERYWHERE, *_WITH_WEIGHTS, *_OF_MODELS)
+_NAMES = (
+    "train", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__", "_apply",
+    "_save_to_state_dict", "save_pretrained", "push_to_hub", "num_parameters",
+)  # fmt: skip
 
 Kind = tuple[torch.dtype, torch.device]
 Me = Callable[[], Any]  # a weak reference to the module
@@ -61,6 +61,38 @@ def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
             for name in ("save_pretrained", "push_to_hub"):
                 own[name] = partial(_refuse, SAVES.format(name))
             own["num_parameters"] = partial(_num_parameters, me)
+
+
+def addresses(
+    model: nn.Module, experts: Sequence[nn.Module], compiled: Set[nn.Module]
+) -> Callable[[], None]:
+    """What raises UnsupportedCall where a dense weight's memory is another than it is now.
+
+    `weight.data = other` keeps the parameter and exchanges its memory: compiled kernels would go on
+    reading the old address. Another parameter under the same name is noticed by the layers
+    themselves (runtime/kernels/dense/guard.py), and values written in place are seen by all.
+
+    `experts` are the modules whose own parameters (biases) kernels hold, `compiled` those whose
+    weights compiled dense layers read by address.
+    """
+    held = [
+        (module if module in experts else None, name, own, weight, weight.data_ptr())
+        for name, module in model.named_modules()
+        if module in compiled or module in experts
+        for own, weight in module.named_parameters(recurse=False)
+    ]
+
+    def check() -> None:
+        for module, name, own, weight, address in held:
+            exchanged = module is not None and module._parameters.get(own) is not weight
+            if exchanged or weight.data_ptr() != address:
+                raise UnsupportedCall(
+                    f"{name}.{own} was given other memory, which compiled kernels do not see: write"
+                    " values in place (weight.copy_(...) without gradients), or change it before"
+                    " the model is attached"
+                )
+
+    return check
 
 
 def _holds(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from greenroom.core.predictor import Ids, PassBegins
 from greenroom.hf.attach.bindings import Bindings
-from greenroom.hf.attach.weight_guard import WeightGuard
 from greenroom.hf.kv.batch import Together
 from greenroom.hf.kv.cache import ROOM, adopt
 from greenroom.hf.kv.kinds import DYNAMIC
@@ -44,10 +43,9 @@ class PassHooks:
         observers: list[Observer],
     ) -> None:
         self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
-        self.sizes = parts.capacity, parts.capacity  # the least and the most slots there were
         self._parts, self._driver, self._bindings = parts, driver, bindings
         self.observers = observers  # of what routers choose
-        self.weights: WeightGuard | None = None
+        self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self._request, self._tokens = 0, 0
         self._begin: int | None = None  # prompts that begin with the next pass, where it was said
         self._unnoted = False  # are passes those of a trial?
@@ -77,16 +75,6 @@ class PassHooks:
         prompt may have of an earlier one."""
         self._begin = prompts
 
-    def sized(self) -> None:
-        """The cache may have another size."""
-        least, most = self.sizes
-        capacity = self._driver.scheduler.capacity
-        self.sizes = min(least, capacity), max(most, capacity)
-
-    def size_from_here(self) -> None:
-        """Forget which sizes the cache has had."""
-        self.sizes = self._driver.scheduler.capacity, self._driver.scheduler.capacity
-
     def chosen(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [T, K]."""
         for each in self.observers:
@@ -108,26 +96,35 @@ class PassHooks:
     @outside_graphs
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass begins; one without keys and values before it is the first of a prompt. Of an
-        encoder-decoder model that is the encoder's, and the answer's first one goes on with it."""
+        encoder-decoder model that is the encoder's, and the answer's first one goes on with it.
+
+        Keys and values are of the kind that was asked for, where none are given; those of the usual
+        kind grow in place, and slots make room for them."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if given is None or given.is_meta or self._unnoted:
             return None
-        cache = self._cache(model, kwargs)
+        cache, kind = kwargs.get("past_key_values"), self._parts.keys_values.kind
+        if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
+            cache = kwargs["past_key_values"] = kind.cache(model.config)
         batch, length = given.shape[:2]
-        together = isinstance(cache, Together)
-        self._make_room(cache, batch, length)
+        caches, lengths = [cache], [length]
+        if isinstance(cache, Together):
+            caches, lengths = cache.caches, cache.lengths
+        for each in caches:
+            adopt(each, max(self._parts.context, ROOM) + 1, in_blocks=self._parts.cuda)
+        if (growth := self.growth) is not None:  # a resize may take it away meanwhile
+            growth.before(caches, lengths, batch)
         before = self._request
         if self._begin is not None:
             self._request, self._begin = self._request + self._begin, None
         elif model is not self._decoder and (cache is None or not cache.get_seq_length()):
             self._request += 1
-        if self._request != before and self.weights is not None:
-            self.weights.check()
-        prompt = max(cache.lengths) > 1 if together else length > 1
-        sequences = len(cache.caches) if together else int(batch)
-        for each in self.observers:
-            each.begins(self._request, prompt, sequences)
+        if self._request != before:
+            self.check_weights()
+        prompt = max(lengths) > 1
+        for observer in self.observers:
+            observer.begins(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(
             PassBegins(
                 self._request,
@@ -139,32 +136,6 @@ class PassHooks:
         )
         self._tokens += batch * length
         return args, kwargs
-
-    def _make_room(self, cache: Any, batch: int, length: int) -> None:
-        """For the keys and values of a pass, where the slots have what is left of a budget."""
-        if (growth := self.growth) is None:  # a resize may take it away meanwhile
-            return
-        if isinstance(cache, Together):
-            growth.before(cache.caches, cache.lengths)
-        else:
-            growth.before([cache], [length], batch)
-        self.sized()
-
-    def _cache(self, model: nn.Module, kwargs: dict[str, Any]) -> Any:
-        """The keys and values that a pass goes on with: of the kind that was asked for, where it
-        begins, and those of the usual kind growing in place."""
-        cache, kind = kwargs.get("past_key_values"), self._parts.keys_values.kind
-        if isinstance(cache, Together):
-            for each in cache.caches:
-                self._adopt(each)
-            return cache
-        if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
-            cache = kwargs["past_key_values"] = kind.cache(model.config)
-        self._adopt(cache)
-        return cache
-
-    def _adopt(self, cache: Any) -> None:
-        adopt(cache, max(self._parts.context, ROOM) + 1, in_blocks=self._parts.cuda)
 
     @outside_graphs
     def _ends(self, model: nn.Module, args: tuple[Any, ...], out: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from greenroom.core.layout import Catalog
@@ -48,10 +48,16 @@ def beside(
         _check_passes(model)
     needs = _needs(chosen, file)
     looks = "inputs" in needs or inputs
-    routers = _routers(model, catalog, must="inputs" in needs) if looks or chosen else []
+    routers: list[Router] = []
+    if looks or chosen:
+        with nullcontext() if "inputs" in needs else suppress(PredictorError):
+            routers = find_routers(model, catalog.layers)
+    top_k = experts_per_token(model)  # as the config says, where the router cannot be asked
+    with suppress(PredictorError):
+        top_k = top_k_of(routers[0]) if routers else top_k
     learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
-    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), _top_k(model, routers))
+    shape = Shape(catalog.experts_per_layer, top_k)
     setting = Setting(shape, gates=gates, learned=learned)
     made = {choice.name: choice.make(setting) for choice in chosen}
     return Beside(shape, routers if looks else [], made)
@@ -71,7 +77,7 @@ def check(
         return
     _check_passes(model)
     needs = _needs([choice], file)
-    shape = Shape(tuple(np.diff(catalog.offsets).tolist()), 0)
+    shape = Shape(catalog.experts_per_layer, 0)
     if choice.distance is not None:
         _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
     if "file" in needs:
@@ -130,21 +136,3 @@ def _choice(prefetch: str, file: object) -> Choice:
     """What `--prefetch` names; with a file `auto` is the predictor whose file it is."""
     choice = predictor(prefetch)
     return predictor("learned") if choice.kind is AUTO and file is not None else choice
-
-
-def _routers(model: PreTrainedModel, catalog: Catalog, must: bool) -> list[Router]:
-    """The routers, where hidden states can be seen; none where there are none and need not be."""
-    try:
-        return find_routers(model, catalog.layers)
-    except PredictorError:
-        if must:
-            raise
-        return []
-
-
-def _top_k(model: PreTrainedModel, routers: list[Router]) -> int:
-    """As the router does; as the config says where it cannot be asked."""
-    try:
-        return top_k_of(routers[0]) if routers else experts_per_token(model)
-    except PredictorError:
-        return experts_per_token(model)

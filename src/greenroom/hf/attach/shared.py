@@ -22,7 +22,6 @@ from greenroom.runtime.graphs import outside_graphs
 
 WORTH = 16  # vectors of the input's width: a module with fewer weights is not worth the trouble
 
-_LITERALS = (type(None), bool, int, float, str)
 _Values = dict[int | str, Any]  # arguments or outputs, by their position or name
 
 
@@ -117,9 +116,9 @@ class _Pass(threading.local):
 
 
 class _Stash:
-    """An output, and what it was made of: the same memory, not written since."""
+    """An output, and the tensors that it was made of: the same memory, not written since."""
 
-    def __init__(self, output: Tensor, given: _Values) -> None:
+    def __init__(self, output: Tensor, given: dict[int | str, Tensor]) -> None:
         self.output = output
         self._given = {place: (value, _mark(value)) for place, value in given.items()}
 
@@ -129,17 +128,15 @@ class _Stash:
         )
 
 
-def _mark(value: Any) -> int | Tensor | None:
+def _mark(value: Tensor) -> int | Tensor:
     """By which later writes are noticed: torch's count of them, or a copy where it keeps none."""
-    if not isinstance(value, Tensor):
-        return None
     return value.clone() if value.is_inference() else value._version
 
 
-def _unchanged(value: Any, before: Any, mark: int | Tensor | None) -> bool:
-    if not isinstance(value, Tensor) or not isinstance(before, Tensor):
-        return value is before or (type(value) is type(before) and value == before)
-    if not _same_memory(value, before) or value.is_inference() != before.is_inference():
+def _unchanged(value: Any, before: Tensor, mark: int | Tensor) -> bool:
+    if not isinstance(value, Tensor) or not _same_memory(value, before):
+        return False
+    if value.is_inference() != before.is_inference():
         return False
     if isinstance(mark, Tensor):
         return torch.equal(*(each.contiguous().view(torch.uint8) for each in (value, mark)))
@@ -163,7 +160,7 @@ class _Layer:
         self._around, self._experts, self._taken = around, experts, taken
         self._pass, self._lock = _Pass(), threading.Lock()
         self.shared: nn.Module | None = None
-        self._call: _Values = {}  # of the shared module: for each argument a source, or a literal
+        self._call: dict[int | str, _Source] = {}  # the arguments of the shared module
         self.early: nn.Module | None = None
         self.used = self.wasted = 0
         self._forward: Callable[..., Any] | None = None  # what the shared module's was
@@ -225,7 +222,7 @@ class _Layer:
                     call = {place: _found(value, there) for place, value in event.values.items()}
                 except LookupError:
                     continue
-                if any(isinstance(each, _Source) for each in call.values()):
+                if call:
                     self.shared, self._call = module, call
                     self._taken.add(id(module))
                     return True
@@ -235,8 +232,7 @@ class _Layer:
         """Keep the sources of each pass, and give the shared module a forward that looks first."""
         module: Any = self.shared
         for source in dict.fromkeys(self._call.values()):
-            if isinstance(source, _Source):
-                self._hooks.append(self._keep(source))
+            self._hooks.append(self._keep(source))
         here, original = self._pass, module.forward
 
         @outside_graphs
@@ -282,13 +278,10 @@ class _Layer:
             return
         tensors, here.tensors = here.tensors, {}
         try:
-            given = {
-                place: tensors[value] if isinstance(value, _Source) else value
-                for place, value in self._call.items()
-            }
+            given = {place: tensors[source] for place, source in self._call.items()}
         except LookupError:
             return
-        if any(isinstance(x, Tensor) and x.is_meta for x in given.values()):
+        if not all(isinstance(x, Tensor) and not x.is_meta for x in given.values()):
             return
         assert self._forward is not None
         self.wasted += here.stash is not None
@@ -332,12 +325,9 @@ def _worthwhile(event: _Seen) -> bool:
     return sum(p.numel() for p in event.module.parameters()) > WORTH * width > 0
 
 
-def _found(value: Any, there: list[tuple[_Source, Tensor]]) -> Any:
-    """The source of an argument, or the argument where it is a literal; LookupError for others."""
-    if isinstance(value, _LITERALS):
-        return value
-    if isinstance(value, Tensor):
-        for source, tensor in there:
-            if _same_memory(tensor, value):
-                return source
+def _found(value: Any, there: list[tuple[_Source, Tensor]]) -> _Source:
+    """The source of an argument; LookupError where it has none."""
+    for source, tensor in there:
+        if isinstance(value, Tensor) and _same_memory(tensor, value):
+            return source
     raise LookupError

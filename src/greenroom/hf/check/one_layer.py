@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from greenroom.hf.check.passes import Passes
-from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.check.passes import logits_of
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
 from greenroom.hf.model.reference import load_experts
@@ -52,14 +51,14 @@ class LayerCheck:
 
 @torch.inference_mode()
 def compare_layers(
-    source: str, dtype: str, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
+    draft: Draft, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
 ) -> Iterator[LayerCheck]:
     """Run `passes` (token ids [1, T] each) on a model, then check layer after layer.
 
-    The model is attached, or (`whole`) transformers' own with all of its experts in memory.
+    `draft` is of the model before it was loaded. The model is attached, or (`whole`) transformers'
+    own with all of its experts in memory.
     """
-    checkpoint = find_checkpoint(source)
-    draft = Draft.of(checkpoint, dtype)
+    checkpoint, dtype = draft.checkpoint, str(draft.dtype)[6:]
     inputs, outputs = _record(model, draft.catalog.layers, passes)
     for layer, name in enumerate(draft.catalog.layers):
         module, given = model.get_submodule(name), inputs[name]
@@ -92,9 +91,7 @@ def _record(
 
     hooks = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
     try:
-        request = Passes(model)
-        for ids in passes:
-            request(ids)
+        logits_of(model, passes)
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,7 +9,7 @@ Of an encoder-decoder model the first ids go to the encoder, and the decoder beg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,11 @@ from greenroom.runtime.memory.system import give_back
 
 
 @contextmanager
-def streamed(source: str, config: LoadConfig) -> Iterator[tuple[PreTrainedModel, Any]]:
-    """A model and its tokenizer, for a while; nothing of it is remembered."""
-    model, tokenizer = load_with(source, config, remember=False)
+def streamed(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
+    """A model, for a while; nothing of it is remembered."""
+    model, _ = load_with(source, config, remember=False)
     try:
-        yield model, tokenizer
+        yield model
     finally:
         model.greenroom.detach()
         del model
@@ -42,6 +42,13 @@ def start_token(model: PreTrainedModel) -> int:
         if token is not None:
             return int(token)
     return 0
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, parts: Iterable[Tensor]) -> Tensor:
+    """The logits [T, V] of one request, which is read in these parts, in host memory."""
+    passes = Passes(model)
+    return torch.cat([passes(part).cpu() for part in parts])
 
 
 class Passes:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
-from greenroom.hf.check.passes import Passes, streamed
+from greenroom.hf.check.passes import logits_of, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.describe import context_of
@@ -102,11 +102,11 @@ def quality(
     found: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
-        with streamed(original, config) as (model, _):
+        with streamed(original, config) as model:
             kinds = [_keep(_logits(model, window, step), spool) for window in windows]
         say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
-        with streamed(source, changed) as (model, _):
+        with streamed(source, changed) as model:
             for window, kind in zip(windows, kinds, strict=True):
                 found += _compare(spool, kind, _logits(model, window, step), window[1:])
             served = model.greenroom.stats().lesser
@@ -197,11 +197,9 @@ def _check_room(nbytes: int) -> None:
         )
 
 
-@torch.inference_mode()
 def _logits(model: PreTrainedModel, window: Sequence[int], step: int) -> Tensor:
     """What follows each token of a window but the last, read `step` tokens a pass: [n - 1, V]."""
-    passes, ids = Passes(model), torch.tensor([window], device=model.device)
-    return torch.cat([passes(part).cpu() for part in ids.split(step, dim=1)])[:-1]
+    return logits_of(model, torch.tensor([window], device=model.device).split(step, dim=1))[:-1]
 
 
 def _keep(logits: Tensor, spool: BinaryIO) -> tuple[torch.Size, torch.dtype]:

@@ -10,20 +10,22 @@ type cannot hold them: one_layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.check.one_layer import LayerCheck, compare_layers, distance
-from greenroom.hf.check.passes import Passes, streamed
+from greenroom.hf.check.passes import Passes, logits_of, streamed
 from greenroom.hf.checkpoint.resolve import find_checkpoint
+from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
@@ -99,13 +101,14 @@ def verify(
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
     )
-    trial = _Trial(source, cache, config, prompt, tokens, say, verdict)
+    ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
+    trial = _Trial(source, draft, config, ids, tokens, say, verdict)
     if whole:
-        trial.against_the_whole(draft)
+        trial.against_the_whole()
     else:
         say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
-    trial.own_kernels(draft)
+    trial.own_kernels()
     return verdict
 
 
@@ -131,9 +134,9 @@ class _Trial:
     """The runs of one model; `config` is that of the kernels to be judged, with this cache."""
 
     source: str
-    cache: str | int
+    draft: Draft
     config: LoadConfig
-    prompt: str
+    ids: Tensor  # the prompt's, [1, T]
     tokens: int
     say: Say
     verdict: Verdict
@@ -148,34 +151,24 @@ class _Trial:
     def eager(self) -> LoadConfig:
         return replace(self.config, kernels="eager")
 
-    def ids(self, tokenizer: Any) -> torch.Tensor:
-        """The prompt's, [1, T]."""
-        return tokenizer(self.prompt, return_tensors="pt")["input_ids"].long()
-
-    def compared(
-        self, model: PreTrainedModel, passes: list[torch.Tensor], whole: bool = False
-    ) -> Iterator[LayerCheck]:
-        return compare_layers(self.source, self.config.dtype, model, passes, whole)
-
-    def against_the_whole(self, draft: Draft) -> None:
+    def against_the_whole(self) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
-        with streamed(self.source, self.eager) as (model, tokenizer):
-            ids = self.ids(tokenizer)
-            ours, ours_with = greedy(model, ids, self.tokens), _slots(model)
+        with streamed(self.source, self.eager) as model:
+            ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
-                self.layers = list(self.compared(model, [ids]))
-        model = whole_model(draft)
-        self.reference = greedy(model, ids, self.tokens)
-        self.layers = self.layers or list(self.compared(model, [ids], whole=True))
-        if adapter_of(draft.model) is None:
-            compute_by("grouped_mm", *map(model.get_submodule, draft.catalog.layers))
-            logits = forced(model, ids, self.reference.tokens)
+                self.layers = list(compare_layers(self.draft, model, [self.ids]))
+        model = whole_model(self.draft)
+        self.reference = greedy(model, self.ids, self.tokens)
+        self.layers = self.layers or list(compare_layers(self.draft, model, [self.ids], whole=True))
+        if adapter_of(self.draft.model) is None:
+            compute_by("grouped_mm", *map(model.get_submodule, self.draft.catalog.layers))
+            logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
         del model
         give_back()
-        self.verdict.tokens_compared = ids.shape[1] + self.tokens
+        self.verdict.tokens_compared = self.ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
         name = f"eager kernels, {ours_with}"
         self.check(
@@ -189,23 +182,22 @@ class _Trial:
 
     def by_layer(self) -> None:
         """Each layer's output against transformers' eager, from the same inputs."""
-        with streamed(self.source, self.eager) as (model, tokenizer):
-            ids = self.ids(tokenizer)
-            follow = greedy(model, ids, min(self.tokens, 4)).tokens
-            passes = [ids, *(torch.tensor([[token]]) for token in follow)]
+        with streamed(self.source, self.eager) as model:
+            follow = greedy(model, self.ids, min(self.tokens, 4)).tokens
+            passes = [self.ids, *torch.tensor([follow]).split(1, 1)]
             name = f"eager kernels, {_slots(model)}"
-            for layer in self.compared(model, passes):
+            for layer in compare_layers(self.draft, model, passes):
                 equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
                 self.check(equal, layer.equal)
                 self.layers.append(layer)
-        self.verdict.tokens_compared = ids.shape[1] + len(follow)
+        self.verdict.tokens_compared = self.ids.shape[1] + len(follow)
 
-    def own_kernels(self, draft: Draft) -> None:
+    def own_kernels(self) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
-        most = "100%" if self.verdict.whole else self.cache
+        most = "100%" if self.verdict.whole else self.config.cache
         first, expected = self._logits(replace(self.config, cache=most), judged=True)
         experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
-        for case in self._cases(draft, most):
+        for case in self._cases(most):
             logits, slots = self._logits(case)
             self.check(
                 f"{self.verdict.kernels} kernels, {slots}, {_how(case)}: the same bits as with"
@@ -213,36 +205,33 @@ class _Trial:
                 torch.equal(logits, first),
             )
 
-    def _cases(self, draft: Draft, reference: str | int) -> list[LoadConfig]:
+    def _cases(self, reference: Any) -> list[LoadConfig]:
         """The runs that are compared with a first one, of the reference's cache."""
-        case = partial(replace, self.config)
-        sizes = {
-            slots_for(each, draft.catalog): each
-            for each in ("50%", draft.catalog.slot_bytes, self.cache)
-        }
-        sizes.pop(slots_for(reference, draft.catalog), None)
+        case, catalog = partial(replace, self.config), self.draft.catalog
+        caches: tuple[Any, ...] = "50%", catalog.slot_bytes, self.config.cache
+        sizes = {slots_for(each, catalog): each for each in caches}
+        sizes.pop(slots_for(reference, catalog), None)
         cases = [case(cache=size) for size in sizes.values()]
         cases += [case(device="fake", readers=readers) for readers in (1, 4)]
         cases.append(case(prefetch="off"))
-        if any(layout.segments for layout in draft.catalog.layouts):
+        if any(layout.segments for layout in catalog.layouts):
             cases.append(case(cache="50%", split="0.25"))
             cases.append(case(cache="50%", device="fake", readers=4, split="0.5"))
         return cases
 
-    def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[torch.Tensor, str]:
+    def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
         """(logits with the kernels to be judged, the slots that there were)."""
-        with streamed(self.source, config) as (model, tokenizer):
-            ids = self.ids(tokenizer)
+        with streamed(self.source, config) as model:
             self.verdict.kernels = model.greenroom.stats().kernels
-            follow = self.reference.tokens if self.reference else None
-            logits = (
-                forced(model, ids, follow) if follow else greedy(model, ids, self.tokens).logits
-            )
+            if self.reference is not None:
+                logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
+            else:
+                logits = greedy(model, self.ids, self.tokens).logits
             if judged:
                 self._judge(model, logits)
             return logits, _slots(model)
 
-    def _judge(self, model: PreTrainedModel, logits: torch.Tensor) -> None:
+    def _judge(self, model: PreTrainedModel, logits: Tensor) -> None:
         """How far the default kernels are from transformers' eager."""
         verdict = self.verdict
         ours = max(layer.distance(model) for layer in self.layers)
@@ -262,11 +251,11 @@ class Run:
     """Greedy tokens, and the logits [prompt + tokens - 1, V] that they came from."""
 
     tokens: list[int]
-    logits: torch.Tensor
+    logits: Tensor
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
+def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> Run:
     """The likeliest token, `tokens` times, each in a pass of its own."""
     chosen: list[int] = []
     passes = Passes(model)
@@ -278,8 +267,6 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Run:
         rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
-@torch.inference_mode()
-def forced(model: PreTrainedModel, ids: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """The logits along a given continuation, in the same passes as `greedy`."""
-    passes = Passes(model)
-    return torch.cat([passes(ids), *(passes(torch.tensor([[token]])) for token in tokens[:-1])])
+def parts_of(ids: Tensor, tokens: list[int]) -> list[Tensor]:
+    """What the passes of `greedy` read until they have found these tokens."""
+    return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

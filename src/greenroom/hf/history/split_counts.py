@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -18,30 +18,13 @@ from transformers import PreTrainedModel
 
 from greenroom.core.activity import Activity
 from greenroom.core.events import Predicted
-from greenroom.core.predictor import Ids, Predictor
-from greenroom.core.prefetch.foresight import Foresight
+from greenroom.core.predictor import Ids
 from greenroom.plan.configurator import Latency
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.runtime.driver.driver import Driver
 
 NAME = "split"  # of the state
 log = logging.getLogger(__name__)
-
-
-class ObservedForesight(Foresight):
-    """A foresight that passes its predictions to an observer too."""
-
-    def __init__(
-        self, predictor: Predictor, offsets: Sequence[int], hear: Callable[[Predicted], None]
-    ) -> None:
-        super().__init__(predictor, offsets)
-        self._hear = hear
-
-    def _predict(self, layer: int) -> list[Predicted]:
-        events = super()._predict(layer)
-        for event in events:
-            self._hear(event)
-        return events
 
 
 class HeadTimer:

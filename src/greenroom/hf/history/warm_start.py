@@ -30,24 +30,20 @@ class WarmStart:
         fingerprint: str,
         driver: Driver,
         before: RoutingHistory | None,
-        name: str = "",
-        predictor: Predictor | None = None,
+        name: str,
+        predictor: Predictor | None,
     ) -> None:
-        """`before` is what earlier runs left, `name` the predictor's, as the user chose it."""
+        """`before` is what earlier runs left, `name` the predictor's, as the user chose it. The
+        predictor gets the state that it had."""
         self._fingerprint, self._driver = fingerprint, driver
         self._name, self._predictor = name, predictor
         self._before = before
         self._passes = 0  # of warming up
-
-    def restore(self) -> None:
-        """Give the predictor the state that it had. One that does not fit is left out."""
-        states = self._before.states if self._before else {}
-        if self._predictor is None or self._name not in states:
-            return
-        try:
-            self._predictor.restore(states[self._name])
-        except ValueError as error:
-            log.warning("predictor %s starts anew: %s", self._name, error)
+        if predictor is not None and before is not None and name in before.states:
+            try:
+                predictor.restore(before.states[name])
+            except ValueError as error:  # a state that does not fit is left out
+                log.warning("predictor %s starts anew: %s", name, error)
 
     def warm_up(self) -> int:
         """Read the hot set into an empty cache, for LIMIT_S at most; the experts that were read."""
@@ -68,7 +64,7 @@ class WarmStart:
             self._driver.asked[:] = 0
             self._driver.missed[:] = 0
 
-    def save(self, beside: Mapping[str, Arrays] | None = None) -> None:
+    def save(self, beside: Mapping[str, Arrays | None]) -> None:
         """Leave what was learned since then, and states `beside`, where it is enough to be worth
         it."""
         driver = self._driver
@@ -83,7 +79,7 @@ class WarmStart:
                 popularity += before.popularity * 0.5 ** (passes / HALF_LIFE)
         if self._predictor is not None:
             states[self._name] = self._predictor.state()
-        states |= beside or {}
+        states |= {name: each for name, each in beside.items() if each is not None}
         residents = driver.scheduler.residents()
         hot = residents[np.argsort(-popularity[residents], kind="stable")]
         try:

@@ -47,8 +47,8 @@ class Together(Cache):
         caches: Sequence[Any],
         lengths: Sequence[int],
         *,
-        exact: bool = False,
-        joined: bool = False,
+        exact: bool,
+        joined: bool,
     ) -> None:
         super().__init__(layers=[])
         self.caches, self.lengths = list(caches), list(lengths)
@@ -214,13 +214,7 @@ class Batch:
         return [part if each else part[-1] for part, each in parts]
 
     def _alone(self, ids: Sequence[int], caches: list[Any], scored: bool) -> list[Tensor]:
-        model = self._model
-        out = model(
-            input_ids=torch.tensor([ids], device=model.device),
-            past_key_values=caches[0],
-            use_cache=True,
-            logits_to_keep=len(ids) if scored else 1,
-        )
+        out = self._pass(ids, caches[0], logits_to_keep=len(ids) if scored else 1)
         caches[0] = out.past_key_values
         return [out.logits[0] if scored else out.logits[0, -1]]
 
@@ -237,17 +231,20 @@ class Batch:
             rows += range(len(positions) - count, len(positions))
         experts = model.greenroom.bindings.alone() if self.exact else nullcontext()
         with self._attending(), self._head_by_tokens(), experts:
-            out = model(
-                input_ids=torch.tensor([[token for each in ids for token in each]],
-                                       device=model.device),
+            out = self._pass(
+                [token for each in ids for token in each],
+                cache,
                 position_ids=torch.tensor([positions], device=model.device),
-                past_key_values=cache,
-                use_cache=True,
                 logits_to_keep=torch.tensor(rows, device=model.device),
                 together=cache,
-            )  # fmt: skip
+            )
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
+
+    def _pass(self, tokens: Sequence[int], cache: Any, **options: Any) -> Any:
+        model = self._model
+        ids = torch.tensor([tokens], device=model.device)
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
 
     @contextmanager
     def _attending(self) -> Iterator[None]:

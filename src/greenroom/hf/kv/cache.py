@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -34,6 +35,19 @@ BLOCK = 256  # tokens that a GPU's tensors grow by
 FREED = 64 << 20  # bytes that a GPU's allocator may keep of tensors that were outgrown
 
 
+def _view(number: int) -> Any:
+    """Keys or values, as a layer has them."""
+
+    def look(layer: Growing) -> Tensor | None:
+        return layer._look()[number]
+
+    def replace(layer: Growing, tensor: Tensor | None) -> None:
+        layer._views, layer._wholes = [*layer._look()], None
+        layer._views[number] = tensor
+
+    return property(look, replace)
+
+
 class Growing(DynamicLayer):
     """A `DynamicLayer` with room for the tokens to come.
 
@@ -42,9 +56,9 @@ class Growing(DynamicLayer):
     every layer take a compiled pass as long as a layer.
     """
 
-    def __init__(self, room: int = ROOM, in_blocks: bool = False) -> None:
+    def __init__(self, room: int, in_blocks: bool) -> None:
         """`room` tokens of address space, or as many blocks of memory as it takes."""
-        self._options = self._room, self._in_blocks = room, in_blocks
+        self._room, self._in_blocks = room, in_blocks
         self._views: list[Tensor | None] | None = [None, None]  # None: of `_wholes`, not made yet
         self._wholes: tuple[Tensor, Tensor] | None = None
         self._count = 0  # tokens in these
@@ -58,21 +72,7 @@ class Growing(DynamicLayer):
             setattr(made, name, value)
         return made
 
-    @property
-    def keys(self) -> Tensor | None:
-        return self._look()[0]
-
-    @keys.setter
-    def keys(self, tensor: Tensor | None) -> None:
-        self._views, self._wholes = [tensor, self._look()[1]], None
-
-    @property
-    def values(self) -> Tensor | None:
-        return self._look()[1]
-
-    @values.setter
-    def values(self, tensor: Tensor | None) -> None:
-        self._views, self._wholes = [self._look()[0], tensor], None
+    keys, values = _view(0), _view(1)
 
     def _look(self) -> list[Tensor | None]:
         if self._views is None:
@@ -176,14 +176,9 @@ class Growing(DynamicLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
         """Its tokens without the room behind them."""
-        views = [tensor if tensor is None else tensor.clone() for tensor in self._look()]
-        made = Growing(*self._options)
-        made.__dict__ |= {
-            name: copy.deepcopy(value, memo)
-            for name, value in vars(self).items()
-            if name not in ("_wholes", "_views")
-        }
-        made._views = list(views)
+        made = copy.copy(self)
+        made._views = [tensor if tensor is None else tensor.clone() for tensor in self._look()]
+        made._wholes = None
         return made
 
 
@@ -192,6 +187,12 @@ def caches_of(cache: Any) -> tuple[Any, ...]:
     if isinstance(cache, EncoderDecoderCache):
         return cache.self_attention_cache, cache.cross_attention_cache
     return () if cache is None else (cache,)
+
+
+def layers_of(cache: Any) -> Iterator[Any]:
+    """The layers of a cache of any kind."""
+    for part in caches_of(cache):
+        yield from part.layers
 
 
 def adopt(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
@@ -230,13 +231,12 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
     """On a GPU: room for so many tokens, layer by layer. What was outgrown goes back as it adds
     up, by `release`; else the allocator would keep all of it until the last layer has grown."""
     freed = 0
-    for part in caches_of(cache):
-        for layer in part.layers:
-            if type(layer) is Growing:
-                freed += layer.make(tokens)
-            if freed > FREED:
-                release()
-                freed = 0
+    for layer in layers_of(cache):
+        if type(layer) is Growing:
+            freed += layer.make(tokens)
+        if freed > FREED:
+            release()
+            freed = 0
     if freed:
         release()
 
@@ -283,12 +283,10 @@ def copied(cache: Any, tokens: int, into: Any) -> Any:
 
 def held(cache: Any) -> int:
     """Bytes that a cache of any kind holds now."""
-    total = 0
-    for part in caches_of(cache):
-        for layer in part.layers:
-            grows = isinstance(layer, Growing)
-            total += layer.nbytes if grows else held_by(list(vars(layer).values()))
-    return total
+    return sum(
+        layer.nbytes if isinstance(layer, Growing) else held_by(vars(layer))
+        for layer in layers_of(cache)
+    )
 
 
 def held_by(values: Any) -> int:
@@ -297,16 +295,11 @@ def held_by(values: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(values: Any) -> Iterator[Tensor]:
     """The plain tensors in it; optimum-quanto's are made of others."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Tensor):
+    for value in tree_leaves(values):
         if hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
             yield from _tensors([getattr(value, name) for name in names])
-        else:
+        elif isinstance(value, Tensor):
             yield value

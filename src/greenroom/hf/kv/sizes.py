@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from greenroom.hf.kv.cache import BLOCK, FREED
+from greenroom.hf.kv.cache import BLOCK, FREED, layers_of
 from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, Kind, kind_of
 
 PROBE = 47  # tokens; no other dimension is likely to be that
@@ -70,9 +70,10 @@ class KVBytes:
             return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
         if self.kind.name == OFFLOADED:
             return batch * self._largest(tokens)
-        copied = [layer for layer in self.layers if self._copies(layer, tokens)]
+        everything = self.on_a_gpu or tokens > self.room
+        copied = (x.held(tokens) for x in self.layers if everything or not x.in_place)
         freed = FREED if self.on_a_gpu and tokens > BLOCK else 0
-        return batch * max((layer.held(tokens) for layer in copied), default=0) + freed
+        return batch * max(copied, default=0) + freed
 
     def total(self, tokens: int, batch: int = 1) -> int:
         return self.held(tokens, batch) + self.passing(tokens, batch)
@@ -80,9 +81,6 @@ class KVBytes:
     def saved(self, tokens: int) -> int:
         """What this kind saves against keys and values as computed; negative where it costs."""
         return replace(self, kind=Kind(), stored=()).total(tokens) - self.total(tokens)
-
-    def _copies(self, layer: Layer, tokens: int) -> bool:
-        return not layer.in_place or self.on_a_gpu or tokens > self.room
 
     def _largest(self, tokens: int) -> int:
         return max((layer.held(tokens) for layer in self.layers), default=0)
@@ -134,16 +132,12 @@ def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
     """What a pass of PROBE tokens leaves in a cache."""
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
     # Some encoders refuse to be told of a cache; decoders have one by default.
-    answer = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    told: dict[str, Any] = answer or {"use_cache": True}
+    told: dict[str, Any] = {"use_cache": True}
+    if model.config.is_encoder_decoder:
+        told = {"decoder_input_ids": ids}
     with torch.no_grad():
         cache: Any = model(input_ids=ids, **told).past_key_values
-    layers = (
-        cache.layers
-        if not answer
-        else (cache.self_attention_cache.layers + cache.cross_attention_cache.layers)
-    )
-    return [_layer(layer, block) for layer in layers]
+    return [_layer(layer, block) for layer in layers_of(cache)]
 
 
 def _layer(layer: Any, block: int) -> Layer:

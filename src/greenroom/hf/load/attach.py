@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.attach.generation import replace_settings
-from greenroom.hf.load.budget import Budget, SlotBudget, least_of, with_host
+from greenroom.hf.kv.kinds import Kind
+from greenroom.hf.load.budget import Budget, least_of, with_host
 from greenroom.hf.load.describe import Description
-from greenroom.hf.memory.budget import Workspace
+from greenroom.hf.memory.budget import PREFILL_BLOCK, Workspace
 from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.plan.history import files
@@ -25,7 +26,7 @@ from greenroom.policies import policy
 from greenroom.runtime.kernels import precompile as ahead
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.measure.bandwidth import host
-from greenroom.runtime.memory.system import give_back, rss_bytes, trim_heap
+from greenroom.runtime.memory.system import give_back, rss_bytes
 
 Progress = Callable[[float, str], None]
 
@@ -46,7 +47,7 @@ def attach(
     """
     progress(0.1, "loading the dense parts")
     model: Any = description.draft.load(budget.engines[0].device if budget.engines else "cpu")
-    generation = replace_settings(model, description.keys_values.kind)
+    generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
     ahead.wait()
@@ -62,8 +63,8 @@ def attach(
         process = rss_bytes()
         if not budget.engines:
             greenroom.process_bytes = process - dense_bytes(model)
-        if budget.slots is not None:
-            greenroom.grow(_growth(model, description, budget, budget.slots, process))
+        if budget.growth is not None:
+            greenroom.grow(_loaded(model, budget, budget.growth, process))
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
@@ -75,29 +76,28 @@ def attach(
     return model
 
 
-def _growth(
-    model: Any, description: Description, budget: Budget, slots: SlotBudget, process: int
-) -> Growth:
+def _replace_settings(model: Any, kv: Kind) -> Any:
+    """Have `generate` read prompts in blocks and keep keys and values as `kv` says. Returns the
+    config that the model had."""
+    settings = model.generation_config
+    before = deepcopy(settings)
+    if not model.config.is_encoder_decoder:  # an encoder reads a prompt as a whole
+        settings.prefill_chunk_size = PREFILL_BLOCK
+    for name, value in kv.implementation.items():
+        setattr(settings, name, value)
+    return before
+
+
+def _loaded(model: Any, budget: Budget, growth: Growth, process: int) -> Growth:
     """All that is there for good is there now: what is left of the budget becomes slots."""
-    setup, catalog, need = model.greenroom.parts, description.draft.catalog, slots.need
-    devices = max(1, len(budget.engines))
-    if slots.gpu is not None:
-        need = slots.gpu.after(need, setup.capacity // devices * catalog.slot_bytes)
+    setup, need, catalog = model.greenroom.parts, growth.need, growth.catalog
+    if budget.gpu is not None:
+        need = budget.gpu.after(setup.capacity // growth.devices * catalog.slot_bytes)
     else:
         _keep_process(setup, process - need.dense)
-        need = replace(need, process=process, dense=0).plus(slots.beside)
-    return Growth(
-        slots.nbytes,
-        need,
-        catalog,
-        description.keys_values,
-        Workspace.of(model, catalog),
-        context=description.context,
-        at_least=max(slots.least, least_of(setup)),
-        of=slots.gpu.OF if slots.gpu is not None else "",
-        devices=devices,
-        release=budget.engines[0].release if budget.engines else trim_heap,
-    )
+        need = replace(need, process=process + budget.beside, dense=0)
+    workspace, least = Workspace.of(model, catalog), max(growth.at_least, least_of(setup))
+    return replace(growth, need=need, workspace=workspace, at_least=least)
 
 
 def _keep_process(setup: ModelSetup, process: int) -> None:

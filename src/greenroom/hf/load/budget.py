@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from greenroom.config import LoadConfig
 from greenroom.core.cache.scope import least_capacity
@@ -11,14 +12,9 @@ from greenroom.core.cache.state import group_sizes
 from greenroom.core.homes import spread
 from greenroom.core.transfers.queue import staging_seats
 from greenroom.hf.load.describe import Description
-from greenroom.hf.memory.budget import (
-    DeviceBudget,
-    Needs,
-    budget_bytes,
-    capacity_for,
-    host_slots,
-)
+from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
 from greenroom.hf.memory.devices import engines_for, lanes_of
+from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of, slots_for
 from greenroom.policies import choose
@@ -26,36 +22,22 @@ from greenroom.runtime.cuda.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class SlotBudget:
-    """What `--memory` leaves to slots.
-
-    nbytes: the budget, of the GPU's memory where `gpu` is, else of the process
-    need:   bytes beside the slots, with a full context
-    beside: bytes of the process that are the caller's
-    least:  the fewest slots that a run can have
-    """
-
-    nbytes: int
-    need: Needs
-    beside: int
-    least: int
-    gpu: DeviceBudget | None
-
-
-@dataclass(frozen=True, slots=True)
 class Budget:
     """Slots that a run has `room` for with a full context, and `first`, with a short one.
 
     asked:   what the options ask for, with the host memory that there is
-    slots:   None where `--cache` says how many there are
-    engines: the GPUs; the first one has the dense parts
+    growth:  of `--memory`; None where `--cache` says how many slots there are
+    beside:  bytes of the process that are the caller's
+    engines: the GPUs; the first one has the dense parts, and `gpu` is the memory of all
     """
 
     asked: ModelSetup
     room: int
     first: int
-    slots: SlotBudget | None
+    growth: Growth | None
+    beside: int
     engines: Sequence[Engine]
+    gpu: DeviceBudget | None
 
 
 def budget_for(
@@ -74,18 +56,17 @@ def budget_for(
     if config.cache is not None:
         slots = slots_for(config.cache, catalog)
         group_sizes(pieces_of(asked), slots, asked.scope)  # or BudgetError
-        return Budget(replace(asked, capacity=slots), slots, slots, None, engines)
+        return Budget(replace(asked, capacity=slots), slots, slots, None, beside, engines, gpu)
     nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
-    need = description.needs_on_a_gpu() if gpu else description.needs(config.readers).plus(beside)
     tasks = asked.pins.tasks.values() if asked.pins is not None else ()
     pinned = max((task.experts.size for task in tasks), default=0)
     least = max(asked.capacity, min(pinned + description.top_k, catalog.experts))
-    room, first = (
-        capacity_for(nbytes, each, catalog, least, gpu.OF if gpu else "", max(1, len(engines)))
-        for each in (need, description.needs_at_first(need))
-    )
-    slot_budget = SlotBudget(nbytes, need, beside, least, gpu)
-    return Budget(replace(asked, budget_bytes=nbytes), room, first, slot_budget, engines)
+    options: dict[str, Any] = {}
+    if gpu:
+        options = {"of": gpu.OF, "devices": len(engines), "release": engines[0].release}
+    growth = description.growth(config.readers, nbytes, least, beside, **options)
+    asked = replace(asked, budget_bytes=nbytes)
+    return Budget(asked, growth.least, growth.at_first(), growth, beside, engines, gpu)
 
 
 def with_host(setup: ModelSetup, config: LoadConfig) -> ModelSetup:

@@ -7,7 +7,6 @@ cache the hub is asked for the same: its config, and its safetensors' headers by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,7 +18,8 @@ from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_anywhere
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies
-from greenroom.hf.memory.budget import PREFILL_BLOCK, SLACK, Needs, Workspace, experts_per_token
+from greenroom.hf.memory.budget import PREFILL_BLOCK, Needs, Workspace, experts_per_token
+from greenroom.hf.memory.growth import Growth
 from greenroom.hf.model.draft import Draft
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
@@ -27,6 +27,7 @@ from greenroom.runtime.measure.bandwidth import host
 from greenroom.runtime.memory.system import rss_bytes
 from greenroom.runtime.store.disk import CHUNK_BYTES
 
+UNLIMITED = 1 << 62  # bytes, of a budget
 COMPILERS = 160 << 20  # what compiling the kernels adds to the process; measured once it is done
 LIBRARIES = 256 << 20  # what cuBLAS and Triton take of a GPU when they are first used
 
@@ -55,47 +56,31 @@ class Description:
         digest = fingerprint(draft.checkpoint)
         return cls(draft, digest, context, keys_values, experts_per_token(draft.model))
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Of a full context, and an update of it."""
-        return self.keys_values.total(self.context)
+    def growth(
+        self,
+        readers: int,
+        budget: int = UNLIMITED,
+        at_least: int = 1,
+        beside: int = 0,
+        **options: Any,
+    ) -> Growth:
+        """Needs, and the slots that a budget leaves, before anything is loaded; `beside` bytes of
+        the process are the caller's.
 
-    def needs(self, readers: int) -> Needs:
-        """With a full context, before anything is loaded.
-
-        The process is what an earlier one took; the first has the kernels to compile.
+        The process is what an earlier one of this model took here beside dense parts and slots; the
+        first has the kernels to compile. None of it is in a GPU's memory.
         """
-        process = self.process_bytes
-        return Needs(
-            process=rss_bytes() + COMPILERS if process is None else process,
-            dense=self.draft.dense_bytes,
-            kv_cache=self.kv_cache_bytes,
-            workspace=self._workspace(self.context),
-            staging=readers * (CHUNK_BYTES + (1 << 20)),
+        draft = self.draft
+        need = Needs(0, draft.dense_bytes, 0, 0, LIBRARIES)
+        if not self.keys_values.on_a_gpu:
+            known = load_records(self.fingerprint, name_of(host())).process
+            process = rss_bytes() + COMPILERS if known is None else known
+            staging = readers * (CHUNK_BYTES + (1 << 20))
+            need = replace(need, process=process + beside, staging=staging)
+        space = Workspace.of(draft.model, draft.catalog)
+        return Growth(
+            budget, need, draft.catalog, self.keys_values, space, self.context, at_least, **options
         )
-
-    def needs_on_a_gpu(self) -> Needs:
-        """The same of a GPU's memory, where the process is not."""
-        workspace = self._workspace(self.context)
-        return Needs(0, self.draft.dense_bytes, self.kv_cache_bytes, workspace, LIBRARIES)
-
-    def needs_at_first(self, need: Needs) -> Needs:
-        """The same while the context is no longer than the first block of a prompt: slots that a
-        run begins with (`Growth.bind`), and has with short contexts."""
-        block = min(self.context, PREFILL_BLOCK)
-        return replace(
-            need, kv_cache=self.keys_values.total(block), workspace=self._workspace(block)
-        )
-
-    def _workspace(self, tokens: int) -> int:
-        """What activations take where the context has so many tokens and a block ends it."""
-        space = Workspace.of(self.draft.model, self.draft.catalog)
-        return space.nbytes(1, min(tokens, PREFILL_BLOCK), tokens) + SLACK
-
-    @property
-    def process_bytes(self) -> int | None:
-        """What an earlier process of this model took here beside dense parts and slots."""
-        return load_records(self.fingerprint, name_of(host())).process
 
 
 def context_of(model: PreTrainedModel, context: int) -> int:
@@ -114,8 +99,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     """
     draft = Draft.of(open_anywhere(source), config.dtype)
     description, catalog = Description.of(draft, config, on_a_gpu), draft.catalog
-    full = description.needs_on_a_gpu() if on_a_gpu else description.needs(config.readers)
-    need = description.needs_at_first(full)
+    growth = description.growth(config.readers)
+    full, need = growth.full(), growth.first()
     check_copies(catalog, config.approximation())
     low, nested = 0.0, False
     if isinstance(catalog, CopiesCatalog):
@@ -124,7 +109,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     return Model(
         name=source,
         fingerprint=description.fingerprint,
-        experts_per_layer=tuple(b - a for a, b in pairwise(catalog.offsets)),
+        experts_per_layer=catalog.experts_per_layer,
         top_k=description.top_k,
         expert_bytes=catalog.expert_bytes // catalog.experts,
         slot_bytes=catalog.slot_bytes,

@@ -99,10 +99,10 @@ def load_with(
         log.warning("%s", said)
     with uncollected():
         progress(0.0, "reading the checkpoint's index")
-        resolved = resolve(source, config)
-        description = Description.of(resolved.draft, config, resolved.on_a_gpu)
-        asked = as_asked(resolved, description, config, remember)
-        tokenizer = tokenizer_of(resolved.source.checkpoint)
+        files, draft, on_a_gpu = resolve(source, config)
+        description = Description.of(draft, config, on_a_gpu)
+        asked = as_asked(files, description, config, remember)
+        tokenizer = tokenizer_of(files.checkpoint)
         budget = budget_for(description, asked, config, beside)
         setup = place(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -11,10 +11,10 @@ from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_byte
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check
+from greenroom.hf.checkpoint.source import Source
 from greenroom.hf.defaults import START, auto_split, with_defaults
 from greenroom.hf.load.budget import Budget, least_of
 from greenroom.hf.load.describe import Description
-from greenroom.hf.load.resolve import Resolved
 from greenroom.hf.memory.approximate import check_copies, copies_of
 from greenroom.hf.memory.devices import COMPILED, kernels_of
 from greenroom.hf.memory.setup import ModelSetup
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def as_asked(
-    resolved: Resolved, description: Description, config: LoadConfig, remember: bool
+    source: Source, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
     """The setup that the options ask for, with the fewest slots that it can have.
 
@@ -58,7 +58,7 @@ def as_asked(
         remember=remember,
         kernels=config.kernels,
         fake=kind == "fake",
-        cuda=resolved.on_a_gpu,
+        cuda=description.keys_values.on_a_gpu,
         devices=devices,
         config=config,
         readers=config.readers,
@@ -66,7 +66,7 @@ def as_asked(
         read_limit=None if limit is None else Amount.parse(limit, "--read-limit").nbytes,
         context=description.context,
         keys_values=description.keys_values,
-        source=resolved.source,
+        source=source,
     )
     setup = replace(setup, kernels=kernels_of(setup))
     if setup.kernels in COMPILED and draft.dtype is not torch.float32:

@@ -14,6 +14,10 @@ from greenroom.predictors import AUTO, OFF, predictor
 from greenroom.runtime.driver.stats import Stats
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 
+# Options that are repeated as they were given, beside those of the scheduler.
+AS_GIVEN = (
+    "kv", "device", "host_memory", "readers", "direct", "read_limit", "dtype", "threads", "pin",
+)  # fmt: skip
 LONGEST = 160  # characters of the short line
 
 
@@ -106,30 +110,20 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
         size = f"--cache {write_bytes(slots, slots + stats.slot_bytes - 1)}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
-    for option in (
-        "kv",
-        "device",
-        "host_memory",
-        "readers",
-        "direct",
-        "read_limit",
-        "dtype",
-        "threads",
-    ):
-        value = getattr(config, option)
-        if value != LoadConfig.__dataclass_fields__[option].default:
-            flags.append(f"--{option.replace('_', '-')} {value}")
     if parts.scope != "shared":
         numbers = () if isinstance(parts.scope, str) else parts.scope
         flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or parts.scope}")
-    if config.pin is not None:
-        flags.append(f"--pin {config.pin}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
     elif parts.split is not None:  # as it was left to this run
         cut = zip(parts.split.tops, parts.split.bottoms, strict=True)
         flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
-    return flags + _option_flags(config)
+    known = {*AS_GIVEN, *option_names()}
+    return flags + [
+        flag(name) + (f" {value}" if value is not True else "")
+        for name, value in changed(config).items()
+        if name in known
+    ]
 
 
 def _lesser(greenroom: Greenroom) -> str:
@@ -142,7 +136,7 @@ def _lesser(greenroom: Greenroom) -> str:
         for share, how in (
             (at.skip, "left out"),
             (at.substitute, "replaced by experts that are there"),
-            (at.low, f"in {parts.precision} ({seats} slots{', exact later' * at.follow})"),
+            (at.low, f"in {at.precision} ({seats} slots{', exact later' * at.follow})"),
         )
         if share
     ]
@@ -150,16 +144,6 @@ def _lesser(greenroom: Greenroom) -> str:
         f"misses {', '.join(what)}, which CHANGES THE OUTPUT, by what the cache holds when they are"
         " asked for"
     )
-
-
-def _option_flags(config: LoadConfig) -> list[str]:
-    """The scheduler's options that were given."""
-    given, known = changed(config), option_names()
-    return [
-        flag(name) + (f" {value}" if value is not True else "")
-        for name, value in given.items()
-        if name in known
-    ]
 
 
 def _where(greenroom: Greenroom) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from greenroom.config import LoadConfig, devices_of
@@ -16,17 +14,10 @@ from greenroom.predictors import predictor
 from greenroom.runtime.kernels.table import ON_GPUS
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A model on the meta device, and where it came from. `on_a_gpu`: where it is computed."""
+def resolve(source: str, config: LoadConfig) -> tuple[Source, Draft, bool]:
+    """(where a model came from, the model on the meta device, whether a GPU computes it).
 
-    source: Source
-    draft: Draft
-    on_a_gpu: bool
-
-
-def resolve(source: str, config: LoadConfig) -> Resolved:
-    """Only headers are read. UnknownName, UsageError or DeviceError for options that cannot be;
+    Only headers are read. UnknownName, UsageError or DeviceError for options that cannot be;
     NotAModel, NotMoE, UnsupportedModel or CheckpointError."""
     policy(config.policy).check_online()
     predictor(config.prefetch)
@@ -34,7 +25,7 @@ def resolve(source: str, config: LoadConfig) -> Resolved:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source)
-    return Resolved(Source.of(checkpoint, config.dtype), Draft.of(checkpoint, config.dtype), gpu)
+    return Source.of(checkpoint, config.dtype), Draft.of(checkpoint, config.dtype), gpu
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

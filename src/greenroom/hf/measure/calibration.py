@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 
 from greenroom.config import scope_of
 from greenroom.core.cache.pins import Pins, Task
-from greenroom.core.pieces import Ints
 from greenroom.errors import BudgetError, PredictorError, TraceError, UsageError
 from greenroom.hf.attach.predictors import Beside, beside
 from greenroom.hf.history.split_counts import HeadTimer, latency_of
@@ -90,13 +88,10 @@ class Calibration:
                 f"{least} slots leave none to a set that stays: a token needs {trace.top_k} of"
                 f" {groups} groups"
             )
-        uses = np.bincount(_dense(trace).reshape(-1), minlength=offsets[-1])
+        experts = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
+        uses = np.bincount(experts.reshape(-1), minlength=offsets[-1])
         hot = np.sort(RoutingHistory.of_counts(uses).hot_set(offsets, room, scope_of(scope)))
         return Pins({"warm-up": Task(hot, uses / trace.tokens)}, tuple(offsets))
-
-
-def _dense(trace: Trace) -> Ints:
-    return trace.experts.astype(np.int64) + trace.offsets[:-1, None]
 
 
 def _said(numbers: Sequence[float]) -> str:
@@ -111,7 +106,7 @@ def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside)
     """
     model, catalog, made = harness.model, harness.parts.catalog, by.predictors
     header = Header(
-        tuple(b - a for a, b in pairwise(catalog.offsets)),
+        catalog.experts_per_layer,
         predictions={name: distance_of(each) for name, each in made.items()},
     )
     length, head = encode(harness.tokenizer, prompt.content, raw).shape[1], HeadTimer(model)
@@ -153,7 +148,18 @@ def calibrate(
     that want what its routing says have it then; of one that cannot, `without` says why."""
     made = harness.attach(harness.config)
     wanting = [entry for entry in entries if entry.wants and not entry.without]
-    found = _recorded(harness, wanting, prompt, tokens, raw)
+    by: Beside | None = None
+    for entry in wanting:
+        with _or_without(entry):
+            mine = predicting(harness, entry)
+            by = mine if by is None or mine.predictors else by
+    found = None
+    try:
+        if by is not None:
+            found = record(harness, prompt, tokens, raw, by)
+    except TraceError as error:
+        for entry in wanting:
+            entry.without = entry.without or str(error)
     if found is None:
         harness.play([prompt], tokens, raw=raw)
         return
@@ -162,25 +168,6 @@ def calibrate(
         if not entry.without:
             with _or_without(entry):
                 found.fill(entry, made.capacity, least)
-
-
-def _recorded(
-    harness: Harness, wanting: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
-) -> Calibration | None:
-    """The warm-up, played and recorded; None where nobody wants it, or can have it."""
-    by: Beside | None = None
-    for entry in wanting:
-        with _or_without(entry):
-            mine = predicting(harness, entry)
-            by = mine if by is None or mine.predictors else by
-    if by is None:
-        return None
-    try:
-        return record(harness, prompt, tokens, raw, by)
-    except TraceError as error:
-        for entry in wanting:
-            entry.without = entry.without or str(error)
-        return None
 
 
 @contextmanager

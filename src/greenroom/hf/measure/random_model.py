@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from greenroom.errors import OutputError
 from greenroom.interrupts import undone_by
@@ -85,22 +87,7 @@ def write(folder: Path, shape: Shape) -> None:
         drawn = torch.randn(size, generator=random) / size[-1] ** 0.5 if matrix else 1.0
         parameter.data[:] = drawn
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape)))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
-    )
-
-
-def _tokenizer(shape: Shape) -> dict[str, Any]:
     words = {"<unk>": 0, **{f"w{i}": i for i in range(1, shape.words)}}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
-    }
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)

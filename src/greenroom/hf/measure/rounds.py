@@ -31,11 +31,11 @@ def run_rounds(
     harness: Harness,
     entries: Sequence[Entry],
     *,
-    prompts: Sequence[Prompt] = PROMPTS,
+    prompts: Sequence[Prompt],
     tokens: int,
     rounds: int,
     seconds: float = float("inf"),
-    raw: bool = False,
+    raw: bool,
     said: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Rounds of all entries, each on the next prompt, begun by another entry each time. No round

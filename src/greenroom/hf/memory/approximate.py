@@ -9,7 +9,7 @@ from greenroom.core.config.base import Approximation
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
+from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.kernels.approximate import ExpertsWithCopies
 from greenroom.runtime.slots.tier import Tier
@@ -26,11 +26,7 @@ def check_copies(catalog: Catalog, at: Approximation | None) -> None:
     if at is None or not at.low:
         return
     precision = at.precision
-    there = ""
-    if isinstance(catalog, CopiesCatalog):
-        low = catalog.low_layers[0].low
-        assert low is not None
-        there = low.precision
+    there = catalog.header.precision if isinstance(catalog, PackCatalog) else ""
     if there != precision:
         has = f"this pack's are in {there}" if there else "this checkpoint has none"
         raise UsageError(

@@ -8,7 +8,7 @@ the process: Python, CUDA's own, staging seats; what is left there keeps experts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -38,10 +38,6 @@ class Needs:
     kv_cache: int
     workspace: int
     staging: int
-
-    def plus(self, nbytes: int) -> Needs:
-        """With more for the process itself."""
-        return replace(self, process=self.process + nbytes)
 
     @property
     def total(self) -> int:
@@ -102,11 +98,10 @@ class DeviceBudget:
                 " take of the host's is --host-memory"
             )
 
-    def after(self, need: Needs, slots: int) -> Needs:
+    def after(self, slots: int) -> Needs:
         """What is needed once everything is loaded, with so many bytes of slots: dense parts and
         libraries are what has gone since the start."""
-        used = max(0, self.free - self._read()[0] - slots)
-        return Needs(used, 0, need.kv_cache, need.workspace, 0)
+        return Needs(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
 
 
 def host_slots(

@@ -21,6 +21,7 @@ from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.budget import PREFILL_BLOCK, SLACK, Needs, Workspace, capacity_for
 from greenroom.runtime.driver.driver import Driver
+from greenroom.runtime.memory.system import trim_heap
 
 BLOCK = kv.BLOCK  # tokens that room is made for at a time
 WORTH = 32  # a share of the slots: so many must be gained at least, for slots to come back
@@ -48,7 +49,7 @@ class Growth:
     at_least: int
     of: str = ""
     devices: int = 1
-    release: Callable[[], None] = lambda: None
+    release: Callable[[], None] = trim_heap
     least: int = field(init=False)
     _driver: Driver = field(init=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -58,15 +59,19 @@ class Growth:
 
     def __post_init__(self) -> None:
         self._block = min(self.context, PREFILL_BLOCK)
-        self.least = self._slots(self._full())
+        self.least = self._slots(self.full())
 
-    def _full(self) -> Needs:
+    def full(self) -> Needs:
         """At the end of the longest prompt."""
         return self._of_one(self._block, self.context)
 
-    def _first(self) -> Needs:
+    def first(self) -> Needs:
         """With the first block of a prompt."""
         return self._of_one(self._block, self._block)
+
+    def at_first(self) -> int:
+        """Slots that a run begins with, and has with short contexts."""
+        return self._slots(self.first())
 
     def in_decode(self) -> int:
         """Slots while single tokens follow a short prompt."""
@@ -74,15 +79,14 @@ class Growth:
 
     def leaving(self, slots: int) -> Growth:
         """The same with the budget that leaves so many slots when the context is full."""
-        return replace(self, budget=self._full().total + self._nbytes(slots))
+        return replace(self, budget=self.full().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
         """From here on, resize its slots; they begin with what the first block of a prompt
         leaves."""
         self._driver = driver
-        need = self._first()
-        driver.resize(self._slots(need))
-        self._asked = need.total
+        driver.resize(self.at_first())
+        self._asked = self.first().total
 
     def before(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
         """A pass adds so many tokens to each of these caches, whose sequences are `batch` each.

@@ -58,8 +58,3 @@ class ModelSetup:
     def approximation(self) -> Approximation | None:
         """What misses may be served with instead of their exact experts."""
         return self.config.approximation()
-
-    @property
-    def precision(self) -> str:
-        """That of low-precision copies, or off."""
-        return "off" if self.approximation is None else self.approximation.precision

@@ -95,10 +95,9 @@ def chunks_in(store: Store, parts: ModelSetup) -> Chunks:
     """The chunks of every piece; none of those that do not exist."""
     catalog = parts.catalog
     there, count = set(range(catalog.experts)), catalog.experts
-    if isinstance(catalog, PackCatalog) and parts.split is not None:
-        there, count = set(catalog.pieces), 2 * catalog.experts
-    elif isinstance(catalog, CopiesCatalog) and parts.copies is not None:
-        there, count = set(catalog.pieces), len(catalog.pieces)
+    if isinstance(catalog, PackCatalog) and (parts.split or parts.copies):
+        there = set(catalog.pieces)
+        count = 2 * count if parts.split else len(there)
     return [store.chunks(piece) if piece in there else () for piece in range(count)]
 
 

@@ -33,7 +33,7 @@ def split_experts(
     tops, bottoms = made.piece_bytes()
     if not any(bottoms):
         return catalog, None
-    most = min(b - a for a, b in zip(catalog.offsets, catalog.offsets[1:], strict=False))
+    most = min(catalog.experts_per_layer)
     return made, Split(tops, bottoms, max(2, min(SEATS * top_k, 2 * most)))
 
 

@@ -16,7 +16,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.layout import Copy
 from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.base import Step
+from greenroom.runtime.kernels.base import Kernel, Step
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.host import HostSlots
@@ -44,10 +44,11 @@ def calibrate(
         slab.bytes(slot)[:] = 0
     nbytes = slab.stride
     run = Copy(0, 0, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
-    moved = shortest([lambda: slots.write(0, (run,), slab.bytes(0), 0)] * TRIES)
+    pool, slot = slots.at(0)
+    moved = shortest([lambda: pool.write(slot, (run,), slab.bytes(0), 0)] * TRIES)
     on_device, on_host = [], []
     for tokens in TOKENS:
-        step = _step(both, layer, engine, tokens)
+        step = trial_step(both, layer, engine, tokens)
 
         def wave(step: Step = step) -> None:
             both.wave(step, [0], [0])
@@ -60,12 +61,12 @@ def calibrate(
     return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))
 
 
-def _step(both: CoComputeKernel, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
-    """A step of which every token wants expert 0."""
+def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
+    """A step of zeros, of which every token wants expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)
     routing = Routing.of(np.zeros((tokens, 1), np.int64), 1)
-    return both.begin(layer, x, routing, weights)
+    return kernel.begin(layer, x, routing, weights)
 
 
 def shortest(works: list[Callable[[], None]]) -> float:

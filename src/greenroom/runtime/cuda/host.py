@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -34,18 +32,6 @@ log = logging.getLogger(__name__)
 def room(chunk: Chunk) -> int:
     """Bytes that a chunk may take here: direct reads begin and end at blocks."""
     return -(-chunk.length // BLOCK) * BLOCK + 2 * BLOCK
-
-
-class Place:
-    """A piece of the reservation, with `Staging`'s interface: what a store reads into."""
-
-    def __init__(self, whole: np.ndarray, begin: int, nbytes: int) -> None:
-        self.array = whole[begin : begin + nbytes]
-        self.view = memoryview(self.array)  # type: ignore[arg-type]
-
-    def take(self, nbytes: int) -> memoryview:
-        """The first `nbytes`; a store never asks for more than `room` of its chunk."""
-        return self.view[:nbytes]
 
 
 class HostMemory:
@@ -85,9 +71,7 @@ class HostMemory:
         if stride is not None:
             memory = self._bytes[self._first_slot : self.nbytes]
             self.slots = HostSlots(capacity, stride, memory=memory)
-        self._local = threading.local()
-        self._at: dict[tuple[int, int, int], np.ndarray] = {}  # (piece, chunk, place) -> its bytes
-        self._lock = threading.Lock()
+        self._at: dict[tuple[int, int, int], np.ndarray] = {}  # the bytes of a chunk, see `_key`
         address = self._bytes.ctypes.data
         numa.place(address + self._first_slot, [(n * self.slot_bytes, node) for n, node in nodes])
         self.refused = engine.register(address, self.nbytes)
@@ -101,33 +85,30 @@ class HostMemory:
             )
 
     def bring(
-        self, action: StartChunk, chunk: Chunk, read: Callable[[Chunk, Any], np.ndarray]
+        self,
+        action: StartChunk,
+        chunk: Chunk,
+        read: Callable[[Chunk, Staging], np.ndarray],
+        staging: Staging,
     ) -> None:
-        """Have a chunk read into its place; a store that lends its own memory is copied from."""
+        """Have a chunk read into its place; a store that lends its own memory is copied from.
+        `staging` is the thread's."""
         if self.slots is not None and action.host >= 0:
-            if not hasattr(self._local, "staging"):
-                self._local.staging = Staging()
-            data = read(chunk, self._local.staging)
+            data = read(chunk, staging)
             self.slots.write(action.host, chunk.extent.copies, data, chunk.start)
             return
         place = self._place(action)
-        data = read(chunk, place)
-        if not np.may_share_memory(data, place.array):
-            place.array[: data.size] = data
-            data = place.array[: data.size]
-        with self._lock:
-            self._at[self._key(action)] = data
+        data = read(chunk, Staging(memory=place))
+        if not np.may_share_memory(data, place):
+            place[: data.size] = data
+            data = place[: data.size]
+        self._at[self._key(action)] = data
 
     def source(self, action: StartChunk, chunk: Chunk) -> tuple[tuple[Copy, ...], np.ndarray, int]:
         """(copies, bytes, where they start) that put a chunk that was brought here into a slot."""
         if self.slots is not None and action.host >= 0:
             return in_place(chunk), self.slots.bytes(action.host), 0
-        return chunk.extent.copies, self.data(action), chunk.start
-
-    def data(self, action: StartChunk) -> np.ndarray:
-        """The bytes of a chunk that was brought here, [length] uint8."""
-        with self._lock:
-            return self._at[self._key(action)]
+        return chunk.extent.copies, self._at[self._key(action)], chunk.start
 
     @staticmethod
     def _key(action: StartChunk) -> tuple[int, int, int]:
@@ -135,13 +116,13 @@ class HostMemory:
         kept = action.host >= 0
         return (action.host, action.chunk, 1) if kept else (action.seat, 0, 0)
 
-    def _place(self, action: StartChunk) -> Place:
-        if action.host < 0:
-            return Place(self._bytes, action.seat * self.seat_bytes, self.seat_bytes)
-        chunks = self._chunks[action.piece]
-        begin = self._first_slot + action.host * self.slot_bytes
-        begin += sum(room(chunk) for chunk in chunks[: action.chunk])
-        return Place(self._bytes, begin, room(chunks[action.chunk]))
+    def _place(self, action: StartChunk) -> np.ndarray:
+        """What a store reads a chunk into; it never asks for more than the chunk's `room`."""
+        begin, nbytes = action.seat * self.seat_bytes, self.seat_bytes
+        if action.host >= 0:
+            *before, nbytes = map(room, self._chunks[action.piece][: action.chunk + 1])
+            begin = self._first_slot + action.host * self.slot_bytes + sum(before)
+        return self._bytes[begin : begin + nbytes]
 
     def close(self) -> None:
         """Give the pages back; the address range goes with the last view of it."""

@@ -59,7 +59,7 @@ class Copier:
         self._threads = [
             threading.Thread(
                 target=self._work,
-                args=(jobs, None if between else Staging()),
+                args=(jobs, Staging()),
                 name=f"greenroom-{link}-{lane}",
                 daemon=True,
             )
@@ -71,7 +71,7 @@ class Copier:
     def start(self, action: StartChunk) -> None:
         self._jobs[action.link, action.lane].put(action)
 
-    def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging | None) -> None:
+    def _work(self, jobs: SimpleQueue[StartChunk | None], staging: Staging) -> None:
         while (action := jobs.get()) is not None:
             nbytes = 0
             failure: Failure | None = None
@@ -84,19 +84,19 @@ class Copier:
                 failure.__cause__ = error
             self._deliver(action, nbytes, failure)
 
-    def _carry(self, action: StartChunk, staging: Staging | None) -> int:
+    def _carry(self, action: StartChunk, staging: Staging) -> int:
         """Take a chunk over its link; the bytes that it has."""
         chunk = self._store.chunks(action.piece)[action.chunk]
         if self._between is None:
-            assert staging is not None
             data = self._store.read(chunk, staging)
             copies, start = chunk.extent.copies, chunk.start
         elif action.link == 0:
-            self._between.bring(action, chunk, self._store.read)
+            self._between.bring(action, chunk, self._store.read, staging)
             return chunk.length
         else:
             copies, data, start = self._between.source(action, chunk)
-        self._slots.write(action.slot, copies, data, start)
+        pool, number = self._slots.at(action.slot)
+        pool.write(number, copies, data, start)
         return chunk.length
 
     def close(self) -> None:

@@ -72,8 +72,9 @@ class Driver:
         self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
         self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.asked)
+        self.sizes = scheduler.capacity, scheduler.capacity  # the least and the most slots so far
         self.timeline: Timeline | None = None
-        self.links, self._store, self._between = links, store, between
+        self.links, self._store, self.between = links, store, between
         self._orders = Orders()
         self._changed = self._orders.changed
         self._one_step = FairLock()
@@ -83,7 +84,7 @@ class Driver:
         self._request, self._prefill = 0, False
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
-        self._host = HostWorker() if any(o.uses_host for o in scheduler.options) else None
+        self._host = HostWorker(self.meter) if any(o.uses_host for o in scheduler.options) else None
         lanes = scheduler.view.lanes
         self._copier = Copier(store, slots, lanes, self._delivered, between)
 
@@ -225,36 +226,18 @@ class Driver:
 
         self._host.start(on_host(order.experts - first, order.slots), done)
 
-    @property
-    def host_s(self) -> float:
-        """Seconds that the host's processor has computed misses for."""
-        return 0.0 if self._host is None else self._host.busy_s
-
-    def at_once(
-        self, layer: int, find: Callable[[Tables], int], compute: Callable[[], None]
-    ) -> bool:
-        """A step without a decision: `find` (see `ResidentTables`), then `compute()`. False, and
-        nothing done, where it has to be a `step`."""
-        if self.timeline is not None:
-            return False
-        with self._one_step:
-            self._enter(wanted=True)
-            if not self._tables.step(layer, find):
-                return False
-            self._come_to(layer)
-            compute()
-            return True
-
     def several(self, layers: Sequence[int], find: Callable[[Tables], Sequence[int]]) -> int | None:
-        """As `at_once` for consecutive layers, which `find` also computes, until one that has to be
-        a `step`. How many steps were done; None where nothing was."""
+        """Steps without a decision for consecutive layers: `find` (see `ResidentTables`) also
+        computes them, until one that has to be a `step`. How many steps were done; None where
+        nothing was."""
         if self.timeline is not None:
             return None
         with self._one_step:
             self._enter(wanted=True)
-            done = self._tables.steps(find)
-            for layer in layers[: done or 0]:
-                self._come_to(layer)
+            done = self._tables.steps(layers[0], find)
+            if done:
+                for layer in layers[:done]:
+                    self._come_to(layer)
             return done
 
     def order(self, event: Event) -> None:
@@ -275,6 +258,7 @@ class Driver:
             with self._changed:  # what is being prefetched lands first
                 while self.scheduler.capacity != capacity:
                     self._orders.wait()
+        self.sizes = min(self.sizes[0], capacity), max(self.sizes[1], capacity)
         self.predictions.resized()
 
     def _come_to(self, layer: int) -> None:
@@ -309,17 +293,20 @@ class Driver:
         match action:
             case StartChunk():
                 if action.begins and action.slot >= 0:
-                    self.slots.clear(action.slot)
+                    pool, number = self.slots.at(action.slot)
+                    pool.clear(number)
                 if action.joins >= 0:
+                    (pool, number), (of, copy) = map(self.slots.at, (action.slot, action.joins))
                     layer = int(self.scheduler.pieces.layer[action.piece])
-                    self.slots.join(action.joins, action.slot, layer)
+                    pool.fill(number, of.bytes(copy), layer)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now
                 self._copier.start(action)
             case Compute() | Finish():
                 self._orders.put(action)
             case Move():
-                self.slots.move(action.source, action.target)
+                (pool, number), (_, target) = map(self.slots.at, (action.source, action.target))
+                pool.move(number, target)
             case Trim():
                 self.slots.trim(action.capacity)
                 self._changed.notify_all()
@@ -395,5 +382,5 @@ class Driver:
                     self._host.close()
                 self._store.close()
                 self.slots.close()
-                if self._between is not None:
-                    self._between.close()
+                if self.between is not None:
+                    self.between.close()

@@ -5,36 +5,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Queue
 
 import torch
+
+from greenroom.runtime.driver.meter import Meter
 
 Job = Callable[[], None]
 Done = Callable[[BaseException | None], None]
 
 
 class HostWorker:
-    """Jobs are done in turn, with as many threads as whoever made this has. `busy_s`: seconds that
-    they took."""
+    """Jobs are done in turn, with as many threads as whoever made this has; `meter` counts what
+    they take."""
 
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self._jobs: SimpleQueue[tuple[Job, Done, bool] | None] = SimpleQueue()
-        self._under_way, self._changed = 0, threading.Condition()
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._jobs: Queue[tuple[Job, Done, bool] | None] = Queue()
         self._width = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="greenroom-host", daemon=True)
         self._thread.start()
 
     def start(self, job: Job, done: Done) -> None:
         """Do a job when those before it are done, then call `done` with what it raised, or None."""
-        with self._changed:
-            self._under_way += 1
         self._jobs.put((job, done, torch.is_inference_mode_enabled()))
 
     def wait(self) -> None:
         """Until every job is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._under_way == 0)
+        self._jobs.join()
 
     def _work(self) -> None:
         torch.set_num_threads(self._width)  # of this thread
@@ -47,13 +45,11 @@ class HostWorker:
                     job()
             except BaseException as raised:
                 error = raised
-            self.busy_s += time.perf_counter() - begin
+            self._meter.host_s += time.perf_counter() - begin
             del job, entry
             done(error)
             del done, error  # nothing of a step is kept while there is nothing to do
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
+            self._jobs.task_done()
 
     def close(self) -> None:
         """End the thread, after what it is doing now."""

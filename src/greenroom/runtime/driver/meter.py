@@ -49,6 +49,7 @@ class Meter:
     decode_s: float = 0.0
     waited_s: float = 0.0
     computed_s: float = 0.0
+    host_s: float = 0.0  # in which the host's processor computed misses
     at: float = field(default=0.0, compare=False)  # when it was read
 
     @classmethod

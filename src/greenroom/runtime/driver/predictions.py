@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from greenroom.core.events import Event, Predicted
+from greenroom.core.events import Predicted
 from greenroom.core.predictor import PassBegins, Seen
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
@@ -21,11 +21,12 @@ class Predictions:
         foresight: Foresight | None,
         guard: Guard | None,
         resident: Callable[[], bool],
-        tell: Callable[[Event], None],
+        tell: Callable[[Predicted], None],
     ) -> None:
         """`resident`: has every expert a slot? `tell` is the scheduler's."""
         self.foresight, self.guard = foresight, guard
-        self._resident, self._tell = resident, tell
+        self.observers = [tell]  # of what is foreseen
+        self._resident = resident
         self._told = False  # is the predictor told of this pass, from its beginning?
 
     @property
@@ -57,7 +58,7 @@ class Predictions:
             self.guard.changed()
 
     def _ask(self, ask: Callable[[Foresight], list[Predicted]]) -> None:
-        """Tell the scheduler what is foreseen."""
+        """Tell the scheduler and others what is foreseen."""
         assert self.foresight is not None
         try:
             events = ask(self.foresight)
@@ -66,4 +67,5 @@ class Predictions:
             log.warning("predictor %s failed, nothing is prefetched from here on: %r", name, error)
             return
         for event in events:
-            self._tell(event)
+            for observe in self.observers:
+                observe(event)

@@ -27,36 +27,20 @@ class ResidentTables:
         self._path: AllResident | None = None  # whose tables these are
         self._tables: Tables
 
-    def step(self, layer: int, find: Callable[[Tables], int]) -> bool:
-        """As `AllResident.step`: `find(tables)` looks the slots of a step's experts up, notes their
-        use in these tables, and returns how many there were; 0 where one has no slot. False, and
-        nothing noted, where the scheduler has to decide."""
-        if (path := self._current()) is None:
-            return False
-        self._tables[0] = self._scheduler.pieces.offsets[layer]
-        if not (found := find(self._tables)):
-            return False
-        path.count(found)
-        return True
-
-    def steps(self, find: Callable[[Tables], Sequence[int]]) -> int | None:
-        """As `step` for consecutive steps: `find` knows their layers' first experts, and returns
-        how many experts each step had, up to the first one without a slot. The tables are those of
-        the first step. How many steps were done; None without a path."""
-        if (path := self._current()) is None:
+    def steps(self, layer: int, find: Callable[[Tables], Sequence[int]]) -> int | None:
+        """As `AllResident.step` for consecutive steps from a layer's on: `find(tables)` looks the
+        slots of their experts up, notes their use in these tables, which are those of the first
+        step, and returns how many experts each step had, up to the first one without a slot. How
+        many steps were done; None, and nothing noted, where the scheduler has to decide."""
+        if (path := self._scheduler.all_resident) is None:
             return None
-        found = find(self._tables)
+        if path is not self._path:
+            arrays = path.slot_of, path.used, self._asked, path.place
+            self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
+            self._path = path
+        tables = self._tables
+        tables[0], tables[5] = self._scheduler.pieces.offsets[layer], path.steps + 1
+        found = find(tables)
         for experts in found:
             path.count(experts)
         return len(found)
-
-    def _current(self) -> AllResident | None:
-        """The path that there is now; its tables are those of the next step."""
-        path = self._scheduler.all_resident
-        if path is not None:
-            if path is not self._path:
-                arrays = path.slot_of, path.used, self._asked, path.place
-                self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
-                self._path = path
-            self._tables[5] = path.steps + 1
-        return path

@@ -36,6 +36,10 @@ class Pool(Slots):
     def pools(self) -> Sequence[Pool]:
         return (self,)
 
+    def at(self, slot: int) -> tuple[Pool, int]:
+        """The pool of a slot of the tier, and its number there."""
+        return self, slot
+
     def bytes(self, slot: int) -> Any:
         """A slot's bytes, [stride] uint8: of NumPy in host memory, of torch on a device."""
 
@@ -48,12 +52,8 @@ class Pool(Slots):
     def move(self, source: int, target: int) -> None:
         """Copy one slot to another."""
 
-    def join(self, copy: int, slot: int, layer: int) -> None:
-        """Put what a low-precision copy has of its expert into the expert's slot."""
-        self.fill(slot, self.bytes(copy), layer)
-
     def fill(self, slot: int, copy: np.ndarray, layer: int) -> None:
-        """Put the bytes of a copy to their places in a slot."""
+        """Put what a low-precision copy has of its expert to its places in the expert's slot."""
         raise AssertionError("experts here contain no copy")
 
     def trim(self, capacity: int) -> None:
@@ -98,7 +98,6 @@ class Pools:
         self.pools, self.capacity, self._sizes = tuple(pools), capacity, sizes
 
     def at(self, slot: int) -> tuple[Pool, int]:
-        """The pool of a slot, and its number there."""
         count = len(self.pools)
         return self.pools[slot % count], slot // count
 
@@ -111,23 +110,6 @@ class Pools:
             mark = self.pools[number].computed
             if mark is not None:
                 mark([slots[i] // len(self.pools) for i in places])
-
-    def write(self, slot: int, copies: tuple[Copy, ...], data: np.ndarray, start: int) -> None:
-        pool, number = self.at(slot)
-        pool.write(number, copies, data, start)
-
-    def clear(self, slot: int) -> None:
-        pool, number = self.at(slot)
-        pool.clear(number)
-
-    def move(self, source: int, target: int) -> None:
-        (pool, number), (same, other) = self.at(source), self.at(target)
-        assert pool is same
-        pool.move(number, other)
-
-    def join(self, copy: int, slot: int, layer: int) -> None:
-        (pool, number), (of, other) = self.at(slot), self.at(copy)
-        pool.fill(number, of.bytes(other), layer)
 
     def trim(self, capacity: int) -> None:
         """Have room for this many experts; where a pool has no room, all are as they were."""

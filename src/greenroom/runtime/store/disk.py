@@ -16,7 +16,7 @@ import numpy as np
 
 from greenroom.core.layout import Catalog, Extent
 from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
-from greenroom.runtime.store.stamps import Stamp
+from greenroom.runtime.store.stamps import Stamp, stamp_of
 
 BLOCK = 4096  # bytes; what direct reads are aligned to: offset, length and memory
 CHUNK_BYTES = 4 << 20  # 1 to 4 MiB reach the disk's speed and keep a new demand's wait short
@@ -53,10 +53,15 @@ def open_direct(path: str) -> int:
 
 
 class Staging:
-    """A page-aligned buffer that grows to what is asked of it."""
+    """A page-aligned buffer: of its own, which grows to what is asked of it, or `memory`."""
 
-    def __init__(self, nbytes: int = CHUNK_BYTES + 2 * BLOCK) -> None:
-        self._allocate(nbytes)
+    def __init__(
+        self, nbytes: int = CHUNK_BYTES + 2 * BLOCK, memory: np.ndarray | None = None
+    ) -> None:
+        if memory is None:
+            self._allocate(nbytes)
+        else:
+            self.array, self.view = memory, memoryview(memory)  # type: ignore[arg-type]
 
     def _allocate(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK)
@@ -91,7 +96,7 @@ class DiskStore:
         try:
             for path in catalog.files:
                 self._files.append(self._open(path, strict=direct == "on"))
-            self._stamps = [Stamp.of(fd) for fd in self._files]
+            self._stamps = [stamp_of(fd) for fd in self._files]
         except BaseException:
             self.close()
             raise
@@ -148,7 +153,7 @@ class DiskStore:
                     break
             if not self.direct:
                 os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
-            same = Stamp.of(fd) == stamp
+            same = stamp_of(fd) == stamp
         except OSError as error:
             raise StoreError(f"cannot read {path} at byte {begin}: {error.strerror}") from error
         if not same:

@@ -8,24 +8,16 @@ keeps its bytes and its stamp, and reading it stays right.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 from greenroom.errors import CheckpointChanged, CheckpointError
 
+Stamp = tuple[int, ...]  # what says that a file is the one that it was, unchanged
 
-class Stamp(NamedTuple):
-    """What says that a file is the one that it was, unchanged; times in nanoseconds."""
 
-    device: int
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, file: str | int) -> Stamp:
-        """The stamp of a path (links are followed) or of an open file. OSError."""
-        found = os.stat(file)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+def stamp_of(file: str | int) -> Stamp:
+    """The stamp of a path (links are followed) or of an open file. OSError."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Stamps:
@@ -45,6 +37,6 @@ class Stamps:
 
 def _stamp(path: str) -> Stamp:
     try:
-        return Stamp.of(path)
+        return stamp_of(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

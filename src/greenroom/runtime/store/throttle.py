@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 OVERSLEPT = 0.001  # seconds; a thread that wakes later than this was kept from running
 
@@ -18,15 +17,8 @@ class Throttle:
     one thread alone reaches the bandwidth too. `bandwidth` may be set while nothing is carried.
     """
 
-    def __init__(
-        self,
-        bandwidth: float = float("inf"),
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, bandwidth: float = float("inf")) -> None:
         self.bandwidth = bandwidth
-        self._clock, self._sleep = clock, sleep
         self._lock, self._local = threading.Lock(), threading.local()
         self._free = 0.0  # when the last chunk so far has been carried
 
@@ -39,15 +31,15 @@ class Throttle:
         if self.bandwidth == float("inf"):
             return
         with self._lock:
-            asked = self._clock() - getattr(self._local, "overslept", 0.0)
+            asked = time.perf_counter() - getattr(self._local, "overslept", 0.0)
             self._free = max(asked, self._free) + nbytes / self.bandwidth
             due = self._free - early
         self._local.overslept = self._sleep_until(due)
 
     def _sleep_until(self, due: float) -> float:
         """Seconds too many that were slept; 0 where there was no need to sleep."""
-        left, slept = due - self._clock(), False
+        left, slept = due - time.perf_counter(), False
         while left > 0:
-            self._sleep(left)
-            left, slept = due - self._clock(), True
+            time.sleep(left)
+            left, slept = due - time.perf_counter(), True
         return min(-left, OVERSLEPT) if slept else 0.0

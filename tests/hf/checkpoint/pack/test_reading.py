@@ -172,9 +172,8 @@ def test_verify_s_reference_is_independent(monkeypatch: pytest.MonkeyPatch) -> N
     """It does not come from what is being checked: store, slots and kernels."""
     real = HostSlots.write
     with streamed(packed("int8"), capacity=3, kernels="eager") as model:
-        assert all(
-            each.equal for each in compare_layers(str(packed("int8")), "auto", model, [ids(1, 9)])
-        )
+        draft = Draft.of(packed("int8"))
+        assert all(each.equal for each in compare_layers(draft, model, [ids(1, 9)]))
 
     def wrong(self: HostSlots, slot: int, copies: Any, data: Any, start: int) -> None:
         real(self, slot, copies, data, start)
@@ -182,7 +181,7 @@ def test_verify_s_reference_is_independent(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(HostSlots, "write", wrong)
     with streamed(packed("int8"), capacity=3, kernels="eager") as model:
-        found = list(compare_layers(str(packed("int8")), "auto", model, [ids(1, 9)]))
+        found = list(compare_layers(draft, model, [ids(1, 9)]))
     assert len(found) == 2
     assert not any(each.equal for each in found)
 

@@ -22,8 +22,8 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.resident_tables import Tables
 
-# Driver.at_once for a layer: `find(tables)`, then `compute()`.
-Ask = Callable[[Callable[[Tables], int], Callable[[], None]], bool]
+# Driver.several for one layer: what computes it by these tables says how many experts it had.
+Ask = Callable[[Callable[[Tables], tuple[int, ...]]], int | None]
 
 
 class OneTokenExperts:
@@ -109,14 +109,16 @@ class OneTokenExperts:
             x.data_ptr(), weights.data_ptr(), residual.data_ptr(), result.data_ptr(), buffer
         )
 
-        def find(tables: Tables) -> int:
+        def region(tables: Tables) -> tuple[int, ...]:
             words[place + choice.IDS] = index.data_ptr()
             words[place + choice.FIRST_PIECE : place + choice.STEP + 1] = tables
             self._find(base + 8 * place, False)
-            return words[place + choice.FOUND]
+            if not (found := words[place + choice.FOUND]):
+                return ()
+            self._in_turn(base + 8 * self._turns)
+            return (found,)
 
-        done = ask(find, lambda: self._in_turn(base + 8 * self._turns))
-        return result if done else None
+        return result if ask(region) else None
 
     def room(self) -> Tensor:
         """Memory for a call."""
