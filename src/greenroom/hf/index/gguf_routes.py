@@ -5,7 +5,10 @@ What the mapping does not say is said by the experts module's flags (how gate an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 from transformers import PreTrainedModel
@@ -35,7 +38,8 @@ def gguf_routes(model: PreTrainedModel, checkpoint: Gguf) -> tuple[dict[str, Rou
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
         return find_routes(model, checkpoint.tensors, mapping)
     processor = TENSOR_PROCESSORS.get(checkpoint.architecture, TensorProcessor)(config={})
-    names = get_gguf_hf_weights_map(model, processor)
+    with _one_name_map():
+        names = get_gguf_hf_weights_map(model, processor)
     known = model.state_dict()
     routes, unused = _expert_routes(checkpoint, model, names), []
     taken = {name for r in routes.values() for own in r.sources.values() for name in own}
@@ -47,6 +51,20 @@ def gguf_routes(model: PreTrainedModel, checkpoint: Gguf) -> tuple[dict[str, Rou
         _fit(checkpoint, name, tuple(known[target].shape))
         routes[target] = Route((target,), None, {name: [name]})
     return routes, unused
+
+
+@contextmanager
+def _one_name_map() -> Iterator[None]:
+    """transformers makes gguf's table of names anew for each module of the model, which takes a
+    second for 16 layers, and nine times as long for 48."""
+    import gguf
+
+    made = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(made)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = made
 
 
 def _fit(checkpoint: Gguf, name: str, shape: tuple[int, ...]) -> None:
