@@ -141,7 +141,7 @@ class FusedExperts:
     @cached_property
     def firsts(self) -> Sequence[int]:
         """The layers' first pieces."""
-        offsets = self._driver.scheduler.pieces.offsets
+        offsets = self._driver.pieces.offsets
         return [int(offsets[layer]) for layer in self._layers]
 
     def several(self, first: int, find: Callable[[Tables], Sequence[int]]) -> int | None:

@@ -69,7 +69,7 @@ class Clock:
 
     def restart(self, scheduler: Scheduler) -> None:
         """Go on with a scheduler whose cache is empty; what is under way is forgotten."""
-        self.scheduler = scheduler
+        self.scheduler, self.pieces = scheduler, scheduler.view.pieces
         self._waited = self._slowed = 0.0  # since something was computed; by waits of the step
         self._heap: list[tuple[float, int, Event]] = []
         self._fresh: set[int] = set()  # what was fetched since it was last computed
@@ -80,7 +80,7 @@ class Clock:
 
     def charge(self, costs: Costs) -> None:
         """What everything costs from now on; over as many links as before."""
-        self.costs, self._links = costs, spread(costs.links, self.scheduler.pieces.devices)
+        self.costs, self._links = costs, spread(costs.links, self.pieces.devices)
 
     def begin(self, at: PassBegins) -> None:
         """A pass begins."""
@@ -155,12 +155,12 @@ class Clock:
         if action.begins:
             self.fetched.append(action.piece)
             joins = action.joins >= 0  # what a copy lacks of an expert: that is there then
-            self._fresh.add(action.piece % self.scheduler.pieces.experts if joins else action.piece)
+            self._fresh.add(action.piece % self.pieces.experts if joins else action.piece)
 
     def _nbytes(self, piece: int, chunk: int) -> int:
         """Chunks of a piece are equal but for the last."""
-        total = int(self.scheduler.pieces.nbytes[piece])
-        chunks = int(self.scheduler.pieces.chunks[piece])
+        total = int(self.pieces.nbytes[piece])
+        chunks = int(self.pieces.chunks[piece])
         return total // chunks + (total % chunks if chunk == chunks - 1 else 0)
 
     def _seconds(self, experts: Ints, part: int, device: int) -> float:
@@ -178,14 +178,14 @@ class Clock:
         them where they were read."""
         if device == HOST:
             return 0.0
-        pieces = experts + part * self.scheduler.pieces.experts
+        pieces = experts + part * self.pieces.experts
         fresh = self._fresh.intersection(pieces.tolist())
         self._fresh -= fresh
         return len(fresh) * self.costs.handling * self._share(part)
 
     def _share(self, part: int) -> float:
         """A part's share of an expert of the step's layer; a copy's is that of its bytes."""
-        pieces, layer = self.scheduler.pieces, self._step.layer
+        pieces, layer = self.pieces, self._step.layer
         if (split := pieces.split) is None:
             if part == LOW and pieces.copies is not None:
                 return pieces.copies.low[layer] / pieces.copies.exact[layer]

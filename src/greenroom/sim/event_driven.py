@@ -150,7 +150,8 @@ def simulate_events(
     every = passes(trace, stream, tails=options.approximation is not None)
     clock = Clock(empty(), costs, foresight)
     spent = _play(every, clock, empty if options.reset else None)
-    counts, view = clock.scheduler.counts, clock.scheduler.view
+    view = clock.scheduler.view
+    counts = view.counted()
     found = Times(
         counts.requests, counts.misses, *by_request(trace, spent), clock.now, clock.stall,
         clock.compute, clock.bytes_moved,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from greenroom.core.cache.placement import Placement
 from greenroom.core.cache.scope import Scope
+from greenroom.core.counts import Counts
 from greenroom.core.pieces import Ints
 from greenroom.core.plan import Flags, Flight
 from greenroom.core.prefetch.lookahead import Accuracy
@@ -21,14 +23,25 @@ class StateView:
     sources:  the links that what is brought crosses first
     """
 
-    def __init__(self, placement: Placement, transfers: Transfers, accuracy: Accuracy) -> None:
+    def __init__(
+        self, placement: Placement, transfers: Transfers, accuracy: Accuracy, counts: Counts
+    ) -> None:
         self.pieces, self.accuracy = placement.pieces, accuracy
-        self._placement, self._transfers = placement, transfers
+        self._placement, self._transfers, self._counts = placement, transfers, counts
         queue = transfers.queue
         self.lanes, self.seats = queue.lanes, queue.seats
         self.sources = {path[0] for path in queue.paths}
 
     # ---- for drivers
+
+    def counted(self) -> Counts:
+        """What happened so far; a copy."""
+        return replace(self._counts)
+
+    @property
+    def misses(self) -> int:
+        """Requests so far that were no hits."""
+        return self._counts.misses
 
     @property
     def slots(self) -> int:

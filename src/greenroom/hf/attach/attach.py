@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -213,7 +212,7 @@ class Greenroom:
         """What happened since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.parts.catalog
         counts_before, meter_before, requests, hits = self._base
-        counts = minus(driver.scheduler.counts, counts_before)
+        counts = minus(driver.scheduler.view.counted(), counts_before)
         meter = minus(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
@@ -255,7 +254,7 @@ class Greenroom:
         """All that is counted: of the scheduler, of links and processors, and of host memory."""
         driver, tier = self.driver, self._tier
         held = (0, 0) if tier is None else (tier.requests, tier.hits)
-        return replace(driver.scheduler.counts), driver.meter.copy(), *held
+        return driver.scheduler.view.counted(), driver.meter.copy(), *held
 
     def timeline(self, on: bool = True) -> Timeline | None:
         """Record what runs when from here on; the timeline so far is returned as recording ends."""

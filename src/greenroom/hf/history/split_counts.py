@@ -59,7 +59,7 @@ class HeadTimer:
 def latency_of(driver: Driver, head: float) -> Latency | None:
     """Seconds as MoEpic names them, of the decoded tokens so far; None before a token, and where
     nothing was loaded. `head` is T_head; what is neither head, experts nor waits is T_att."""
-    meter, pieces = driver.meter, driver.scheduler.pieces
+    meter, pieces = driver.meter, driver.pieces
     link = meter.links[-1]
     if not meter.decodes or not link.nbytes:
         return None

@@ -50,9 +50,9 @@ class WarmStart:
         scheduler = self._driver.scheduler
         if self._before is None:
             return 0
-        offsets, view = scheduler.pieces.offsets, scheduler.view
+        offsets, view = scheduler.view.pieces.offsets, scheduler.view
         sizes = view.group_sizes()
-        given = tuple(map(float, sizes)) if scheduler.pieces.split and len(sizes) > 1 else None
+        given = tuple(map(float, sizes)) if scheduler.view.pieces.split and len(sizes) > 1 else None
         hot = self._before.hot_set(offsets, view.slots, given or view.scope)
         try:
             return warm_up(self._driver, hot, LIMIT_S)
@@ -94,7 +94,7 @@ def warm_up(driver: Driver, hot: Ids, limit_s: float) -> int:
     They come as the steps of a pass that computes nothing, each layer in its share of the time
     that is left: the dearest of a layer, as many as the disk was fast enough for until then.
     """
-    pieces, policy = driver.scheduler.pieces, driver.scheduler.policy
+    pieces, policy = driver.pieces, driver.scheduler.policy
     layer_of = pieces.layer[hot]
     layers = np.unique(layer_of).tolist()
     begin, nbytes, count = time.perf_counter(), driver.meter.bytes_read, 0

@@ -178,7 +178,7 @@ class Harness:
 
 def _counters(greenroom: Greenroom) -> Floats:
     """[5]: requests, misses, bytes read, seconds stalled, seconds of the link, so far."""
-    counts, meter = greenroom.driver.scheduler.counts, greenroom.driver.meter.copy()
+    counts, meter = greenroom.driver.scheduler.view.counted(), greenroom.driver.meter.copy()
     busy = meter.links[0].busy_s
     return np.array([counts.requests, counts.misses, meter.bytes_read, meter.stall_s, busy])
 

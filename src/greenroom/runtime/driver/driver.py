@@ -67,10 +67,11 @@ class Driver:
         between: HostMemory | None = None,
     ) -> None:
         self.scheduler, self.slots = scheduler, slots
+        self.pieces = pieces = scheduler.view.pieces
         self.predictions = Predictions(foresight, guard, lambda: self.resident, self._tell)
         self.meter = Meter.of(scheduler.view.lanes)
-        self.asked = np.zeros(scheduler.pieces.experts, np.int64)  # requests of each expert
-        self.missed = np.zeros(scheduler.pieces.layers, np.int64)  # misses of each layer
+        self.asked = np.zeros(pieces.experts, np.int64)  # requests of each expert
+        self.missed = np.zeros(pieces.layers, np.int64)  # misses of each layer
         self._tables = ResidentTables(scheduler, self.asked)
         self.sizes = scheduler.capacity, scheduler.capacity  # the least and the most slots so far
         self.timeline: Timeline | None = None
@@ -80,7 +81,7 @@ class Driver:
         self._one_step = FairLock()
         self._error: Failure | None = None  # of the step under way
         self._meanwhile: Callable[[], None] | None = None
-        self._pass, self._layer = -1, scheduler.pieces.layers
+        self._pass, self._layer = -1, pieces.layers
         self._request, self._prefill = 0, False
         self._begun: tuple[float, float, int] | None = None  # of the pass: when, stalls, tokens
         self._starts: dict[tuple[int, int], float] = {}  # of chunks on (link, lane), for a timeline
@@ -98,7 +99,7 @@ class Driver:
     @property
     def resident(self) -> bool:
         """Has every expert a slot?"""
-        return self.scheduler.capacity >= self.scheduler.pieces.experts
+        return self.scheduler.capacity >= self.pieces.experts
 
     def end_pass(self) -> None:
         """The pass is over, or was given up."""
@@ -119,7 +120,7 @@ class Driver:
         They begin to come, where slots may be on loan.
         """
         if not self._orders.closed:
-            first = self.scheduler.pieces.offsets[layer]
+            first = self.pieces.offsets[layer]
             self._tell(Predicted(layer, experts + first, certain=True))
 
     def interrupt(self) -> None:
@@ -159,7 +160,7 @@ class Driver:
         """
         if experts.size == 0:
             return
-        first = self.scheduler.pieces.offsets[layer]
+        first = self.pieces.offsets[layer]
         with self._one_step:
             self._enter(wanted=True)
             self._come_to(layer)
@@ -174,13 +175,13 @@ class Driver:
                     self.timeline.wave(layer, Compute(pieces, slots), begin)
                 return
             self._meanwhile, self._error = meanwhile, None
-            misses = self.scheduler.counts.misses
+            misses = self.scheduler.view.misses
             try:
                 self._tell(Routed(
                     self._pass, layer, pieces, self._request, rows, weights, self._prefill, tails,
                     moved=on_host is None,
                 ))  # fmt: skip
-                self.missed[layer] += self.scheduler.counts.misses - misses
+                self.missed[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(seen)
                 order = self._compute(layer, compute, on_host)
             except BaseException:
@@ -191,7 +192,7 @@ class Driver:
 
     def _compute(self, layer: int, compute: ComputeWave, on_host: OnHost | None) -> Finish:
         """Have every wave of the step computed, as they are ordered; how it ends."""
-        first = self.scheduler.pieces.offsets[layer]
+        first = self.pieces.offsets[layer]
         in_parts = self.scheduler.parts
         while isinstance(order := self._next_order(), Compute):
             if order.device == HOST:
@@ -211,7 +212,7 @@ class Driver:
         assert self._host is not None
         assert on_host is not None
         layer, begin = self._layer, time.perf_counter()
-        first = self.scheduler.pieces.offsets[layer]
+        first = self.pieces.offsets[layer]
 
         def done(error: BaseException | None) -> None:
             if self.timeline is not None:
@@ -297,7 +298,7 @@ class Driver:
                     pool.clear(number)
                 if action.joins >= 0:
                     (pool, number), (of, copy) = map(self.slots.at, (action.slot, action.joins))
-                    layer = int(self.scheduler.pieces.layer[action.piece])
+                    layer = int(self.pieces.layer[action.piece])
                     pool.fill(number, of.bytes(copy), layer)
                 self.meter.links[action.link].starts(now)
                 self._starts[action.link, action.lane] = now

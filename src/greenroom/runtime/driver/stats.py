@@ -75,7 +75,7 @@ def split_stats(driver: Driver, counts: Counts) -> dict[str, Any] | None:
     """How experts are cut: slots of tops of each group, each layer's share of a top, slots for
     bottoms, and how many bottoms were asked for and there."""
     scheduler = driver.scheduler
-    if (split := scheduler.pieces.split) is None:
+    if (split := driver.pieces.split) is None:
         return None
     return {
         "tops": scheduler.view.group_sizes(),
@@ -96,7 +96,7 @@ def lesser_stats(driver: Driver, counts: Counts, at: Approximation | None) -> di
     """
     if at is None:
         return None
-    copies = driver.scheduler.pieces.copies
+    copies = driver.pieces.copies
     names = ("low", "left_out", "substituted")
     given = {name: getattr(counts, name) for name in names}
     of = counts.requests

@@ -39,7 +39,7 @@ class ResidentTables:
             self._tables = array("q", [0, *(each.ctypes.data for each in arrays), 0])
             self._path = path
         tables = self._tables
-        tables[0], tables[5] = self._scheduler.pieces.offsets[layer], path.steps + 1
+        tables[0], tables[5] = self._scheduler.view.pieces.offsets[layer], path.steps + 1
         found = find(tables)
         for experts in found:
             path.count(experts)

@@ -93,8 +93,7 @@ class Passes:
         ids = [each.ids[each.computed : each.computed + count] for each, count in shares]
         caches = [each.cache for each, _ in shares]
         scored = [each.scores is not None for each, _ in shares]
-        counts = self._driver.scheduler.counts
-        before = counts.requests, counts.hits
+        before = self._driver.scheduler.view.counted()
         try:
             with device_errors():
                 logits = self._batch(ids, caches, scored)
@@ -106,7 +105,8 @@ class Passes:
         finally:
             with self._lock:
                 self._current = []
-        self._note(shares, caches, counts.requests - before[0], counts.hits - before[1])
+        counts = self._driver.scheduler.view.counted()
+        self._note(shares, caches, counts.requests - before.requests, counts.hits - before.hits)
         found = [_score(*each) for each in zip(shares, logits, strict=True)]
         return [
             (each, after)

@@ -112,7 +112,7 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
 def _by_layer(greenroom: Any) -> list[dict[str, int]]:
     """Requests, hits and misses of each layer since the model was loaded."""
     driver = greenroom.driver
-    offsets = np.asarray(driver.scheduler.pieces.offsets)
+    offsets = np.asarray(driver.pieces.offsets)
     requests = np.add.reduceat(driver.asked, offsets[:-1]).tolist()
     return [
         {"layer": layer, "requests": asked, "hits": asked - missed, "misses": missed}
