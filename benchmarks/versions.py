@@ -35,7 +35,7 @@ from typing import Any
 from common import commit, machine, note, ratio, show_ratio, table
 
 PROMPT = 16  # tokens
-LEAST_TURNS = 8
+LEAST_TURNS = 10
 Turn = Callable[[], tuple[float, str]]  # CPU seconds a token or a command, and what came out
 
 
@@ -44,6 +44,7 @@ def decode(args: argparse.Namespace) -> Turn:
     import torch
     from worker import Passes, fill
 
+    sys.path.remove(str(Path(__file__).parent))  # whose kernels.py is no package of that name
     torch.set_num_threads(args.threads)
     model, _ = greenroom.load(args.what[0], cache=args.cache)
     passes = Passes(model)
