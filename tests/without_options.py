@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Path("src/greenroom/core/options")
-MARKED = ("-m", "not slow and not bench_smoke")  # as `make test` has them
+MARKED = ("-m", "not slow and not bench_smoke and not process")  # as `make test` has them
 TABLE = Path("src/greenroom/core/config/scheduler.py")
 
 

@@ -86,6 +86,7 @@ def wait_for(path: Path, lines: int, process: subprocess.Popen[str]) -> None:
     pytest.fail(f"it did not get there: {process.communicate()}")
 
 
+@pytest.mark.process
 def test_killed_in_the_middle(cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "pack"
     arguments = [str(a) for a in ("pack", source(), "-o", out, "--experts", "int8")]

@@ -271,6 +271,7 @@ def test_a_timeline_is_written_beside_the_answer(cli: Run, folder: Path, tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.process
 def test_as_a_process(folder: Path) -> None:
     process = start("run", folder, PROMPT, "--cache", "25%", *FEW, "--json")
     out, err = process.communicate(timeout=60)

@@ -57,6 +57,7 @@ def served(
                 stream.close()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(240)
 def test_the_clients_curl_and_a_signal_against_the_demo_model() -> None:
     with served("--log-format", "json") as (process, url, lines):
@@ -158,6 +159,7 @@ Engine._round = fails
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.process
 @pytest.mark.timeout(240)
 def test_a_template_that_loops_hangs_nothing_and_an_engine_that_breaks_ends_the_process(
     tmp_path: Path,

@@ -74,6 +74,7 @@ def load_main(report: Callable[[str], Any]) -> Any:
     return module
 
 
+@pytest.mark.process
 def test_a_part_ends_in_time_and_the_next_run_goes_on(part) -> None:
     begin = time.monotonic()
     rows = part("1", seconds=3.0, healthy=False)

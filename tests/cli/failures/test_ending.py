@@ -17,6 +17,7 @@ LONG = ("The green room", "--cache", "13%", "--max-new-tokens", 200, "--kernels"
 FULL = Path("/dev/full")
 
 
+@pytest.mark.process
 def test_ctrl_c_while_it_answers() -> None:
     asked = ("--cache", "13%", "--temperature", 2, "--seed", 1, "--max-new-tokens", 1900)
     process = start("run", "demo", "The green room", *asked, "--device", "fake")

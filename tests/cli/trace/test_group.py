@@ -189,6 +189,7 @@ def test_messages_are_recorded_through_the_template(cli: Run, copy: Path, tmp_pa
     np.testing.assert_array_equal(load(a).token_ids, load(b).token_ids)
 
 
+@pytest.mark.process
 def test_what_was_recorded_outlives_a_kill(folder: Path, cli: Run, tmp_path: Path) -> None:
     """Killed with -9 in the middle, then gone on with: the same trace as without."""
     prompts, out = tmp_path / "p.txt", tmp_path / "t"

@@ -26,6 +26,7 @@ def _forget_graphs():
     torch.compiler.reset()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(300)  # on a busy machine; a trace into the scheduler takes for ever
 @pytest.mark.parametrize(
     ("name", "kernels"),

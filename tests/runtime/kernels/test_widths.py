@@ -34,6 +34,7 @@ def widths(*args: str, name: str = "", without: tuple[str, ...] = ()) -> None:
     assert done.stdout.strip().endswith(" 0 wrong")
 
 
+@pytest.mark.process
 def test_widths_on_either_side_of_whole_vectors() -> None:
     widths()
 
