@@ -86,8 +86,9 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
+# Three at a time: two cores have work while a test waits.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process" --durations=10 -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY)
