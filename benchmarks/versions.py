@@ -92,10 +92,11 @@ def serve(args: argparse.Namespace) -> Turn:
         time.sleep(0.1)
 
     def ask(number: int) -> int:
-        prompt = [5 + (number * 31 + i * 7) % 1000 for i in range(PROMPT)]
+        prompt = [5 + (number * 31 + i * 7) % 380 for i in range(PROMPT)]
         body = {"model": httpx2.get(f"{url}/v1/models").json()["data"][0]["id"], "prompt": prompt,
                 "max_tokens": args.tokens, "temperature": 0}  # fmt: skip
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=600).json()
+        assert "usage" in answer, answer
         return int(answer["usage"]["completion_tokens"])
 
     def turn() -> tuple[float, str]:
