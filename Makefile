@@ -7,14 +7,15 @@ READY := $(VENV)/.ready
 # Tests start a hundred processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo check ci processes without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
+.PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean
 
 help:
 	@echo "make demo    run the shipped model with a quarter of its experts in memory, by plain LRU and as"
 	@echo "             Greenroom does it, and prove that nothing has changed"
 	@echo "make check   formatting, lint, types, import rules, tests"
-	@echo "make ci      what takes longer than that: processes, bench-smoke, fuzz, without-options"
+	@echo "make ci      what takes longer than that: processes, interpreted, bench-smoke, fuzz, without-options"
 	@echo "make processes  tests that start whole programs"
+	@echo "make interpreted  what is for a GPU, on a CPU: Triton's kernels in its interpreter, the GPU report"
 	@echo "make bench-smoke  every script of benchmarks/ on tiny inputs"
 	@echo "make fuzz    damaged files of every format that is read (FUZZ_SECONDS=N)"
 	@echo "make without-options  the checks of a copy of the project in which an option is deleted, for each"
@@ -55,7 +56,7 @@ check: $(READY)
 	$(MAKE) --no-print-directory --jobs 2 lint types imports test
 
 # What is left out of `make check` because it takes longer. Continuous integration runs both.
-ci: processes bench-smoke fuzz without-options
+ci: processes interpreted bench-smoke fuzz without-options
 
 # With the Python that has a torch for this machine's GPU: make check-gpu PYTHON=python3
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
@@ -88,11 +89,15 @@ imports: $(READY)
 
 # Three at a time: two cores have work while a test waits.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process" --durations=10 -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not bench_smoke and not process and not interpreted" --durations=10 -n 3 --dist worksteal
 
 # Tests that start whole programs, for seconds each: servers, kills, interrupts, guarded memory.
 processes: $(READY)
 	$(BIN)/python -m pytest -m "process and not slow" --durations=10 -n 2 --dist worksteal
+
+# What is for a GPU, without one.
+interpreted: $(READY)
+	$(BIN)/python -m pytest -m "interpreted and not slow" --durations=10 -n 3 --dist worksteal
 
 # Every script of benchmarks/, on tiny inputs: does it run, and does it print what it should?
 bench-smoke: $(READY)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Path("src/greenroom/core/options")
-MARKED = ("-m", "not slow and not bench_smoke and not process")  # as `make test` has them
+# As `make test` has them.
+MARKED = ("-m", "not slow and not bench_smoke and not process and not interpreted")
 TABLE = Path("src/greenroom/core/config/scheduler.py")
 
 

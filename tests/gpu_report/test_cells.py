@@ -17,7 +17,10 @@ import torch
 from tests.gpu_report.conftest import FOLDER
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the report itself runs here")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the report itself runs here"),
+]
 PARTS = ("tests", "kernels", "models", "demo")
 
 

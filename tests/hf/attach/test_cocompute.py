@@ -100,7 +100,9 @@ def test_what_is_measured_decides_where_nothing_is_said():
         assert rates.processor(0, [1], nbytes) > 0
 
 
-@pytest.mark.parametrize("kernels", ["eager", "triton"])
+@pytest.mark.parametrize(
+    "kernels", ["eager", pytest.param("triton", marks=pytest.mark.interpreted)]
+)
 def test_outputs_of_the_host_join_those_of_a_gpu_s_kernels(kernels, monkeypatch):
     """The CPU in a GPU's place; Triton's interpreter rounds otherwise than the CPU's kernel."""
     if kernels == "triton":

@@ -70,6 +70,7 @@ def test_the_bits_are_eager_s_whatever_the_host_keeps(kept, monkeypatch):
             assert not kept or model.greenroom.stats().host["requests"] == 0
 
 
+@pytest.mark.interpreted
 def test_the_triton_kernel_computes_from_slots_in_segments(monkeypatch):
     pytest.importorskip("triton")
     if torch.cuda.is_available():

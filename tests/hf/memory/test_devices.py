@@ -62,6 +62,7 @@ def test_the_bits_are_those_of_one_device(kept, monkeypatch):
                 model.greenroom.resize(model.greenroom.parts.catalog.slot_bytes)
 
 
+@pytest.mark.interpreted
 def test_the_triton_kernel_has_the_bits_of_one_device(monkeypatch):
     pytest.importorskip("triton")
     if torch.cuda.is_available():

@@ -29,6 +29,7 @@ from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
 from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
+pytestmark = pytest.mark.interpreted
 SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
 
 
