@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Tests start a hundred processes: with byte code written by the first, each starts a second sooner.
+# Tests start many processes: with byte code written by the first, each starts a second sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo check ci processes interpreted without-options check-gpu gpu-report format lint types imports test bench-smoke fuzz soak bench papers clean

@@ -11,7 +11,8 @@ who is first changes from turn to turn. Turns end when the 95 % interval of the 
 other programs disturb them less than they disturb time.
 
   decode    a new prompt, then --tokens tokens, which are timed; logits must be the same
-  serve     `greenroom serve`: --users completions of --tokens tokens each at once
+  serve     `greenroom serve`: --users completions of --tokens tokens each at once; of what comes
+            out only the number of tokens is compared
   command   any command of greenroom, in a process that has run it before; compared as printed
 """
 
@@ -204,6 +205,8 @@ def main() -> None:
     parser.add_argument("--half-width", type=float, default=0.02)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
+    if rest and args.kind != "command":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.what += rest
     if args.worker:
         worker(args)

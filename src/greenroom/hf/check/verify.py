@@ -104,7 +104,7 @@ def verify(
     ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
     trial = _Trial(source, draft, config, ids, tokens, say, verdict)
     if whole:
-        trial.against_the_whole()
+        trial.compare_with_transformers()
     else:
         say("the whole model is not loaded beside the cache: comparing layer by layer")
         trial.by_layer()
@@ -151,7 +151,7 @@ class _Trial:
     def eager(self) -> LoadConfig:
         return replace(self.config, kernels="eager")
 
-    def against_the_whole(self) -> None:
+    def compare_with_transformers(self) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
         with streamed(self.source, self.eager) as model:
             ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
