@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.layout import Extent
 from greenroom.errors import CheckpointChanged, CheckpointError, StoreError
+from greenroom.runtime.memory.system import LARGE_PAGE
 from greenroom.runtime.store.disk import BLOCK, DiskStore, Staging, cut
 
 
@@ -152,3 +154,27 @@ def test_staging_is_aligned_and_grows():
         buffer = staging.take(nbytes)
         assert len(buffer) == nbytes
         assert np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK == 0
+
+
+def flags_of(address: int) -> set[str]:
+    """The kernel's flags of the mapping in which an address lies ("hg": large pages are wanted)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(address)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="a kernel without large pages"
+)
+def test_staging_asks_for_large_pages_where_they_fill_and_for_no_more():
+    staging = Staging(2 * LARGE_PAGE + BLOCK)
+    begin = staging.array.ctypes.data
+    assert begin % LARGE_PAGE == 0
+    assert "hg" in flags_of(begin)
+    assert "hg" in flags_of(begin + 2 * LARGE_PAGE - 1)
+    assert "hg" not in flags_of(begin + 2 * LARGE_PAGE)
+    assert "hg" not in flags_of(Staging(BLOCK).array.ctypes.data)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
 import platform
 import random
@@ -30,7 +29,7 @@ from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import Link
 from greenroom.errors import OutputError
 from greenroom.interrupts import undone_by
-from greenroom.runtime.store.disk import BLOCK, open_direct
+from greenroom.runtime.store.disk import BLOCK, Staging, open_direct
 
 RAM_BYTES = 512 << 20
 READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -122,13 +121,13 @@ def disk_bandwidth(
         end = time.perf_counter() + seconds
 
         def read(reader: int) -> None:
-            with mmap.mmap(-1, size) as buffer:
-                for handle, offset in places[reader::threads]:
-                    if os.preadv(handle, [buffer], offset) != size:
-                        raise OSError(errno.EIO, "short read")
-                    done[reader] += size
-                    if time.perf_counter() > end:
-                        return
+            buffer = Staging(size).view
+            for handle, offset in places[reader::threads]:
+                if os.preadv(handle, [buffer], offset) != size:
+                    raise OSError(errno.EIO, "short read")
+                done[reader] += size
+                if time.perf_counter() > end:
+                    return
 
         taken = run_threads([lambda i=i: read(i) for i in range(threads)])  # type: ignore[misc]
     finally:

@@ -16,6 +16,7 @@ from greenroom.errors import DeviceError
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 KIB = 1024
+LARGE_PAGE = 2 << 20  # bytes
 _NORESERVE = 0x4000  # mmap has no name for it before Python 3.13
 
 
@@ -105,6 +106,13 @@ def reservation(nbytes: int, large_pages: bool = False) -> mmap.mmap:
     with contextlib.suppress(OSError, AttributeError):  # a kernel without them has none to refuse
         space.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return space
+
+
+def ask_for_large_pages(space: mmap.mmap, start: int, nbytes: int) -> None:
+    """Pages of 2 MiB for a part of a reservation, which begins and ends at such a page's edge."""
+    if nbytes:
+        with contextlib.suppress(OSError, AttributeError):
+            space.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
 
 
 def trim_heap() -> None:
