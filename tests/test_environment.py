@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from greenroom import environment
-from greenroom.environment import SPINS, large_pages, wait_briefly, warn_once
+from greenroom.environment import SPINS, late_import_warning, limit_spinning, request_large_pages
 
 UNSET = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -23,26 +23,26 @@ def unset(monkeypatch):
 
 
 def test_they_spin_for_a_moment_and_sleep_then(unset):
-    wait_briefly()
+    limit_spinning()
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("PASSIVE", str(SPINS))
 
 
 def test_the_user_s_own_settings_stay(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    wait_briefly()
+    limit_spinning()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_after_torch_it_is_too_late_which_is_said_once(unset, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", os)
-    wait_briefly()
-    said = warn_once()
+    limit_spinning()
+    said = late_import_warning()
     assert "import greenroom first, or set OMP_WAIT_POLICY=PASSIVE" in said
     assert "\n" not in said
-    wait_briefly()
-    assert warn_once() == ""
+    limit_spinning()
+    assert late_import_warning() == ""
 
 
 @pytest.mark.parametrize("name", [*UNSET, "torch"])
@@ -52,8 +52,8 @@ def test_nothing_is_said_where_the_user_chose_or_torch_is_yet_to_come(unset, mon
     else:
         monkeypatch.setitem(sys.modules, "torch", os)
         monkeypatch.setenv(name, "1")
-    wait_briefly()
-    assert warn_once() == ""
+    limit_spinning()
+    assert late_import_warning() == ""
 
 
 def test_importing_greenroom_is_enough():
@@ -69,7 +69,7 @@ def test_large_tensors_have_large_pages_unless_the_user_says_otherwise(monkeypat
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", said or "")
     if said is None:
         monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
-    large_pages()
+    request_large_pages()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == (said or "1")
 
 

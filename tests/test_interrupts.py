@@ -17,7 +17,7 @@ from pathlib import Path
 import greenroom.cli as cli
 import greenroom.interrupts
 from greenroom.cli import models
-from greenroom.interrupts import handled, undone_by
+from greenroom.interrupts import mark_handled, undo_on_interrupt
 
 greenroom.interrupts.END_S = 0.5
 out = Path(sys.argv.pop())
@@ -93,10 +93,10 @@ def command(args):
     in_c()
 """,
     "what is not left half done": """
-from greenroom.interrupts import held
+from greenroom.interrupts import defer_interrupts
 def command(args):
     draft = out / "draft"
-    with held():
+    with defer_interrupts():
         draft.write_text("half")
         sit(0.2)
         draft.unlink()
@@ -147,7 +147,7 @@ from greenroom.errors import UsageError
 def command(args):
     draft = out / "draft"
     draft.write_text("half")
-    with undone_by(draft.unlink):
+    with undo_on_interrupt(draft.unlink):
         in_c()
 """,
 }
@@ -185,7 +185,7 @@ def command(args):
         try:
             sit(60)
         except KeyboardInterrupt as error:
-            handled(error)
+            mark_handled(error)
             time.sleep(1)  # longer than the time to end
     print("done", flush=True)
 """,

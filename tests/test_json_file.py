@@ -12,12 +12,12 @@ from greenroom.json_file import (
     DEEPEST,
     JsonObject,
     Malformed,
-    each_of,
+    integer,
+    list_of,
     number,
     parse,
     read_json,
     read_object,
-    whole,
 )
 
 
@@ -128,21 +128,21 @@ def test_brackets_in_strings_are_none():
 
 def test_values_by_kind():
     found = JsonObject({"n": 3, "x": 0.5, "t": "a", "f": True, "l": [1, 2], "o": {"n": -1}})
-    assert (found.whole("n"), found.number("x"), found.text("t"), found.flag("f")) == (
+    assert (found.integer("n"), found.number("x"), found.text("t"), found.flag("f")) == (
         3,
         0.5,
         "a",
         True,
     )
     assert found.name("t") == "a"
-    assert found.each("l", whole) == (1, 2)
+    assert found.list_of("l", integer) == (1, 2)
     assert found.number("n") == 3.0
-    assert found.whole("none", 7) == 7
+    assert found.integer("none", 7) == 7
     assert "n" in found.object("o")
     for ask, said in {
-        lambda: found.whole("none"): "none is missing",
-        lambda: found.whole("f"): "f must be a whole number from 0, got True",
-        lambda: found.whole("n", most=2): "n must be a whole number from 0 to 2, got 3",
+        lambda: found.integer("none"): "none is missing",
+        lambda: found.integer("f"): "f must be a whole number from 0, got True",
+        lambda: found.integer("n", most=2): "n must be a whole number from 0 to 2, got 3",
         lambda: found.number("f"): "f must be a number from 0, got True",
         lambda: found.text("n"): "n must be text, got 3",
         lambda: found.name("n"): "n must be text, got 3",
@@ -151,9 +151,9 @@ def test_values_by_kind():
         lambda: JsonObject({"t": ""}).name("t"): "t must be a name of 1 to 100 characters",
         lambda: found.flag("n"): "n must be true or false, got 3",
         lambda: found.object("l"): "l must be an object, got a list",
-        lambda: found.object("o").whole("n"): "o.n must be a whole number from 0, got -1",
-        lambda: found.each("t", whole): "t must be a list, got 'a'",
-        lambda: found.each("l", each_of(number)): "l[0] must be a list, got 1",
+        lambda: found.object("o").integer("n"): "o.n must be a whole number from 0, got -1",
+        lambda: found.list_of("t", integer): "t must be a list, got 'a'",
+        lambda: found.list_of("l", list_of(number)): "l[0] must be a list, got 1",
         lambda: number(10**40, "x"): "x must be a number from 0 to 1e+30",
         lambda: JsonObject([]): "not an object, but a list",
     }.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from greenroom.environment import check_platform, large_pages, wait_briefly
+from greenroom.environment import check_platform, limit_spinning, request_large_pages
 
 if TYPE_CHECKING:
     from greenroom.errors import GreenroomError as GreenroomError
@@ -33,8 +33,8 @@ _WHERE = {
 }
 __all__ = ["GreenroomError", "load", "pack", "quality", "simulate", "verify"]
 
-wait_briefly()
-large_pages()
+limit_spinning()
+request_large_pages()
 
 
 def __getattr__(name: str) -> Any:

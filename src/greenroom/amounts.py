@@ -48,15 +48,15 @@ class Amount:
             return cls(share=number / 100)
         return cls(nbytes=int(number * UNITS[match[2].upper()]))
 
-    def of(self, whole: int) -> int:
-        """In bytes (or whatever `whole` counts), rounded down."""
+    def of(self, total: int) -> int:
+        """In bytes (or whatever `total` counts), rounded down."""
         if self.share is not None:
-            return int(whole * self.share + 1e-9)
+            return int(total * self.share + 1e-9)
         assert self.nbytes is not None
         return self.nbytes
 
 
-def nbytes(what: str) -> Callable[[str | int, str], int]:
+def bytes_check(what: str) -> Callable[[str | int, str], int]:
     """A check that an amount is bytes; `what` says in the error what they are, with an example."""
 
     def check(value: str | int, name: str) -> int:
@@ -76,7 +76,7 @@ def show_bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def write_bytes(least: int, most: int) -> str:
+def format_amount(least: int, most: int) -> str:
     """An amount for an option, `3.75MiB`: it is parsed as from `least` to `most` bytes.
 
     In the largest unit that has one with three digits after the point; as one of the two bounds, if
@@ -94,7 +94,7 @@ def write_bytes(least: int, most: int) -> str:
     return f"{least}B"
 
 
-def share_of(value: str | int, name: str, example: str = "12.5%") -> float:
+def parse_share(value: str | int, name: str, example: str = "12.5%") -> float:
     """A share, written as 12.5%. UsageError for what is none."""
     share = Amount.parse(value, name).share
     if share is None:

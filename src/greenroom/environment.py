@@ -25,7 +25,7 @@ def check_platform() -> None:
         )
 
 
-def wait_briefly() -> None:
+def limit_spinning() -> None:
     """Let threads without work spin for a moment, then sleep; the user's own settings stay.
 
     Readers and compute share the cores. Threads that spin for long take one from the readers
@@ -40,14 +40,14 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
-def warn_once() -> str:
+def late_import_warning() -> str:
     """What to say where the settings came too late; "" where they did not, and after that."""
     global _late
     late, _late = _late, False
     return LATE if late else ""
 
 
-def large_pages() -> None:
+def request_large_pages() -> None:
     """Let torch ask for pages of 2 MiB for large tensors, such as weights that transformers
     converts (those that are read as they are have theirs, runtime/memory/pages.py); the user's own
     setting stays.

@@ -48,21 +48,21 @@ class Interrupt(KeyboardInterrupt):
             self.watch.lost = True
 
 
-def handled(error: KeyboardInterrupt) -> None:
+def mark_handled(error: KeyboardInterrupt) -> None:
     """Say that the command goes on: this Ctrl-C was meant for a part of it."""
     if isinstance(error, Interrupt) and error.watch is not None:
         error.watch.go_on()
         error.watch = None
 
 
-def caught(error: KeyboardInterrupt) -> None:
+def mark_caught(error: KeyboardInterrupt) -> None:
     """Say that this Ctrl-C has arrived where it ends the command."""
     if isinstance(error, Interrupt):
         error.watch = None
 
 
 @contextlib.contextmanager
-def undone_by(undo: Callable[[], object]) -> Iterator[None]:
+def undo_on_interrupt(undo: Callable[[], object]) -> Iterator[None]:
     """Have `undo` called if the process is ended within: it removes what must not stay."""
     _undo.append(undo)
     try:
@@ -72,15 +72,15 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Have Ctrl-C raised at the end of what must not be left half done; the time to end holds."""
     for watch in _watches:
-        watch.hold(True)
+        watch.defer(True)
     try:
         yield
     finally:
         for watch in _watches:
-            watch.hold(False)
+            watch.defer(False)
 
 
 def end_with_parent() -> None:
@@ -94,10 +94,10 @@ class InterruptWatch:
     """The handler of SIGINT of a process that is one command, and the command's time to end."""
 
     def __init__(self) -> None:
-        self.asked = False  # Ctrl-C was pressed, and the command did not go on
+        self.requested = False  # Ctrl-C was pressed, and the command did not go on
         self.lost = False  # the exception was destroyed on its way
-        self.said = False  # the line that says so is printed
-        self._raised = self._over = self._nudged = self._held = False
+        self.announced = False  # the line that says so is printed
+        self._raised = self._over = self._nudged = self._deferred = False
         self._sent = 0  # the watch's own signals that are still to come
         self._main = threading.get_ident()
         self._hook = sys.unraisablehook
@@ -118,18 +118,18 @@ class InterruptWatch:
         _watches.append(self)
         return True
 
-    def hold(self, on: bool) -> None:
+    def defer(self, on: bool) -> None:
         """See `held`."""
-        self._held = on
-        if not on and self.asked and not self._raised:
+        self._deferred = on
+        if not on and self.requested and not self._raised:
             self._on_signal(signal.SIGINT, None)
 
     def go_on(self) -> None:
         """Stop counting: the command goes on."""
-        self.asked = self._raised = self.lost = False
+        self.requested = self._raised = self.lost = False
         self._tell(GO_ON)
 
-    def over(self) -> None:
+    def stop_raising(self) -> None:
         """Raise nothing from here on; the time to end holds."""
         self._over = True
 
@@ -148,8 +148,8 @@ class InterruptWatch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._over or self._raised:
             return
-        self.asked = True
-        if self._held:
+        self.requested = True
+        if self._deferred:
             return
         if _importing("torch"):
             self._tell(BEGIN)
@@ -173,7 +173,7 @@ class InterruptWatch:
         begun: float | None = None
         while True:
             if select.select([self._read], [], [], None if begun is None else CHECK_S)[0]:
-                begun = self._heard(begun)
+                begun = self._read_pipe(begun)
             if begun is None:
                 continue
             passed = time.monotonic() - begun
@@ -186,7 +186,7 @@ class InterruptWatch:
                 self._nudged = True
                 self._send()
 
-    def _heard(self, begun: float | None) -> float | None:
+    def _read_pipe(self, begun: float | None) -> float | None:
         """When the time began that is running now, after what the pipe holds."""
         now = time.monotonic()
         for byte in os.read(self._read, 256):
@@ -217,7 +217,7 @@ class InterruptWatch:
         tidy.join(TIDY_S)
         if self._terminal is not None:
             _restore(self._terminal)
-        if not self.said:
+        if not self.announced:
             write_now("greenroom: interrupted\n")
         os._exit(INTERRUPTED)
 

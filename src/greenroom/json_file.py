@@ -1,8 +1,8 @@
 """JSON of files that may come from strangers: one bounded reader, and values by name and kind.
 
     found = read_json(path, "greenroom-pins", "holds no pins", "greenroom trace hot", UsageError)
-    found.whole("version", least=1)          # Malformed: "version must be a whole number from 1"
-    found.each("losses", number)
+    found.integer("version", least=1)          # Malformed: "version must be a whole number from 1"
+    found.list_of("losses", number)
 
 Whatever is too large, too deep, or not JSON is refused before Python's parser sees it, or by it.
 """
@@ -127,7 +127,7 @@ class JsonObject:
     def __init__(self, found: Any, where: str = "") -> None:
         if not isinstance(found, dict):
             said = f"{where} must be an object, got" if where else "not an object, but"
-            raise Malformed(f"{said} {shown(found)}")
+            raise Malformed(f"{said} {show_value(found)}")
         self._found: dict[str, Any] = found
         self._where = where
 
@@ -158,10 +158,10 @@ class JsonObject:
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         return flag(self.value(name, default), self._place(name))
 
-    def whole(
+    def integer(
         self, name: str, default: int = _REQUIRED, *, least: int = 0, most: int = INT64
     ) -> int:
-        return whole(self.value(name, default), self._place(name), least, most)
+        return integer(self.value(name, default), self._place(name), least, most)
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
         return number(self.value(name, default), self._place(name))
@@ -169,16 +169,16 @@ class JsonObject:
     def object(self, name: str, default: Any = _REQUIRED) -> JsonObject:
         return JsonObject(self.value(name, default), self._place(name))
 
-    def each(
+    def list_of(
         self, name: str, kind: Callable[[Any, str], Value], default: Any = _REQUIRED
     ) -> tuple[Value, ...]:
-        """The values of a list, each of a kind: `whole`, `JsonObject`, `each_of(number)` ..."""
-        return each_of(kind)(self.value(name, default), self._place(name))
+        """The values of a list, each of a kind: `integer`, `JsonObject`, `list_of(number)` ..."""
+        return list_of(kind)(self.value(name, default), self._place(name))
 
     def fields_of(self, kind: Any) -> dict[str, Any]:
         """The values of a dataclass's fields that are numbers, texts or flags, by their names."""
         readers: dict[str, Callable[..., Any]] = {
-            "int": self.whole,
+            "int": self.integer,
             "float": self.number,
             "str": self.text,
             "bool": self.flag,
@@ -198,7 +198,7 @@ class JsonObject:
 def text(value: Any, where: str) -> str:
     """A string, or Malformed."""
     if not isinstance(value, str):
-        raise Malformed(f"{where} must be text, got {shown(value)}")
+        raise Malformed(f"{where} must be text, got {show_value(value)}")
     return value
 
 
@@ -212,15 +212,17 @@ def name_text(value: Any, where: str) -> str:
 def flag(value: Any, where: str) -> bool:
     """True or false, or Malformed."""
     if not isinstance(value, bool):
-        raise Malformed(f"{where} must be true or false, got {shown(value)}")
+        raise Malformed(f"{where} must be true or false, got {show_value(value)}")
     return value
 
 
-def whole(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
+def integer(value: Any, where: str, least: int = 0, most: int = INT64) -> int:
     """A whole number from `least` to `most`, or Malformed."""
     if type(value) is not int or not least <= value <= most:
         top = "" if most == INT64 else f" to {most}"
-        raise Malformed(f"{where} must be a whole number from {least}{top}, got {shown(value)}")
+        raise Malformed(
+            f"{where} must be a whole number from {least}{top}, got {show_value(value)}"
+        )
     return value
 
 
@@ -228,22 +230,22 @@ def number(value: Any, where: str) -> float:
     """A number from 0 to LARGEST, as a float, or Malformed."""
     if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         top = f" to {LARGEST:g}" if type(value) in (int, float) and value > LARGEST else ""
-        raise Malformed(f"{where} must be a number from 0{top}, got {shown(value)}")
+        raise Malformed(f"{where} must be a number from 0{top}, got {show_value(value)}")
     return float(value)
 
 
-def each_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Value, ...]]:
+def list_of(kind: Callable[[Any, str], Value]) -> Callable[[Any, str], tuple[Value, ...]]:
     """A check for lists, whose values are each of a kind."""
 
     def check(values: Any, where: str) -> tuple[Value, ...]:
         if not isinstance(values, list):
-            raise Malformed(f"{where} must be a list, got {shown(values)}")
+            raise Malformed(f"{where} must be a list, got {show_value(values)}")
         return tuple(kind(value, f"{where}[{i}]") for i, value in enumerate(values))
 
     return check
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value as messages show it: short, in one line."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
@@ -251,7 +253,7 @@ def shown(value: Any) -> str:
     return said if len(said) <= 60 else f"{said[:57]}..."
 
 
-def plain(value: Any) -> str:
+def printable(value: Any) -> str:
     """The beginning of a text, without what would break a line."""
     return "".join(filter(str.isprintable, str(value)[:100]))
 
@@ -284,7 +286,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names: set[str] = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore
-        raise Malformed(f"not clear: {shown(twice)} is twice in one object")
+        raise Malformed(f"not clear: {show_value(twice)} is twice in one object")
     return found
 
 
@@ -297,7 +299,7 @@ def _whole(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise Malformed(f"not usable: {shown(digits)} is beyond any float")
+        raise Malformed(f"not usable: {show_value(digits)} is beyond any float")
     return value
 
 

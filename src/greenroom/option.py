@@ -56,7 +56,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def changed(config: Any) -> dict[str, Any]:
+def changed_options(config: Any) -> dict[str, Any]:
     """The options of a config that are not their defaults."""
     found = ((each, getattr(config, each.name)) for each in options_in(config))
     return {each.name: value for each, value in found if value != each.default}
@@ -113,7 +113,7 @@ def above(least: float, below: float = float("inf")) -> Check:
     return check
 
 
-def options_checked(function: Callable[P, R]) -> Callable[P, R]:
+def check_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """A public function whose unknown keywords raise UnknownOption, which names the nearest."""
     names = list(inspect.signature(function).parameters)
 

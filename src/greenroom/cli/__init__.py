@@ -11,9 +11,9 @@ from importlib import import_module
 
 from greenroom import __version__
 from greenroom.cli.options.parser import Parser, add_commands
-from greenroom.environment import check_platform, large_pages, wait_briefly
+from greenroom.environment import check_platform, limit_spinning, request_large_pages
 from greenroom.errors import GreenroomError, VerifyError
-from greenroom.interrupts import INTERRUPTED, InterruptWatch, caught
+from greenroom.interrupts import INTERRUPTED, InterruptWatch, mark_caught
 
 DESCRIPTION = "Run Mixture-of-Experts language models that are larger than memory."
 
@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         return _ended(*_outcome(argv))
     try:
         code, message = _outcome(argv)
-        watch.over()
+        watch.stop_raising()
     except KeyboardInterrupt:  # it came after what it was to end
-        watch.over()
+        watch.stop_raising()
         code, message = INTERRUPTED, None
     except BaseException:
-        watch.over()
-        if not watch.asked:
+        watch.stop_raising()
+        if not watch.requested:
             raise
         code, message = INTERRUPTED, None  # which a library made another exception of
-    if watch.asked or code == INTERRUPTED:
-        watch.said = True
+    if watch.requested or code == INTERRUPTED:
+        watch.announced = True
         _ended(INTERRUPTED, message if code == INTERRUPTED and message else "interrupted")
         watch.exit()
     return _ended(code, message)
@@ -64,8 +64,8 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     """(exit code, the line that says why)."""
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    wait_briefly()
-    large_pages()
+    limit_spinning()
+    request_large_pages()
     collecting = gc.isenabled()
     gc.disable()  # importing makes a million objects and no garbage
     try:
@@ -81,7 +81,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     except GreenroomError as error:
         return 2, str(error)
     except KeyboardInterrupt as error:
-        caught(error)
+        mark_caught(error)
         return INTERRUPTED, ": ".join(["interrupted", *map(str, error.args)])
     except BrokenPipeError:  # the reader of our output has gone: nothing more to say
         _drop_output()

@@ -14,7 +14,7 @@ from greenroom.cli.options.fields import add_model, add_options, given, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress, quiet
-from greenroom.config import SCOPES, ContestConfig, LoadConfig, show_bytes
+from greenroom.config import SCOPES, BenchmarkConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
 from greenroom.sim.table import columns
 
@@ -36,13 +36,13 @@ def add_to(parser: Parser) -> None:
         " --split, sizes of --scope, ...) is theirs",
     )  # fmt: skip
     add_json(parser, "a JSON list of objects")
-    add_options(parser, ContestConfig, "measuring")
+    add_options(parser, BenchmarkConfig, "measuring")
     add_options(parser, LoadConfig)
     parser.show("system", "json")
 
 
 def main(args: argparse.Namespace) -> None:
-    how = take(args, ContestConfig)
+    how = take(args, BenchmarkConfig)
     # Others may be a part of some rows only.
     named = ("policy", "prefetch", "predictor", "device")
     check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
@@ -104,7 +104,7 @@ def shared(args: argparse.Namespace, own: list[dict[str, Any]]) -> LoadConfig:
     return load
 
 
-def prompts_of(how: ContestConfig) -> list[Prompt]:
+def prompts_of(how: BenchmarkConfig) -> list[Prompt]:
     from greenroom.hf.measure.rounds import PROMPTS
     from greenroom.trace.prompts import read_prompts
 
@@ -114,7 +114,7 @@ def prompts_of(how: ContestConfig) -> list[Prompt]:
 def play(
     args: argparse.Namespace,
     load: LoadConfig,
-    how: ContestConfig,
+    how: BenchmarkConfig,
     entries: list[Entry],
     prompts: list[Prompt],
     progress: Progress,

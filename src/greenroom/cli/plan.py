@@ -17,7 +17,7 @@ from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
 from greenroom.cli.terminal.progress import model_progress
-from greenroom.config import Amount, LoadConfig, changed, flag
+from greenroom.config import Amount, LoadConfig, changed_options, flag
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def seconds(text: str) -> float:
 def beside(config: LoadConfig, machine: Machine, processor: Processor) -> str:
     """The options of a run that a plan was made for, beside its settings."""
     own = ("context", "read_limit", "host_memory")
-    options = {name: value for name, value in changed(config).items() if name in own}
+    options = {name: value for name, value in changed_options(config).items() if name in own}
     if len(machine.processors) > 1:
         options["device"] = "cuda" if on_a_gpu(processor) else "cpu"
     return "".join(f" {flag(name)} {shlex.quote(str(value))}" for name, value in options.items())

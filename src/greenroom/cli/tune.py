@@ -15,7 +15,7 @@ from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import model_progress
-from greenroom.config import ContestConfig, LoadConfig, changed, flag
+from greenroom.config import BenchmarkConfig, LoadConfig, changed_options, flag
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ def add_to(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--machine", metavar="FILE", default="auto", help="as of `greenroom plan`")
     add_json(parser)
-    add_options(parser, ContestConfig, "measuring")
+    add_options(parser, BenchmarkConfig, "measuring")
     add_options(parser, LoadConfig)
     parser.show("trace", "json")
     parser.set_defaults(seconds=180.0)
 
 
 def main(args: argparse.Namespace) -> None:
-    load, how = take(args, LoadConfig), take(args, ContestConfig)
-    for name in changed(load):
+    load, how = take(args, LoadConfig), take(args, BenchmarkConfig)
+    for name in changed_options(load):
         if name in CHOSEN:
             raise UsageError(
                 f"{flag(name)} is what tune chooses: leave it out; greenroom bench"

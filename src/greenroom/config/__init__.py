@@ -1,15 +1,15 @@
 """Every default and every check, once. The command line makes its options from here."""
 
-from greenroom.amounts import UNITS, Amount, share_of, show_bytes, write_bytes
+from greenroom.amounts import UNITS, Amount, format_amount, parse_share, show_bytes
 from greenroom.config.load import LoadConfig
 from greenroom.config.serve import SamplingConfig, ServeConfig, bounded_temperature
 from greenroom.config.simulate import ORDERS, PINS, BudgetsConfig, SimulateConfig
-from greenroom.config.study import ContestConfig, RecordConfig, TrainConfig
+from greenroom.config.study import BenchmarkConfig, RecordConfig, TrainConfig
 from greenroom.config.synth import SynthConfig, TopicsConfig, ZipfConfig
-from greenroom.config.values import devices_of
+from greenroom.config.values import parse_device
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.core.config.shares import BUDGETS, SCOPES, scope_of, split_of
-from greenroom.option import GROUPS, INEXACT, changed, flag, options_checked, options_in
+from greenroom.option import GROUPS, INEXACT, changed_options, check_keywords, flag, options_in
 
 __all__ = [
     "BUDGETS",
@@ -21,7 +21,7 @@ __all__ = [
     "UNITS",
     "Amount",
     "BudgetsConfig",
-    "ContestConfig",
+    "BenchmarkConfig",
     "LoadConfig",
     "RecordConfig",
     "SamplingConfig",
@@ -33,14 +33,14 @@ __all__ = [
     "TrainConfig",
     "ZipfConfig",
     "bounded_temperature",
-    "changed",
-    "devices_of",
+    "changed_options",
+    "parse_device",
     "flag",
-    "options_checked",
+    "check_keywords",
     "options_in",
     "scope_of",
-    "share_of",
+    "parse_share",
     "show_bytes",
     "split_of",
-    "write_bytes",
+    "format_amount",
 ]

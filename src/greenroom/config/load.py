@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.amounts import Amount, nbytes
+from greenroom.amounts import Amount, bytes_check
 from greenroom.config.tables import check_policy, check_predictor
-from greenroom.config.values import KERNELS, KV, devices_of
+from greenroom.config.values import KERNELS, KV, parse_device
 from greenroom.core.config.scheduler import SchedulerConfig
 from greenroom.errors import UsageError
 from greenroom.option import CACHE, MACHINE, MEMORY, PREFETCHING, at_least, option
@@ -56,7 +56,7 @@ class LoadConfig(SchedulerConfig):
     device: str = option(
         "auto", "where the experts are computed; over several GPUs, as cuda:0,cuda:1, they are"
         " spread", "auto|cpu|cuda[:N][,cuda:N...]|fake",
-        group=MACHINE, check=lambda value, name: devices_of(value), shown=True,
+        group=MACHINE, check=lambda value, name: parse_device(value), shown=True,
     )  # fmt: skip
     context: int = option(
         4096, "tokens that the KV cache must have room for", "N",
@@ -73,7 +73,7 @@ class LoadConfig(SchedulerConfig):
     )
     read_limit: str | int | None = option(
         None, "read experts no faster than so many bytes a second, as from a slower disk", "SIZE",
-        group=MACHINE, check=nbytes("bytes a second, as 50MB"),
+        group=MACHINE, check=bytes_check("bytes a second, as 50MB"),
     )  # fmt: skip
     dtype: str = option(
         "auto", "compute in this type instead of the checkpoint's", None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.amounts import Amount, nbytes, share_of
+from greenroom.amounts import Amount, bytes_check, parse_share
 from greenroom.errors import UsageError
 from greenroom.option import above, at_least, check_options, option, within
 
@@ -95,11 +95,11 @@ class ServeConfig:
     )  # fmt: skip
     prefix_share: str = option(
         "50%", "share of --kv-memory that may keep what was read, for requests that begin alike",
-        "SHARE", check=lambda value, name: share_of(value, name, "50%"),
+        "SHARE", check=lambda value, name: parse_share(value, name, "50%"),
     )  # fmt: skip
     no_prefix_reuse: bool = option(False, "read every prompt from its first token")
     max_body: str | int = option(
-        "4MiB", "largest request body", "SIZE", check=nbytes("an amount, as 4MiB")
+        "4MiB", "largest request body", "SIZE", check=bytes_check("an amount, as 4MiB")
     )
     allowed_origins: str | None = option(
         None, "web pages that may call the server (CORS), none by default", "URL,..."

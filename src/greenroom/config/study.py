@@ -47,7 +47,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ContestConfig:
+class BenchmarkConfig:
     """How settings are measured against each other."""
 
     prompts: str | None = option(

@@ -9,7 +9,7 @@ KV = ("dynamic", "fp8", "int4", "int2", "offloaded")
 KERNELS = ("auto", "eager", "numba", "rounded", "triton")
 
 
-def devices_of(device: str) -> tuple[str, tuple[int, ...]]:
+def parse_device(device: str) -> tuple[str, tuple[int, ...]]:
     """A `--device`: what computes, and the numbers of the devices that do.
 
     `cuda:0,cuda:2` is ("cuda", (0, 2)), `cuda` the first GPU, `fake,fake` two fake devices.

@@ -24,7 +24,15 @@ import numpy as np
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import ProfileError, UnknownName, UsageError
-from greenroom.json_file import JsonObject, Malformed, each_of, number, read_json, shown, whole
+from greenroom.json_file import (
+    JsonObject,
+    Malformed,
+    integer,
+    list_of,
+    number,
+    read_json,
+    show_value,
+)
 
 FORMAT, VERSION = "greenroom-machine", 1
 MOST_LANES = 1024  # of a link: transfers at a time
@@ -170,13 +178,13 @@ class Machine:
         )
         if (version := found.value("version", None)) != VERSION:
             raise ProfileError(
-                f"{path} is a machine profile of version {shown(version)}, this Greenroom"
+                f"{path} is a machine profile of version {show_value(version)}, this Greenroom"
                 f" reads version {VERSION}: measure again with greenroom doctor -o {path}"
             )
         try:
             return cls(
-                found.each("links", _route),
-                found.each("processors", _processor),
+                found.list_of("links", _route),
+                found.list_of("processors", _processor),
                 _host(found.object("host", {})),
                 found.object("measured", {}).values,
             )._checked()
@@ -201,7 +209,9 @@ def _route(value: Any, where: str) -> Route:
     bandwidth = entry.number("bandwidth")
     if bandwidth == 0:
         raise Malformed(f"{where}.bandwidth must be more than 0")
-    link = Link(bandwidth, entry.number("latency"), entry.whole("lanes", least=1, most=MOST_LANES))
+    link = Link(
+        bandwidth, entry.number("latency"), entry.integer("lanes", least=1, most=MOST_LANES)
+    )
     return Route(entry.name("source"), entry.name("target"), link)
 
 
@@ -221,8 +231,8 @@ def name_of(host: Mapping[str, Any]) -> str:
 
 
 def _table(entry: JsonObject, where: str) -> Table:
-    nbytes, tokens = (entry.each(name, _from_1) for name in ("nbytes", "tokens"))
-    seconds = entry.each("seconds", each_of(number))
+    nbytes, tokens = (entry.list_of(name, _from_1) for name in ("nbytes", "tokens"))
+    seconds = entry.list_of("seconds", list_of(number))
     for name, values in (("nbytes", nbytes), ("tokens", tokens)):
         if not values or list(values) != sorted(set(values)):
             raise Malformed(f"{where}: {name} of a table must be ascending numbers from 1")
@@ -232,4 +242,4 @@ def _table(entry: JsonObject, where: str) -> Table:
 
 
 def _from_1(value: Any, where: str) -> int:
-    return whole(value, where, least=1)
+    return integer(value, where, least=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from greenroom.config import LoadConfig, changed, scope_of, split_of
+from greenroom.config import LoadConfig, changed_options, scope_of, split_of
 from greenroom.core.cache.scope import Scope, least_capacity
 from greenroom.core.layout import Catalog
 from greenroom.core.machine import name_of
@@ -27,7 +27,7 @@ CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard
 
 def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
     """The parts with the default settings for about `room` slots, if the user gave none."""
-    if CHOICES & changed(config).keys() or not parts.remember or not parts.fingerprint:
+    if CHOICES & changed_options(config).keys() or not parts.remember or not parts.fingerprint:
         return parts
     if room >= parts.catalog.experts:  # nothing to choose
         return parts

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
-from greenroom.config import SimulateConfig, options_checked
+from greenroom.config import SimulateConfig, check_keywords
 from greenroom.core.machine import Machine
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
@@ -67,7 +67,7 @@ class Simulation(Sequence[Row]):
         return html_table(*table_of(self._rows, self._experts), caption=self._heading)
 
 
-@options_checked
+@check_keywords
 def simulate(
     trace: str | os.PathLike[str] | Trace,
     policy: str | Sequence[str] = "auto",

@@ -20,7 +20,7 @@ from concurrent.futures import (
 from multiprocessing import active_children, get_context
 
 from greenroom.errors import UsageError
-from greenroom.interrupts import end_with_parent, held
+from greenroom.interrupts import defer_interrupts, end_with_parent
 from greenroom.predictors import OFF
 from greenroom.sim.study import Cell, Row, Study
 
@@ -55,7 +55,7 @@ def sweep(
     pools: list[Executor] = [ThreadPoolExecutor(workers, "greenroom-sweep")]
     try:
         waiting: dict[Future[Row], int] = {}
-        with held():  # a process that is half begun would say so
+        with defer_interrupts():  # a process that is half begun would say so
             if apart > 1:
                 pools.append(ProcessPoolExecutor(apart, get_context("spawn"), _begin, (study,)))
             for i, cell in enumerate(cells):

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import GreenroomError, OutputError, TraceError
-from greenroom.interrupts import undone_by
-from greenroom.json_file import INT64, JsonObject, Malformed, parse, whole
+from greenroom.interrupts import undo_on_interrupt
+from greenroom.json_file import INT64, JsonObject, Malformed, integer, parse
 
 METADATA = "__metadata__"
 MOST_AXES = 16
@@ -65,7 +65,7 @@ def beside(path: Path) -> Iterator[BinaryIO]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with undone_by(partial(os.unlink, draft)), open(draft, "wb") as file:
+            with undo_on_interrupt(partial(os.unlink, draft)), open(draft, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -140,8 +140,8 @@ def read(
 def _entry(entry: JsonObject) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
     if (kind := entry.text("dtype")) not in DTYPES:
         raise Malformed(f"there is no type {kind[:40]!r}")
-    dtype, shape = np.dtype(DTYPES[kind]), entry.each("shape", whole)
-    offsets = entry.each("data_offsets", whole)
+    dtype, shape = np.dtype(DTYPES[kind]), entry.list_of("shape", integer)
+    offsets = entry.list_of("data_offsets", integer)
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // dtype.itemsize:
         raise Malformed("a shape has too many axes, or is larger than anything")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:

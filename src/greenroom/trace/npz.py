@@ -17,7 +17,7 @@ from numpy.lib import format
 from numpy.typing import NDArray
 
 from greenroom.errors import TraceError
-from greenroom.json_file import JsonObject, Malformed, parse, whole
+from greenroom.json_file import JsonObject, Malformed, integer, parse
 from greenroom.trace.tensors import checked_meta
 from greenroom.trace.trace import MOST_EXPERTS, Trace, smallest_ids
 
@@ -129,5 +129,5 @@ def _text(arrays: dict[str, NDArray[Any]], name: str) -> str:
 def _sizes(value: Any) -> int | list[int]:
     """Experts of each layer, or of all."""
     if isinstance(value, list):
-        return [whole(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
-    return whole(value, "experts_per_layer", 1, MOST_EXPERTS)
+        return [integer(each, "experts_per_layer", 1, MOST_EXPERTS) for each in value]
+    return integer(value, "experts_per_layer", 1, MOST_EXPERTS)

@@ -25,12 +25,12 @@ from greenroom.json_file import (
     INT64,
     JsonObject,
     Malformed,
-    each_of,
     flag,
+    integer,
+    list_of,
     parse,
-    plain,
-    shown,
-    whole,
+    printable,
+    show_value,
 )
 from greenroom.trace.tensors import PREDICTED, checked_meta
 from greenroom.trace.trace import MOST_EXPERTS
@@ -110,14 +110,14 @@ def read_header(path: Path) -> tuple[Header, int]:
 def _header(path: Path, info: JsonObject) -> Header:
     if (version := info.value("version")) != VERSION:
         raise TraceError(
-            f"{path}: a journal of version {plain(version)}; this Greenroom reads {VERSION}"
+            f"{path}: a journal of version {printable(version)}; this Greenroom reads {VERSION}"
         )
     distances = info.object("predictions", {})
     header = Header(
-        info.each("experts_per_layer", _experts),
+        info.list_of("experts_per_layer", _experts),
         **info.fields_of(Header),
         meta=checked_meta(info.object("meta")),
-        predictions={name: distances.whole(name) for name in distances},
+        predictions={name: distances.integer(name) for name in distances},
     )
     if not header.experts_per_layer:
         raise Malformed("it has no layers")
@@ -125,7 +125,7 @@ def _header(path: Path, info: JsonObject) -> Header:
 
 
 def _experts(value: Any, where: str) -> int:
-    return whole(value, where, 1, MOST_EXPERTS)
+    return integer(value, where, 1, MOST_EXPERTS)
 
 
 def segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
@@ -147,13 +147,13 @@ def segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, 
 def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
     """A segment of a request from `least` to `most`."""
     info = record.info
-    passes = list(info.each("passes", _pass))
+    passes = list(info.list_of("passes", _pass))
     segment = Segment(
-        info.whole("request", least=least, most=most),
+        info.integer("request", least=least, most=most),
         info.text("label"),
         passes,
         info.flag("last"),
-        _arrays(header, info.each("shapes", each_of(whole)), record.data),
+        _arrays(header, info.list_of("shapes", list_of(integer)), record.data),
     )
     _check_shapes(segment, len(header.experts_per_layer))
     return segment
@@ -162,8 +162,8 @@ def _segment(header: Header, record: _Record, least: int, most: int) -> Segment:
 def _pass(value: Any, where: str) -> tuple[int, bool]:
     """(tokens, prefill)."""
     if not isinstance(value, list) or len(value) != 2:
-        raise Malformed(f"{where} must be [tokens, prefill], got {shown(value)}")
-    return whole(value[0], where, least=1), flag(value[1], where)
+        raise Malformed(f"{where} must be [tokens, prefill], got {show_value(value)}")
+    return integer(value[0], where, least=1), flag(value[1], where)
 
 
 def _arrays(

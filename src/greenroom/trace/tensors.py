@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenroom.errors import TraceError
-from greenroom.json_file import JsonObject, Malformed, each_of, parse, plain, text
+from greenroom.json_file import JsonObject, Malformed, list_of, parse, printable, text
 from greenroom.trace.container import Tensor
 from greenroom.trace.trace import GateInputs, Prediction, Trace, smallest_ids
 
@@ -84,14 +84,14 @@ def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[s
         raise TraceError(f"{path}: a safetensors file, but not a trace")
     if metadata.get("version") != str(VERSION):
         raise TraceError(
-            f"{path}: a trace of version {plain(metadata.get('version'))}; this Greenroom reads"
+            f"{path}: a trace of version {printable(metadata.get('version'))}; this Greenroom reads"
             f" {VERSION}"
         )
     for name, kind in TYPES.items():
         if name in arrays and arrays[name].dtype != kind:
             raise TraceError(f"{name} is {arrays[name].dtype}, but must be {np.dtype(kind)}")
     try:
-        names = each_of(text)(parse(metadata["labels"]), "labels")
+        names = list_of(text)(parse(metadata["labels"]), "labels")
         distances = JsonObject(parse(metadata["predictions"]))
         numbers = arrays["request_labels"]
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(names):
@@ -107,7 +107,7 @@ def to_trace(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[s
             labels=tuple(names[n] for n in numbers.tolist()),
             gate_inputs=sample,
             predictions={
-                name: Prediction(smallest_ids(arrays[PREDICTED + name]), distances.whole(name))
+                name: Prediction(smallest_ids(arrays[PREDICTED + name]), distances.integer(name))
                 for name in distances
             },
             meta=checked_meta(JsonObject(parse(metadata["meta"]))),

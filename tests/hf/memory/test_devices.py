@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import greenroom
-from greenroom.config import LoadConfig, devices_of
+from greenroom.config import LoadConfig, parse_device
 from greenroom.errors import BudgetError, DeviceError, UnknownName, UsageError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load import resolve
@@ -130,11 +130,11 @@ def test_a_token_whose_experts_are_all_elsewhere_has_its_biases_once():
 
 
 def test_names_of_devices():
-    assert devices_of("auto") == ("auto", (0,))
-    assert devices_of("cuda") == ("cuda", (0,))
-    assert devices_of("cuda:3") == ("cuda", (3,))
-    assert devices_of("cuda:2, cuda:0") == ("cuda", (2, 0))
-    assert devices_of("fake,fake,fake") == ("fake", (0, 1, 2))
+    assert parse_device("auto") == ("auto", (0,))
+    assert parse_device("cuda") == ("cuda", (0,))
+    assert parse_device("cuda:3") == ("cuda", (3,))
+    assert parse_device("cuda:2, cuda:0") == ("cuda", (2, 0))
+    assert parse_device("fake,fake,fake") == ("fake", (0, 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from greenroom.config import LoadConfig, devices_of
+from greenroom.config import LoadConfig, parse_device
 from greenroom.errors import DeviceError, PredictorError, UsageError
 
 
@@ -43,7 +43,7 @@ def _check_predictor(config: LoadConfig) -> None:
 
 
 def _check_device(config: LoadConfig) -> None:
-    kind, _ = devices_of(config.device)
+    kind, _ = parse_device(config.device)
     if kind == "cuda" and version("torch").endswith("+cpu"):
         raise DeviceError(
             f"--device {config.device}: this torch was built without CUDA; --device cpu computes"

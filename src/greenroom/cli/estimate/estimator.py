@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.terminal.progress import quiet
-from greenroom.config import Amount, LoadConfig, changed
+from greenroom.config import Amount, LoadConfig, changed_options
 from greenroom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def estimator_of(
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
     costs = limited(costs, limit, model.expert_bytes)
     measured = bool(runs) and first
-    options = changed(config)
+    options = changed_options(config)
     made = Estimator(
         model, costs, evidence, measured=measured, host=host, both=both,
         precision=options.get("miss_precision", "off"), low_below=options.get("low_below"),

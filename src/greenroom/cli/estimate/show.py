@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from greenroom.config import show_bytes, write_bytes
+from greenroom.config import format_amount, show_bytes
 from greenroom.sim.table import columns, show_time
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
     ]
     if found.target is not None:
         lines.append(said(found.target))
-    size = write_bytes(found.memory * 9999 // 10000, found.memory)
+    size = format_amount(found.memory * 9999 // 10000, found.memory)
     run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
     lines += [
         limits(found),

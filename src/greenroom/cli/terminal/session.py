@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.errors import GreenroomError, UsageError
-from greenroom.interrupts import handled
+from greenroom.interrupts import mark_handled
 
 if TYPE_CHECKING:
     from greenroom.server.chat.backend import Messages, Reply, Talker
@@ -74,7 +74,7 @@ class Terminal:
             except KeyboardInterrupt as error:
                 if not self.typed or dropped:
                     raise
-                handled(error)
+                mark_handled(error)
                 dropped = True
                 print("\n(Ctrl-C again, Ctrl-D or /exit leaves)")
                 continue

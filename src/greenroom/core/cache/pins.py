@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from greenroom.core.pieces import Ints
 from greenroom.errors import UsageError
-from greenroom.json_file import JsonObject, Malformed, each_of, number, read_json, shown, whole
+from greenroom.json_file import (
+    JsonObject,
+    Malformed,
+    integer,
+    list_of,
+    number,
+    read_json,
+    show_value,
+)
 
 FORMAT, VERSION = "greenroom-pins", 1
 Floats = NDArray[np.float64]
@@ -86,7 +94,7 @@ class Pins:
         """Read a file for a model with these layers. UsageError says what is wrong with it."""
         found = read_json(path, FORMAT, "holds no pins", "greenroom trace hot", UsageError)
         if (version := found.value("version", None)) != VERSION:
-            raise UsageError(f"{path}: pins of version {shown(version)}: make them again")
+            raise UsageError(f"{path}: pins of version {show_value(version)}: make them again")
         try:
             raw = found.object("tasks")
             tasks = {name: _task(raw.object(name), offsets) for name in raw}
@@ -99,7 +107,10 @@ class Pins:
 
 def _task(raw: JsonObject, offsets: Sequence[int]) -> Task:
     ranges = list(pairwise(offsets))
-    experts, pattern = raw.each("experts", each_of(whole)), raw.each("pattern", each_of(number))
+    experts, pattern = (
+        raw.list_of("experts", list_of(integer)),
+        raw.list_of("pattern", list_of(number)),
+    )
     if len(experts) != len(ranges) or [len(p) for p in pattern] != [b - a for a, b in ranges]:
         raise Malformed("it has other layers or experts")
     for own, (a, b) in zip(experts, ranges, strict=True):

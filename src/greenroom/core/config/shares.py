@@ -57,7 +57,7 @@ def budgets_file(path: str | Path) -> JsonObject:
 def _numbers_in(path: str, name: str) -> tuple[float, ...]:
     """Numbers above 0 of a file of budgets, or UsageError."""
     try:
-        found = budgets_file(path).each(name, number)
+        found = budgets_file(path).list_of(name, number)
     except Malformed as error:
         raise UsageError(f"{path}: {error}") from None
     return _above_0(found, f"{path}: {name}")

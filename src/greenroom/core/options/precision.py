@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from greenroom.amounts import share_of
+from greenroom.amounts import parse_share
 from greenroom.core.config.base import Approximation, OptionConfig
 from greenroom.errors import UsageError
 from greenroom.option import INEXACT, option
@@ -41,7 +41,7 @@ class PrecisionConfig(OptionConfig):
     )  # fmt: skip
     low_share: str = option(
         "12.5%", "with --miss-precision: share of the cache's memory that copies have", "SHARE",
-        group=INEXACT, needs="miss_precision", check=share_of,
+        group=INEXACT, needs="miss_precision", check=parse_share,
     )  # fmt: skip
     low_follow: bool = option(
         False, "with --miss-precision: the exact expert follows a copy that was used, while the"
@@ -92,5 +92,5 @@ class PrecisionConfig(OptionConfig):
             self.substitute_below,
             self.low_follow,
             self.miss_precision,
-            share_of(self.low_share, "--low-share"),
+            parse_share(self.low_share, "--low-share"),
         )

@@ -14,7 +14,7 @@ from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.checkpoint.header import LONGEST, Stored, read_header
 from greenroom.hf.checkpoint.quantised import encoded
 from greenroom.hf.checkpoint.read import read_tensor
-from greenroom.json_file import Malformed, plain, read_object, shown
+from greenroom.json_file import Malformed, printable, read_object, show_value
 
 if TYPE_CHECKING:
     from greenroom.hf.checkpoint.pack.reading import Pack
@@ -62,7 +62,7 @@ class Checkpoint:
             tensors.update((k, v) for k, v in found.items() if wanted.get(k, name) == name)
             if lost := next((k for k, f in wanted.items() if f == name and k not in found), None):
                 raise CheckpointError(
-                    f"{folder / name}: lacks {plain(lost)}, which {INDEX} says it has"
+                    f"{folder / name}: lacks {printable(lost)}, which {INDEX} says it has"
                 )
         return cls.of(folder, config, names, tensors)
 
@@ -123,7 +123,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         raise CheckpointError(f"{index}: damaged, its weight_map is empty")
     for name in names:
         if not name.isprintable() or len(name) > LONGEST_NAME:
-            raise CheckpointError(f"{index}: damaged, it names the file {shown(name)}")
+            raise CheckpointError(f"{index}: damaged, it names the file {show_value(name)}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index}: names {name!r}, which lies outside the folder")
         if not name.endswith(".safetensors"):

@@ -29,7 +29,7 @@ from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
 from greenroom.hf.checkpoint.foreign import check_layers, foreign_errors
 from greenroom.hf.checkpoint.gguf_file import read_gguf
-from greenroom.json_file import plain
+from greenroom.json_file import printable
 
 # Architectures whose experts are compared with transformers' own in the tests.
 SERVED = ("gpt-oss", "minimax-m2", "qwen2moe", "qwen35moe", "qwen3moe")
@@ -56,7 +56,7 @@ class Gguf(Checkpoint):
         made = cls(paths[0], metadata, tuple(map(str, paths)), tensors, dict(tensors))
         if made.architecture not in SERVED:
             raise UnsupportedModel(
-                f"{path}: a GGUF file of the architecture {plain(made.architecture)}:"
+                f"{path}: a GGUF file of the architecture {printable(made.architecture)}:"
                 f" {', '.join(SERVED)} are served"
             )
         return made

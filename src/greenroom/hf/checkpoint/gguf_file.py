@@ -26,7 +26,7 @@ from greenroom.hf.checkpoint.header import (
     check_ranges,
     reading,
 )
-from greenroom.json_file import INT64, plain
+from greenroom.json_file import INT64, printable
 
 VERSIONS = (2, 3)
 # Type of a value in the metadata -> struct's letter.
@@ -127,7 +127,7 @@ def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]
         cursor = Cursor(path)
         for key, value, _ in cursor.pairs():
             if key in metadata:
-                raise Damaged(f"{plain(key)} is twice in its metadata")
+                raise Damaged(f"{printable(key)} is twice in its metadata")
             metadata[key] = value
         entries = [cursor.entry() for _ in range(cursor.tensors)]
         if len({name for name, *_ in entries}) < len(entries):
@@ -174,10 +174,10 @@ class Cursor:
         name = self._text(LONGEST_NAME)
         (axes,) = self._take("I")
         if axes > MOST_AXES:
-            raise Damaged(f"{plain(name)} has {axes} axes")
+            raise Damaged(f"{printable(name)} has {axes} axes")
         shape = self._take(f"{axes}Q")[::-1]
         if prod(max(n, 1) for n in shape) > INT64 // 64:
-            raise Damaged(f"{plain(name)} is larger than any tensor")
+            raise Damaged(f"{printable(name)} is larger than any tensor")
         kind, offset = self._take("IQ")
         return name, shape, kind, offset
 

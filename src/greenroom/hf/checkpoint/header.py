@@ -18,7 +18,7 @@ import torch
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
-from greenroom.json_file import INT64, Malformed, parse, shown
+from greenroom.json_file import INT64, Malformed, parse, show_value
 
 MOST_AXES = 16
 LONGEST_NAME = 500  # characters
@@ -141,7 +141,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path}: the header's entry for {name} is damaged")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has an unknown dtype {shown(dtype)}")
+        raise CheckpointError(f"{path}: {name} has an unknown dtype {show_value(dtype)}")
     torch_name = DTYPES[dtype]
     bits = BITS.get(dtype) or getattr(torch, torch_name).itemsize * 8
     if len(shape) > MOST_AXES or prod(max(n, 1) for n in shape) > INT64 // bits:
@@ -157,7 +157,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
 def check_name(path: Path, name: str) -> None:
     """CheckpointError where no tensor can be called so."""
     if not name.isprintable() or len(name) > LONGEST_NAME:
-        raise CheckpointError(f"{path}: a tensor is called {shown(name)}")
+        raise CheckpointError(f"{path}: a tensor is called {show_value(name)}")
 
 
 def check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:

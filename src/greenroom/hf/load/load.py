@@ -6,8 +6,8 @@ import logging
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from greenroom.config import LoadConfig, options_checked, options_in
-from greenroom.environment import warn_once
+from greenroom.config import LoadConfig, check_keywords, options_in
+from greenroom.environment import late_import_warning
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
@@ -19,7 +19,7 @@ from greenroom.runtime.memory.system import uncollected
 log = logging.getLogger(__name__)
 
 
-@options_checked
+@check_keywords
 def load(
     model: str,
     memory: str | int | None = None,
@@ -95,7 +95,7 @@ def load_with(
     `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
     `beside` bytes of a CPU's `--memory` are left to the caller.
     """
-    if said := warn_once():
+    if said := late_import_warning():
         log.warning("%s", said)
     with uncollected():
         progress(0.0, "reading the checkpoint's index")

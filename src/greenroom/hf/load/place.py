@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from greenroom.config import Amount, LoadConfig, devices_of, scope_of, show_bytes, split_of
+from greenroom.config import Amount, LoadConfig, parse_device, scope_of, show_bytes, split_of
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check
@@ -41,7 +41,7 @@ def as_asked(
     check_copies(catalog, config.approximation())
     check(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
     _warn_of_kv(description, config.kv)
-    kind, devices = devices_of(config.device)
+    kind, devices = parse_device(config.device)
     limit = config.read_limit
     setup = ModelSetup(
         catalog,

@@ -6,7 +6,7 @@ import shlex
 
 from transformers import PreTrainedModel
 
-from greenroom.config import LoadConfig, changed, flag, show_bytes, write_bytes
+from greenroom.config import LoadConfig, changed_options, flag, format_amount, show_bytes
 from greenroom.core.config.scheduler import option_names
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
@@ -104,10 +104,10 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     parts, growth = greenroom.parts, greenroom.growth
     if growth is not None and growth.least < stats.capacity:
         assert stats.budget_bytes is not None
-        size = f"--memory {write_bytes(stats.budget_bytes * 9999 // 10000, stats.budget_bytes)}"
+        size = f"--memory {format_amount(stats.budget_bytes * 9999 // 10000, stats.budget_bytes)}"
     else:
         slots = stats.capacity * stats.slot_bytes
-        size = f"--cache {write_bytes(slots, slots + stats.slot_bytes - 1)}"
+        size = f"--cache {format_amount(slots, slots + stats.slot_bytes - 1)}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
     flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
     if parts.scope != "shared":
@@ -121,7 +121,7 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     known = {*AS_GIVEN, *option_names()}
     return flags + [
         flag(name) + (f" {value}" if value is not True else "")
-        for name, value in changed(config).items()
+        for name, value in changed_options(config).items()
         if name in known
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from greenroom.config import LoadConfig, devices_of
+from greenroom.config import LoadConfig, parse_device
 from greenroom.errors import DeviceError, UsageError
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.source import Source
@@ -33,7 +33,7 @@ def on_a_gpu(config: LoadConfig) -> bool:
 
     DeviceError where there is none, UsageError for options that go with one only.
     """
-    there, (kind, numbers) = torch.cuda.is_available(), devices_of(config.device)
+    there, (kind, numbers) = torch.cuda.is_available(), parse_device(config.device)
     if kind == "cuda" and not there:
         built = torch.version.cuda or torch.version.hip
         reason = "no GPU answers" if built else "this torch was built without CUDA"

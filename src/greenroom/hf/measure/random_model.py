@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from greenroom.errors import OutputError
-from greenroom.interrupts import undone_by
+from greenroom.interrupts import undo_on_interrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def small_model(folder: Path, shape: Shape) -> Iterator[Path]:
     try:
         with (
             TemporaryDirectory(prefix=".greenroom-", dir=folder) as name,
-            undone_by(partial(shutil.rmtree, name, ignore_errors=True)),
+            undo_on_interrupt(partial(shutil.rmtree, name, ignore_errors=True)),
         ):
             write(Path(name), shape)
             yield Path(name)

@@ -39,7 +39,7 @@ from greenroom.hf.index.routes import Route, TargetDtypes, find_routes
 from greenroom.hf.model.architectures import class_of
 from greenroom.hf.model.dense import Kept, kept
 from greenroom.hf.model.implementation import IMPLEMENTATION
-from greenroom.json_file import plain, read_object
+from greenroom.json_file import printable, read_object
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.memory.pages import Pages
 
@@ -279,7 +279,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
         if "auto_map" in raw:
             raise UnsupportedModel(f"{path}: {kind} needs the repository's own code, which is off")
         raise UnsupportedModel(
-            f"{path}: this transformers does not know the model type {plain(kind)}"
+            f"{path}: this transformers does not know the model type {printable(kind)}"
         )
     check_layers(raw, len(checkpoint.tensors), str(path))
     with foreign_errors(f"{path}: not a valid {kind} config"):

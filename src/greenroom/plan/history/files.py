@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from greenroom.errors import OutputError, PredictorError, UsageError
-from greenroom.json_file import JsonObject, Malformed, parse, plain, read
+from greenroom.json_file import JsonObject, Malformed, parse, printable, read
 from greenroom.plan.history.records import Records
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.trace import container
@@ -66,7 +66,7 @@ class ArrayFormat(NamedTuple):
             raise PredictorError(f"{path}: a safetensors file, but not a {self.noun}")
         if metadata.get("version") != str(self.version):
             raise PredictorError(
-                f"{path}: a {self.noun} of version {plain(metadata.get('version'))}; this"
+                f"{path}: a {self.noun} of version {printable(metadata.get('version'))}; this"
                 f" Greenroom reads {self.version}"
             )
         return {name: np.array(array) for name, array in arrays.items()}, metadata
@@ -118,7 +118,7 @@ def load_routing(fingerprint: str) -> RoutingHistory | None:
             raise ValueError("it is damaged: its checksum is another")
         return RoutingHistory.from_arrays(arrays)
     except (PredictorError, OSError, ValueError, KeyError) as error:
-        reason = plain(str(error).removeprefix(f"{path}: ")) or type(error).__name__
+        reason = printable(str(error).removeprefix(f"{path}: ")) or type(error).__name__
         log.warning("%s is not used, and will be replaced: %s", path, reason)
         return None
 
@@ -203,8 +203,8 @@ def load_predictor(path: str | os.PathLike[str], fingerprint: str) -> Arrays:
     except Malformed:
         model = ""
     raise PredictorError(
-        f"{path}: was trained for another model{f' ({plain(model)})' if model else ''}: train one"
-        " for this model with `greenroom train-predictor`"
+        f"{path}: was trained for another model{f' ({printable(model)})' if model else ''}: train"
+        " one for this model with `greenroom train-predictor`"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from greenroom.config import scope_of, split_of
-from greenroom.json_file import JsonObject, Malformed, whole
+from greenroom.json_file import JsonObject, Malformed, integer
 from greenroom.plan.costs import Observed
 from greenroom.policies import policy
 from greenroom.predictors import predictor
@@ -98,10 +98,10 @@ class Records:
         """Malformed or UsageError where they are none."""
         entry = JsonObject(found)
         return cls(
-            entry.each("runs", Observed.from_json, []),
-            entry.each("settings", StoredSetting.from_json, []),
-            entry.each("loads", whole, []),
-            entry.each("losses", Loss.from_json, []),
+            entry.list_of("runs", Observed.from_json, []),
+            entry.list_of("settings", StoredSetting.from_json, []),
+            entry.list_of("loads", integer, []),
+            entry.list_of("losses", Loss.from_json, []),
         )
 
     @property

@@ -28,7 +28,7 @@ import psutil
 from greenroom.core.compiling.compile_cache import jit
 from greenroom.core.cost import Link
 from greenroom.errors import OutputError
-from greenroom.interrupts import undone_by
+from greenroom.interrupts import undo_on_interrupt
 from greenroom.runtime.store.disk import BLOCK, Staging, open_direct
 
 RAM_BYTES = 512 << 20
@@ -145,7 +145,7 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(f"cannot write a test file in {folder}: {error.strerror}") from error
     try:
-        with undone_by(partial(os.unlink, name)), os.fdopen(handle, "wb") as file:
+        with undo_on_interrupt(partial(os.unlink, name)), os.fdopen(handle, "wb") as file:
             for i in range(-(-nbytes // len(noise))):
                 file.write(i.to_bytes(8, "little") + noise[8:])  # no two blocks are alike
             file.flush()

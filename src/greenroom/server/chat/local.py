@@ -14,7 +14,7 @@ from typing import Any
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError
 from greenroom.hf.text.dialogue import Dialogue
-from greenroom.interrupts import handled
+from greenroom.interrupts import mark_handled
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
 from greenroom.server.engine.loop import ContinuousEngine
 from greenroom.server.engine.requests import (
@@ -48,7 +48,7 @@ class Voice:
         try:
             finished = self._hear(events, reader, reply, on_delta)
         except KeyboardInterrupt as error:
-            handled(error)
+            mark_handled(error)
             ticket.cancel()
             finished = _last(events)
         if finished.reason == "error":

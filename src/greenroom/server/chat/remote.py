@@ -10,7 +10,7 @@ import httpx2
 
 from greenroom.config import SamplingConfig
 from greenroom.errors import GreenroomError, UsageError
-from greenroom.interrupts import handled
+from greenroom.interrupts import mark_handled
 from greenroom.json_file import Malformed, parse
 from greenroom.server.chat.backend import Messages, OnDelta, Reply
 from greenroom.server.engine.tokens.reader import Delta
@@ -47,7 +47,7 @@ class Remote:
                     on_delta(delta)
                 _note(event, reply)
         except KeyboardInterrupt as error:  # leaving the stream hangs up, the server lets go
-            handled(error)
+            mark_handled(error)
             reply.reason = "cancelled"
         if times:
             reply.ttft_s = times[0] - began

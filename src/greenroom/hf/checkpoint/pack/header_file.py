@@ -13,7 +13,7 @@ from greenroom.hf.checkpoint.header import reading
 from greenroom.hf.checkpoint.pack import format as pack
 from greenroom.hf.checkpoint.pack.format import File, Header, Layer, Source, as_json, lay_out
 from greenroom.hf.checkpoint.pack.low import NESTED, PRECISIONS, Low, codes_of, nested_layout
-from greenroom.json_file import JsonObject, Malformed, plain, whole
+from greenroom.json_file import JsonObject, Malformed, integer, printable
 from greenroom.json_file import read as read_json
 from greenroom.runtime.encodings import ENCODINGS
 
@@ -30,8 +30,8 @@ def read(folder: Path) -> Header:
         kind, version = raw.value("format", None), raw.value("version", None)
         if kind == pack.KIND and version not in pack.VERSIONS:
             raise UnsupportedModel(
-                f"{path}: a pack of version {plain(version)}: this greenroom reads {pack.VERSION}"
-                f" to {pack.COPIES}"
+                f"{path}: a pack of version {printable(version)}: this greenroom reads"
+                f" {pack.VERSION} to {pack.COPIES}"
             )
         header = parse(raw)
     except Malformed as error:
@@ -45,13 +45,13 @@ def read(folder: Path) -> Header:
 def parse(raw: JsonObject) -> Header:
     """The header that a file's names, types and shapes make; Malformed where they make none."""
     dtype = _one_of(raw.text("dtype"), FLOATS)
-    layers = raw.each("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
+    layers = raw.list_of("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
     header = Header(
         _one_of(raw.text("experts"), pack.KINDS),
         dtype,
         Source(**raw.object("source").fields_of(Source)),
         lay_out(layers),
-        raw.each("dense", _file),
+        raw.list_of("dense", _file),
     )
     if not layers or not header.files or len({layer.name for layer in layers}) < len(layers):
         raise Malformed("it has no layers or no dense files, or a layer twice")
@@ -72,8 +72,8 @@ def _layer(raw: JsonObject, dtype: str) -> Layer:
     if "segments" in raw:
         layout = _with_segments(raw, layout)
     low = _low(raw.object("low"), layout) if "low" in raw else None
-    experts = raw.whole("experts", least=1)
-    layer = Layer(raw.text("name"), experts, 0, layout, raw.each("crc32", whole), low)
+    experts = raw.integer("experts", least=1)
+    layer = Layer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low)
     if len(layer.crc32) != layer.experts * len(layer.runs):
         raise Malformed(f"{layer.name} has {len(layer.crc32)} checksums")
     return layer
@@ -95,7 +95,7 @@ def _layout(raw: JsonObject, dtype: str) -> SlotLayout:
 
 def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """(name, shape, dtype) of each."""
-    made = raw.each("tensors", _tensor)
+    made = raw.list_of("tensors", _tensor)
     if not made or len({name for name, *_ in made}) < len(made):
         raise Malformed("it has no tensors, or one twice")
     return made
@@ -103,7 +103,7 @@ def _tensors(raw: JsonObject) -> tuple[tuple[str, tuple[int, ...], str], ...]:
 
 def _tensor(value: Any, where: str) -> tuple[str, tuple[int, ...], str]:
     entry = JsonObject(value, where)
-    shape = entry.each("shape", whole)
+    shape = entry.list_of("shape", integer)
     if not 1 <= len(shape) <= MOST_AXES or 0 in shape:
         raise Malformed(f"a tensor has the shape {list(shape[:8])}")
     return entry.text("name"), shape, _one_of(entry.text("dtype"), ITEMSIZE)
@@ -126,9 +126,9 @@ def _check_encoded(layout: SlotLayout, name: str, encoding: str) -> None:
 def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
     segments: list[Segment] = []
     end = 0
-    for each in raw.each("segments", JsonObject):
+    for each in raw.list_of("segments", JsonObject):
         own = SlotLayout.pack(_tensors(each), layout.encodings, layout.dtype)
-        segments.append(Segment(each.whole("first"), end, own))
+        segments.append(Segment(each.integer("first"), end, own))
         end += own.nbytes
     starts = [segment.first for segment in segments]
     if starts[:1] != [0] or starts != sorted({*starts}):
@@ -168,5 +168,5 @@ def _alike(copy: WeightSpec, exact: WeightSpec) -> bool:
 
 def _one_of(value: str, choices: Container[str]) -> str:
     if value not in choices:
-        raise Malformed(f"there is no {plain(value)}")
+        raise Malformed(f"there is no {printable(value)}")
     return value
