@@ -35,9 +35,10 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 verify failed, 2 the user's mistake or the model's, 130 interrupted.
+    """Run a command line and return its exit code.
 
-    Without `argv` the process is this command's alone, and Ctrl-C ends it in time.
+    0: done; 1: verify failed; 2: a mistake of the user or an unusable model; 130: interrupted.
+    Without `argv` the process belongs to this command alone, and Ctrl-C ends it in time.
     """
     watch = InterruptWatch()
     if argv is not None or not watch.begin():
@@ -45,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code, message = _outcome(argv)
         watch.stop_raising()
-    except KeyboardInterrupt:  # it came after what it was to end
+    except KeyboardInterrupt:  # Ctrl-C came after the command had ended
         watch.stop_raising()
         code, message = INTERRUPTED, None
     except BaseException:
         watch.stop_raising()
         if not watch.requested:
             raise
-        code, message = INTERRUPTED, None  # which a library made another exception of
+        code, message = INTERRUPTED, None  # a library replaced the KeyboardInterrupt
     if watch.requested or code == INTERRUPTED:
         watch.announced = True
         _ended(INTERRUPTED, message if code == INTERRUPTED and message else "interrupted")
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
-    """(exit code, the line that says why)."""
+    """Run a command: (exit code, the reason in one line, or None)."""
     # Before transformers is imported: its warnings are for its own users.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     limit_spinning()
@@ -69,8 +70,8 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     collecting = gc.isenabled()
     gc.disable()  # importing makes a million objects and no garbage
     try:
-        words = sys.argv[1:] if argv is None else argv
-        args = parser().parse_args(words, argparse.Namespace(words=words))
+        arguments = sys.argv[1:] if argv is None else argv
+        args = parser().parse_args(arguments, argparse.Namespace(command_line=arguments))
         if args.command is not None:
             check_platform()
         code = int(args.main(args) or 0)
@@ -83,7 +84,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
     except KeyboardInterrupt as error:
         mark_caught(error)
         return INTERRUPTED, ": ".join(["interrupted", *map(str, error.args)])
-    except BrokenPipeError:  # the reader of our output has gone: nothing more to say
+    except BrokenPipeError:  # nobody reads the output any more
         _drop_output()
         return 141, None
     except OSError as error:
@@ -91,15 +92,14 @@ def _outcome(argv: list[str] | None) -> tuple[int, str | None]:
         where = f"{error.filename}: " if error.filename else "cannot write the output: "
         return 2, f"{where}{error.strerror or error}"
     finally:
-        if argv is None:  # what a caller has frozen stays so
+        if argv is None:  # a caller's own frozen objects stay frozen
             gc.unfreeze()  # libraries that count their instances as Python ends would miss some
         if collecting:
             gc.enable()
 
 
 def _ended(code: int, message: str | None) -> int:
-    """Say why the command ended, in one line, also where a message that came from elsewhere has
-    more; the code is returned."""
+    """Print why the command ended, joined to one line, and return the exit code."""
     with contextlib.suppress(OSError):
         if code == INTERRUPTED and sys.stderr.isatty():  # where it shows ^C
             print(file=sys.stderr)
@@ -109,7 +109,7 @@ def _ended(code: int, message: str | None) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered would fail once more when Python ends."""
+    """Discard buffered output, which would fail once more when Python ends."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

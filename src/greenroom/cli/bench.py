@@ -1,4 +1,4 @@
-"""`greenroom bench MODEL --system A,B,C`: named systems in one table, on this machine and model."""
+"""`greenroom bench MODEL --system A,B,C`: named systems measured in one table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.early.checks import check_early
-from greenroom.cli.options.fields import add_model, add_options, given, take
+from greenroom.cli.options.fields import add_model, add_options, configured, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress, quiet
@@ -31,9 +31,10 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--system", metavar="S[,S...]", default=DEFAULT,
-        help="by name, the first is what others are compared with (default: %(default)s);"
-        " --policy and --prefetch beside it override their rows, and what only some have (--pin,"
-        " --split, sizes of --scope, ...) is theirs",
+        help="systems by name; the others are compared with the first (default: %(default)s)."
+        " --policy"
+        " and --prefetch replace those of all systems; options that only some systems have (--pin,"
+        " --split, sizes of --scope, ...) go to these",
     )  # fmt: skip
     add_json(parser, "a JSON list of objects")
     add_options(parser, BenchmarkConfig, "measuring")
@@ -43,13 +44,13 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     how = take(args, BenchmarkConfig)
-    # Others may be a part of some rows only.
+    # Other options may belong to some systems only.
     named = ("policy", "prefetch", "predictor", "device")
     check_early(LoadConfig(**{name: getattr(args, name) for name in named}))
     with model_progress(args.model) as progress:
         load, entries = entries_of(args)
         check_early(load)
-        stage = play(args, load, how, entries, prompts_of(how), progress)
+        harness = run_entries(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
     left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
     if not measured:
@@ -60,31 +61,33 @@ def main(args: argparse.Namespace) -> None:
         print(*left_out, sep="\n", end="\n" * bool(left_out), file=sys.stderr)
         return
     notes = [f"{row['name']}: {'; '.join(row['notes'])}" for row in rows]
-    print("\n".join([table(rows, stage), "", *notes, *left_out]))
+    print("\n".join([table(rows, harness), "", *notes, *left_out]))
 
 
 def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
-    """What the model is loaded with, and the systems as settings of a run. Of several each has the
-    parts that are its own, and one that cannot be put together says why; a single one has all that
-    was given, and is a UsageError then."""
+    """The config to load the model with, and an entry for each system.
+
+    Each of several systems takes the options that it has; an entry that lacks parts says so. A
+    single system takes all options, and UsageError names parts that are missing.
+    """
     from greenroom.hf.measure.entries import Entry
     from greenroom.plan.systems.table import check_parts, options, systems
 
-    known, rows = LoadConfig.__dataclass_fields__, systems(args.system)
-    mine = {name: value for name, value in given(args).items() if name in known}
+    fields, rows = LoadConfig.__dataclass_fields__, systems(args.system)
+    mine = {name: value for name, value in configured(args).items() if name in fields}
     if len(rows) == 1:
-        load, own = take(args, LoadConfig), [mine]
+        load, parts = take(args, LoadConfig), [mine]
     else:
         check_parts(rows, mine)
-        own = [row.takes(mine) for row in rows]
-        load = shared(args, own)
+        parts = [row.takes(mine) for row in rows]
+        load = shared_config(args, parts)
     entries = []
-    for row, part in zip(rows, own, strict=True):
+    for row, part in zip(rows, parts, strict=True):
         wants = tuple(name for name in row.routed() if part.get(name, "auto") == "auto")
         entry = Entry(row.name, load, wants=wants, notes=[row.reading])
         try:
-            asked = {name: value for name, value in part.items() if name not in wants}
-            entry.config = replace(load, **options(row, asked, known, wants))
+            options_of_row = {name: value for name, value in part.items() if name not in wants}
+            entry.config = replace(load, **options(row, options_of_row, fields, wants))
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -93,13 +96,17 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     return load, entries
 
 
-def shared(args: argparse.Namespace, own: list[dict[str, Any]]) -> LoadConfig:
-    """What all rows have of the options given; `own` is what each of them has. UsageError for what
-    cannot be right, whosever it is."""
-    known = LoadConfig.__dataclass_fields__
-    every = set(known).intersection(*own) | {n for n in known if not any(n in o for o in own)}
-    load = LoadConfig(**{name: getattr(args, name) for name in known if name in every})
-    for part in own:
+def shared_config(args: argparse.Namespace, parts: list[dict[str, Any]]) -> LoadConfig:
+    """A config of the options that all systems share; `parts` are each system's own.
+
+    UsageError for a value that cannot be right.
+    """
+    fields = LoadConfig.__dataclass_fields__
+    every = set(fields).intersection(*parts) | {
+        n for n in fields if not any(n in part for part in parts)
+    }
+    load = LoadConfig(**{name: getattr(args, name) for name in fields if name in every})
+    for part in parts:
         replace(load, **part)
     return load
 
@@ -111,7 +118,7 @@ def prompts_of(how: BenchmarkConfig) -> list[Prompt]:
     return list(PROMPTS) if how.prompts is None else read_prompts(Path(how.prompts))
 
 
-def play(
+def run_entries(
     args: argparse.Namespace,
     load: LoadConfig,
     how: BenchmarkConfig,
@@ -119,29 +126,30 @@ def play(
     prompts: list[Prompt],
     progress: Progress,
 ) -> Harness:
-    """Load the model, have every entry its turns, and end it."""
+    """Load the model, measure every entry in turns, and unload it."""
     from greenroom.hf.measure.harness import Harness
     from greenroom.hf.measure.rounds import run_rounds
 
     quiet(progress)
-    stage = Harness(args.model, load, progress.of(args.model))
+    harness = Harness(args.model, load, progress.of(args.model))
     try:
-        if stage.capacity >= stage.experts:
+        if harness.capacity >= harness.experts:
             raise UsageError(
-                f"all {stage.experts:,} experts of {args.model} fit into memory: there is nothing"
-                " to choose; give less --memory or --cache"
+                f"all {harness.experts:,} experts of {args.model} fit in memory, so there is"
+                " nothing to"
+                " compare: give a smaller --memory or --cache"
             )
         run_rounds(
-            stage, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
+            harness, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
             seconds=how.seconds or float("inf"), said=progress.say,
         )  # fmt: skip
     finally:
-        stage.close()
-    return stage
+        harness.close()
+    return harness
 
 
-def table(rows: list[dict[str, Any]], stage: Harness) -> str:
-    """For people: means and 95 % intervals over rounds that were played in turns."""
+def table(rows: list[dict[str, Any]], harness: Harness) -> str:
+    """The measured entries as a table: means and 95 % intervals over interleaved rounds."""
     first = rows[0]["name"]
     header = ("system", "policy", "scope", "prefetch", "TPOT ms", f"of {first}", "TTFT s",
               "miss ratio", "read a token", "stalled a token")  # fmt: skip
@@ -155,12 +163,15 @@ def table(rows: list[dict[str, Any]], stage: Harness) -> str:
         for row in rows
     ]  # fmt: skip
     notes = [
-        f"{row['name']} gave other tokens than {first}" for row in rows if not row["same_tokens"]
+        f"{row['name']} generated other tokens than {first}"
+        for row in rows
+        if not row["same_tokens"]
     ]
     return "\n".join(
         [
-            f"{stage.capacity:,} of {stage.experts:,} experts in memory, {rows[0]['rounds']} rounds"
-            " in turns; means with 95 % intervals",
+            f"{harness.capacity:,} of {harness.experts:,} experts in memory, {rows[0]['rounds']}"
+            " rounds"
+            ", interleaved; means with 95 % intervals",
             "",
             columns(header, lines, left=4),
             *notes,
@@ -169,10 +180,10 @@ def table(rows: list[dict[str, Any]], stage: Harness) -> str:
 
 
 def _by_name(scope: str) -> str:
-    """Numbers are too many for a column."""
+    """A scope's name; a list of sizes does not fit in a column."""
     return scope if scope in SCOPES else "by layer"
 
 
-def _interval(found: tuple[float, float, float], factor: float = 1.0) -> str:
-    middle, low, high = (value * factor for value in found)
+def _interval(values: tuple[float, float, float], factor: float = 1.0) -> str:
+    middle, low, high = (value * factor for value in values)
     return f"{middle:.3g}" if low == high else f"{middle:.3g} ({low:.3g} to {high:.3g})"

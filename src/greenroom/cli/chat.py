@@ -42,11 +42,13 @@ def add_to(parser: Parser) -> None:
 def main(args: argparse.Namespace) -> None:
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
     if args.url is None and args.model is None:
-        raise UsageError("whom to talk to: give a MODEL, or --url")
+        raise UsageError("give a MODEL to load, or --url of a server")
     if args.url is not None and load != LoadConfig():
-        raise UsageError("options of memory and machine are the server's own: not with --url")
+        raise UsageError(
+            "options of memory and machine belong to the server: leave them out with --url"
+        )
     if args.url is None and args.api_key_file is not None:
-        raise UsageError("--api-key-file is for --url")
+        raise UsageError("--api-key-file needs --url")
     talker, name = _remote(args, sampling) if args.url else _local(args, load, sampling)
     try:
         with Terminal() as terminal:

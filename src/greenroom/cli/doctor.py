@@ -19,24 +19,27 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Link
     from greenroom.core.machine import Machine, Processor, Table
 
-HELP = "what this machine can do and what limits it; with MODEL, whether and how fast it runs"
+HELP = "measure this machine; with MODEL, say whether it fits here and how fast it would run"
 
 
 def add_to(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
         help="a folder, a GGUF file, a hub id (of which only config and headers are read) or demo:"
-        " does it fit, at which budget, how fast; it is measured only once",
+        " say whether it fits, at which budget, and how fast it would run",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="less exact, in under 30 seconds")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure less exactly, in under 30 seconds"
+    )
     parser.add_argument(
         "--path", metavar="PATH", type=Path,
-        help="the disk to measure: a model's folder or file, which is read, or a folder to write a"
-        " temporary file in (default: where models are downloaded to)",
+        help="the disk to measure: a model's folder or file, which is read, or a folder for a"
+        " temporary"
+        " file (default: the folder of downloaded models)",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path,
-        help="save the profile here (default: where simulate --machine auto looks for it,"
+        help="the profile's file (default: the one that --machine auto reads,"
         f" {default_profile()})",
     )  # fmt: skip
     add_json(parser, "the profile as JSON")
@@ -56,14 +59,14 @@ def main(args: argparse.Namespace) -> None:
         print(table(machine))
         print("\n" + "\n".join(words.of_machine(machine)))
     print(
-        f"saved to {args.output or default_profile()}: plan and simulate --machine take it",
+        f"saved to {args.output or default_profile()}, for greenroom plan and simulate --machine",
         file=sys.stderr,
     )
     return None
 
 
 def of_model(args: argparse.Namespace, progress: Progress) -> None:
-    """What a model would do here, before anything of it is downloaded."""
+    """Print whether a model fits here and how fast it would run, from its headers."""
     from greenroom.cli.estimate.estimator import described, estimator_of
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
@@ -76,14 +79,14 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     config = LoadConfig()
     model = described(args.model, config)
     if args.quick or args.path is not None or args.output is not None:
-        machine, here = measure(args.path, args.quick, progress, args.output), True
+        machine, local = measure(args.path, args.quick, progress, args.output), True
     else:
-        machine, here = machine_of("auto", progress)
+        machine, local = machine_of("auto", progress)
     progress.say("estimating")
     memory = budget_bytes("auto")
     available = available_bytes() + rss_bytes()
-    evidence = stand_ins(model)
-    estimator, runs = estimator_of(model, machine, evidence, config)
+    workload = stand_ins(model)
+    estimator, runs = estimator_of(model, machine, workload, config)
     points = outlook(estimator, available)
     fits = memory >= model.least_memory
     progress.clear()
@@ -91,23 +94,23 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
         print(json.dumps({
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
             "whole_memory": model.memory(model.experts), "available": available,
-            "routing": evidence.said, "runs": runs,
+            "routing": workload.said, "runs": runs,
             "curve": [{"memory": p.memory, **p.as_json()} for p in points],
         }))  # fmt: skip
         return
     lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]
-    lines += [shown_curve(points), "", f"routing: {evidence.said}"]
+    lines += [shown_curve(points), "", f"routing: {workload.said}"]
     if runs:
-        lines.append(f"{runs} runs of this model on this machine were measured")
+        lines.append(f"calibrated by {runs} measured runs of this model on this machine")
     if fits:
         lines.append(f"take: greenroom run {args.model}" + " --memory auto")
-    if not here:
-        lines.append("the saved profile is another machine's: greenroom doctor measures this one")
+    if not local:
+        lines.append("the stored profile is of another machine: greenroom doctor measures this one")
     print("\n".join(lines))
 
 
 def table(machine: Machine) -> str:
-    """All figures, for people."""
+    """The figures of a machine as text."""
     host, measured = machine.host, machine.measured
     disk, link = measured["disk"], machine.routes[0].link
     lines = [

@@ -1,4 +1,4 @@
-"""`greenroom models`: which architectures are served, and how."""
+"""`greenroom models`: the supported architectures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
 from greenroom.sim.table import columns
 
-HELP = "list the architectures that are served, and how"
+HELP = "list the supported architectures"
 
 
 def add_to(parser: Parser) -> None:

@@ -12,7 +12,7 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import model_progress, quiet
 from greenroom.config import show_bytes
 
-HELP = "pack a model: experts quantised or as they are, each one aligned read with a checksum"
+HELP = "pack a model, so that each expert is one aligned read with a checksum; may quantise"
 
 
 def add_to(parser: Parser) -> None:
@@ -21,24 +21,26 @@ def add_to(parser: Parser) -> None:
     )
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, type=Path,
-        help="the folder to make; half-made, it is OUT.unfinished, and the same command goes on",
+        help="the folder to write; an unfinished pack is OUT.unfinished, and the same command"
+        " continues it",
     )  # fmt: skip
     parser.add_argument(
         "--experts", metavar="int8|int4|fp8|same", required=True,
-        help="what experts are stored in; same: as they are, only laid out anew",
+        help="format of the experts; same: as in the model, only the layout changes",
     )  # fmt: skip
     parser.add_argument(
         "--segments", metavar="N", type=int, default=1,
         help="cut every expert into N segments along its intermediate dimension, so that --split"
-        " may keep a part of it (8 are enough for most; default: 1, whole)",
+        " can"
+        " keep a part of it (8 are enough for most; default: 1, unsplit)",
     )  # fmt: skip
     parser.add_argument(
         "--miss-precision", metavar="int8|int4", dest="precision",
-        help="put a copy of each expert in this precision beside it, for misses that matter little"
-        " (run --miss-precision); in an int8 pack an int4 copy is a part of the expert",
+        help="add a copy of each expert in this precision, for misses with a low gate weight (run"
+        " --miss-precision); in an int8 pack an int4 copy is a part of the expert",
     )  # fmt: skip
     parser.add_argument(
-        "--repair", action="store_true", help="make anew what is damaged in OUT, a whole pack"
+        "--repair", action="store_true", help="write damaged experts of OUT, a finished pack, again"
     )
     add_json(parser)
 
@@ -50,25 +52,25 @@ def main(args: argparse.Namespace) -> None:
         quiet(progress)
         progress.say(f"{args.model}: reading the checkpoint")
         try:
-            made = pack(
+            packed = pack(
                 args.model, args.out, args.experts,
                 segments=args.segments, precision=args.precision, repair=args.repair,
                 progress=lambda done, of: progress.say(f"packing {args.model}", done, of),
             )  # fmt: skip
         except KeyboardInterrupt as error:
-            error.args = ("the same command goes on with the pack",)
+            error.args = ("the same command continues the pack",)
             raise
     if args.json:
-        print(json.dumps({**asdict(made), "folder": str(made.folder)}))
+        print(json.dumps({**asdict(packed), "folder": str(packed.folder)}))
         return
-    kept = f", {made.kept} of them as they were" if made.kept else ""
+    unchanged = f", {packed.kept} of them unchanged" if packed.kept else ""
     copies = ""
     if args.precision is not None:
-        grows = show_bytes(made.copy_bytes)
-        how = f", which add {grows}" if made.copy_bytes else " inside of them"
+        grows = show_bytes(packed.copy_bytes)
+        how = f", adding {grows}" if packed.copy_bytes else " inside of them"
         copies = f", {args.precision} copies{how}"
     print(
-        f"{made.folder}: {show_bytes(made.nbytes)}, {made.experts} experts in"
-        f" {show_bytes(made.expert_bytes)} ({args.experts}; before"
-        f" {show_bytes(made.source_expert_bytes)}){copies}{kept}, {made.seconds:.1f} s"
+        f"{packed.folder}: {show_bytes(packed.nbytes)}, {packed.experts} experts in"
+        f" {show_bytes(packed.expert_bytes)} ({args.experts}; source:"
+        f" {show_bytes(packed.source_expert_bytes)}){copies}{unchanged}, {packed.seconds:.1f} s"
     )

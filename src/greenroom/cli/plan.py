@@ -1,4 +1,4 @@
-"""`greenroom plan MODEL --memory SIZE`: what to set, and how fast it will be, before it runs."""
+"""`greenroom plan MODEL --memory SIZE`: the best settings, and the speed to expect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
 from greenroom.cli.estimate.machine import computes, machine_of, memory_of, on_a_gpu
 from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, command_of, write_file
 from greenroom.cli.terminal.progress import model_progress
 from greenroom.config import Amount, LoadConfig, changed_options, flag
 from greenroom.errors import UsageError
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 HELP = "the best settings for a model and a budget, and how fast it will be"
 OPTIONS = ("context", "read_limit", "host_memory", "miss_precision", "low_below", "co_compute")
 TEXTS = {
-    "host_memory": "with a processor behind host memory, what experts may take there: 16GiB, or"
-    " 60%% of the machine's memory",
-    "miss_precision": "compare also misses from the low-precision copies of a pack, which change"
-    " the output (default: off)",
-    "co_compute": "also compare having misses computed in host memory; on a GPU answers may then"
-    " differ in their last bits (default: off)",
+    "host_memory": "memory for experts on the host, where a GPU computes: 16GiB, or 60%% of the"
+    " machine's"
+    " memory",
+    "miss_precision": "also compare serving misses from the low-precision copies of a pack, which"
+    " changes the"
+    " output (default: off)",
+    "co_compute": "also compare computing misses in host memory; on a GPU, last bits of the"
+    " output may then"
+    " differ (default: off)",
 }
 
 
@@ -44,9 +47,10 @@ def add_to(parser: Parser) -> None:
         help="a Hugging Face folder, a GGUF file, a hub id (of which only headers are read), or"
         " demo")  # fmt: skip
     add("--memory", metavar="SIZE", required=True, dest="budget",
-        help="budget of the whole process: 8GiB, or 60%% of this machine's memory; with a processor"
-        " behind host memory, of its memory")  # fmt: skip
-    add("--target-tpot", metavar="TIME", help="time a token that is wanted: 120ms, or 0.12s")
+        help="budget of the process: 8GiB, or 60%% of this machine's memory; where a GPU"
+        " computes, of"
+        " the GPU's memory")  # fmt: skip
+    add("--target-tpot", metavar="TIME", help="target time per output token: 120ms, or 0.12s")
     add("--machine", metavar="FILE", default="auto",
         help="the profile of a machine, as `greenroom doctor` writes it (default: this machine's,"
         " measured now if it was not before)")  # fmt: skip
@@ -54,7 +58,9 @@ def add_to(parser: Parser) -> None:
         help="what computes the experts, as the profile calls it (default: its first GPU's, else"
         " its first)")  # fmt: skip
     add("--trace", metavar="FILE", type=Path,
-        help="this model's own routing, of `greenroom trace record` (default: stand-ins)",
+        help="this model's routing, from `greenroom trace record` (default: routing of earlier"
+        " runs, or"
+        " a synthetic workload)",
     )  # fmt: skip
     add_json(parser)
     add("-o", "--output", metavar="FILE", type=Path, help="write one HTML page with the curve")
@@ -72,68 +78,72 @@ def main(args: argparse.Namespace) -> None:
         from greenroom.plan.page import page
         from greenroom.plan.planner import plan
 
-        machine, here = machine_of(args.machine, progress)
+        machine, local = machine_of(args.machine, progress)
         processor = computes(machine, args.processor)
         gpu = on_a_gpu(processor)
         model = described(args.model, config, gpu)
-        evidence = evidence_of(args.trace, model)
+        workload = workload_of(args.trace, model)
         progress.say("comparing settings")
         estimator, measured = estimator_of(
-            model, machine, evidence, config, processor, config.host_memory, config.uses_host()
+            model, machine, workload, config, processor, config.host_memory, config.uses_host()
         )
         memory = budget.of(memory_of(machine, gpu))
         device = "cuda" if gpu else "cpu"
-        found = plan(estimator, memory, target, lambda slots: taken(model, machine, slots, device))
-        facts = facts_of(model, machine, evidence, here, measured, found, processor)
-        setting = found.best.setting
+        planned = plan(
+            estimator, memory, target, lambda slots: run_setting(model, machine, slots, device)
+        )
+        facts = facts_of(model, machine, workload, local, measured, planned, processor)
+        setting = planned.best.setting
         lossless = setting.miss_precision == setting.co_compute == "off"
-        usual = config.read_limit is None and config.host_memory is None  # as runs will be
-        if here and found.sure and lossless and usual:
-            keep(model, machine, found, device)
+        usual = config.read_limit is None and config.host_memory is None  # as in later runs
+        if local and planned.sure and lossless and usual:
+            store_setting(model, machine, planned, device)
         progress.clear()
         if args.json:
-            print(json.dumps(as_json(found, facts, args.model)))
+            print(json.dumps(as_json(planned, facts, args.model)))
         else:
-            print(shown(found, facts, args.model, beside(config, machine, processor)))
+            print(shown(planned, facts, args.model, run_options(config, machine, processor)))
         if args.output is not None:
-            write_whole(args.output, page(args.model, facts, found, command_of(args)))
+            write_file(args.output, page(args.model, facts, planned, command_of(args)))
             print(f"report: {args.output}", file=sys.stderr)
 
 
 def seconds(text: str) -> float:
-    """`120ms` or `0.12s`; UsageError."""
+    """Parse a time such as `120ms` or `0.12s`. UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", text)
     if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--target-tpot is {text!r}: write a time a token above 0, as 120ms")
+        raise UsageError(f"--target-tpot is {text!r}: write a time above 0, as 120ms")
     return float(match[1]) / (1e3 if match[2] == "ms" else 1)
 
 
-def beside(config: LoadConfig, machine: Machine, processor: Processor) -> str:
-    """The options of a run that a plan was made for, beside its settings."""
-    own = ("context", "read_limit", "host_memory")
-    options = {name: value for name, value in changed_options(config).items() if name in own}
+def run_options(config: LoadConfig, machine: Machine, processor: Processor) -> str:
+    """The options of a run that a plan assumes, outside of its settings."""
+    names = ("context", "read_limit", "host_memory")
+    options = {name: value for name, value in changed_options(config).items() if name in names}
     if len(machine.processors) > 1:
         options["device"] = "cuda" if on_a_gpu(processor) else "cpu"
     return "".join(f" {flag(name)} {shlex.quote(str(value))}" for name, value in options.items())
 
 
-def taken(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
-    """(what a run takes that is told nothing, whether that was measured)."""
+def run_setting(model: Model, machine: Machine, slots: int, device: str) -> tuple[Setting, bool]:
+    """The setting of a run with --memory alone, and whether it was measured."""
     from greenroom.core.machine import name_of
     from greenroom.plan.defaults import default_setting
     from greenroom.plan.settings import DEFAULT, Setting
 
-    found = None
+    stored = None
     if slots < model.experts:
-        found = default_setting(
+        stored = default_setting(
             model.fingerprint, name_of(machine.host), model.experts_per_layer, model.top_k, slots,
             device,
         )  # fmt: skip
-    return (DEFAULT, False) if found is None else (Setting(**found.options), found.by == "tune")
+    if stored is None:
+        return DEFAULT, False
+    return Setting(**stored.options), stored.by == "tune"
 
 
-def keep(model: Model, machine: Machine, found: Plan, device: str) -> None:
-    """Leave a choice that is sure to the runs that follow."""
+def store_setting(model: Model, machine: Machine, best: Plan, device: str) -> None:
+    """Store a certain choice as the default of later runs."""
     from datetime import date
 
     from greenroom.core.machine import name_of
@@ -142,9 +152,9 @@ def keep(model: Model, machine: Machine, found: Plan, device: str) -> None:
     from greenroom.plan.settings import PLAIN
 
     name = name_of(machine.host)
-    plain = next(e for e in found.compared if e.setting == PLAIN)
+    plain = next(e for e in best.compared if e.setting == PLAIN)
     entry = StoredSetting(
-        found.capacity, found.best.setting.options(), "plan", found.best.tpot, plain.tpot,
+        best.capacity, best.best.setting.options(), "plan", best.best.tpot, plain.tpot,
         date.today().isoformat(), device,
     )  # fmt: skip
     update_records(model.fingerprint, name, lambda records: records.with_setting(entry))

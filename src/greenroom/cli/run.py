@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.early.compilation import compile_ahead
-from greenroom.cli.options.fields import add_model, add_options, add_verbose, given, take
+from greenroom.cli.options.fields import add_model, add_options, add_verbose, configured, take
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import check_target
 from greenroom.cli.terminal.progress import Progress, model_progress, open_model
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "answer a prompt with a model that need not fit in memory"
 SYSTEM = (
-    f"put the parts together as a paper does: {', '.join(SYSTEMS)}; options given beside it"
-    " override its row"
+    f"take the options of a published system: {', '.join(SYSTEMS)}; your own options come first"
 )
 
 ANSWER_FIELDS = (
@@ -46,7 +45,7 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?",
-        help="read from standard input, without its final newline, if not given",
+        help="the prompt (default: standard input, without its final newline)",
     )  # fmt: skip
     parser.add_argument(
         "--raw", action="store_true",
@@ -57,11 +56,13 @@ def add_to(parser: Parser) -> None:
         "--json", action="store_true", help="print one JSON object at the end, nothing before it"
     )
     output.add_argument(
-        "--live", action="store_true", help="show hits and bytes in the last line of the terminal"
+        "--live",
+        action="store_true",
+        help="show the hit ratio and bytes read in the last line of the terminal",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", type=Path,
-        help="write what ran when, for chrome://tracing or ui.perfetto.dev",
+        help="write a timeline of reads and computation, for ui.perfetto.dev or chrome://tracing",
     )  # fmt: skip
     parser.add_argument("--system", metavar="NAME", help=SYSTEM)
     add_options(parser, SamplingConfig, "sampling")
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     if args.system is not None:
         apply(args)
     load, sampling = take(args, LoadConfig), take(args, SamplingConfig)
-    if load.predictor is not None and load.prefetch == "off":  # a recording may have it
+    if load.predictor is not None and load.prefetch == "off":  # `trace record` allows both
         raise UsageError("--predictor is for prefetching, and --prefetch is off: leave out one")
     check_early(load)
     prompt = text_of(args.prompt if args.prompt is not None else _from_stdin())
@@ -86,13 +87,15 @@ def main(args: argparse.Namespace) -> None:
 
 
 def apply(args: argparse.Namespace) -> None:
-    """Have a run take the options of `--system`, as far as the user gave no others. UsageError
-    names the parts that are missing."""
+    """Set the options of `--system` that the user left out.
+
+    UsageError names parts of the system that are missing.
+    """
     from greenroom.plan.systems.table import options, system
 
-    known = LoadConfig.__dataclass_fields__
-    mine = {name: value for name, value in given(args).items() if name in known}
-    for name, value in options(system(args.system), mine, known).items():
+    fields = LoadConfig.__dataclass_fields__
+    mine = {name: value for name, value in configured(args).items() if name in fields}
+    for name, value in options(system(args.system), mine, fields).items():
         setattr(args, name, value)
 
 
@@ -140,7 +143,7 @@ def _run(
 
 
 class _Out:
-    """Standard output, told piece by piece; its line is ended, also where the answer breaks off."""
+    """Standard output of an answer, whose last line always ends, even after an error."""
 
     def __init__(self, shown: bool) -> None:
         self._shown, self._open = shown, False
@@ -163,7 +166,7 @@ class _Out:
 
 
 def text_of(prompt: str) -> str:
-    """A prompt that can be encoded; UsageError where it is empty or bytes of it are no text."""
+    """The prompt, if it is text. UsageError where it is empty or not UTF-8."""
     if not prompt:
         raise UsageError("the prompt is empty")
     try:
@@ -183,16 +186,16 @@ def _from_stdin() -> str:
 
 
 def as_json(result: Answer, stats: Stats) -> dict[str, Any]:
-    """What `--json` prints."""
-    found = {name: getattr(result, name) for name in ANSWER_FIELDS}
-    found |= {name: stats[name] for name in STATS_FIELDS}
-    return found | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
+    """The object that `--json` prints."""
+    fields = {name: getattr(result, name) for name in ANSWER_FIELDS}
+    fields |= {name: stats[name] for name in STATS_FIELDS}
+    return fields | {name: stats[name] for name in OPTIONAL_FIELDS if stats[name] is not None}
 
 
 def closing_line(result: Answer, stats: Stats) -> str:
-    """One line: tokens, times, hits, prefetches, bytes, memory."""
+    """The closing line of a run: tokens, times, hits, prefetches, bytes, memory."""
     from greenroom.cli.terminal.live import prefetched
-    from greenroom.cli.terminal.summary import inexact_line, shared_line
+    from greenroom.cli.terminal.summary import co_compute_line, inexact_line
 
     parts = [
         f"{result.prompt_tokens} prompt + {result.new_tokens} new tokens",
@@ -205,16 +208,16 @@ def closing_line(result: Answer, stats: Stats) -> str:
     if stats.lesser is not None:
         parts.append(f"inexact: {inexact_line(stats.lesser)}")
     if stats.co_compute is not None:
-        parts.append(f"misses: {shared_line(stats.co_compute)}")
-    if stats.capacity_least < stats.capacity_most:  # as keys and values came and went
+        parts.append(f"misses: {co_compute_line(stats.co_compute)}")
+    if stats.capacity_least < stats.capacity_most:  # the KV cache grew and shrank
         parts.append(
-            f"{stats.capacity:,} slots, {stats.capacity_least:,} at least,"
-            f" {stats.capacity_most:,} at most"
+            f"{stats.capacity:,} slots (between {stats.capacity_least:,} and"
+            f" {stats.capacity_most:,})"
         )
     total = result.prompt_tokens + result.new_tokens
     parts.append(f"{show_bytes(stats.bytes_read / total)} read per token")
-    of = f" of the budget's {show_bytes(stats.budget_bytes)}" if stats.budget_bytes else ""
-    parts.append(f"peak memory {show_bytes(stats.peak_rss_bytes)}{of}")
+    budget = f" of {show_bytes(stats.budget_bytes)} budget" if stats.budget_bytes else ""
+    parts.append(f"peak memory {show_bytes(stats.peak_rss_bytes)}{budget}")
     if result.cut_short:
         parts.append("stopped where --context ends")
     return " · ".join(parts)

@@ -23,7 +23,7 @@ from greenroom.hf.checkpoint.names import check_name
 if TYPE_CHECKING:
     from greenroom.server.http.service import Service
 
-FAILED_S = 3.0  # for which a server whose model has failed still answers
+FAILED_S = 3.0  # how long a server still answers after its model failed
 HELP = "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs"
 
 
@@ -39,8 +39,9 @@ def main(args: argparse.Namespace) -> None:
     check_early(load)
     if config.batch_invariant and load.approximation() is not None:
         raise UsageError(
-            "--batch-invariant promises the same answer beside any others, and misses that are"
-            " served with less depend on what those left in the cache: give one of them"
+            "--batch-invariant promises answers that do not depend on other requests, but"
+            " approximated"
+            " misses depend on what those left in the cache: leave out one of the two"
         )
     check_name(args.model)
     need_extra("serve")
@@ -78,36 +79,36 @@ def _serve(
         with sock:
             engine = start(args.model, load, config, verbose=args.verbose)
             service = Service(engine, config, config.model_name or name_of(args.model), key, log)
-            serve(service, sock, Watch(service, url))
+            serve(service, sock, ModelWatch(service, url))
     finally:
         logger.removeHandler(records)
 
 
 def need_extra(command: str) -> None:
-    """UsageError that says how to install what the server needs."""
+    """Check that the server's libraries are installed. UsageError says how to install them."""
     for name in ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
             raise UsageError(f"greenroom {command} needs {name}: pip install 'greenroom[serve]'")
 
 
 def name_of(model: str) -> str:
-    """What clients call a model: the last part of its folder, file or hub id."""
+    """A model's name for clients: the last part of its folder, file or hub id."""
     path = Path(model)
     return (path if path.name else path.resolve()).name.removesuffix(".gguf")
 
 
-class Watch:
-    """Says when the model is there; ends the server where it cannot be loaded, or fails later.
+class ModelWatch:
+    """Reports when the model is ready, and ends the server when the model fails.
 
-    A model that fails later ends the process with exit code 1 after FAILED_S, in which clients
-    are told and /health says why: whoever supervises the process starts it again.
+    A model that fails after loading ends the process with exit code 1 after FAILED_S. Until then
+    clients get an error and /health gives the reason; a supervisor can restart the process.
     """
 
     def __init__(self, service: Service, url: str) -> None:
         self._service, self._url = service, url
         self._state = "loading"
         self._end: float | None = None
-        self._warm: Future[Any] | None = None  # templates, read away from the event loop
+        self._warm: Future[Any] | None = None  # templates are read outside of the event loop
 
     def __call__(self) -> None:
         state, _, why = self._service.engine.state()
@@ -115,7 +116,7 @@ class Watch:
             raise SystemExit(1)
         if (warm := self._warm) is not None and warm.done() and state == "ready":
             self._warm = None
-            warm.result()  # or why the model's tokenizer cannot be used
+            warm.result()  # raises if the tokenizer cannot be used
             self._service.log.say(self._service.engine.summary)
             self._service.log.say(try_it(self._service, self._url))
         if state == self._state:
@@ -132,12 +133,12 @@ class Watch:
 
 
 def try_it(service: Service, url: str) -> str:
-    """A line for a shell."""
+    """A curl command that a user can try."""
     key = ' -H "Authorization: Bearer $GREENROOM_API_KEY"' if service.key is not None else ""
-    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    path, example = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     if not service.dialogue().has_template:
-        path, asked = "completions", '"prompt": "Hello"'
+        path, example = "completions", '"prompt": "Hello"'
     return (
         f"try: curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
-        f' -d \'{{"model": "{service.name}", {asked}}}\''
+        f' -d \'{{"model": "{service.name}", {example}}}\''
     )

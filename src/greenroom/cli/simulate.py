@@ -1,4 +1,4 @@
-"""`greenroom simulate TRACE`: what a trace would have missed, and how long it would have taken."""
+"""`greenroom simulate TRACE`: the misses and times of policies and machines on a trace."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from greenroom.cli.estimate.machine import profile
-from greenroom.cli.options.fields import add_options, given, take
+from greenroom.cli.options.fields import add_options, configured, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_json, check_target, command_of, write_whole
+from greenroom.cli.terminal.files import add_json, check_target, command_of, write_file
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import PINS, SimulateConfig
 from greenroom.errors import UsageError
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 HELP = "replay a trace against policies and capacities"
 TEXTS = {
-    "split": "cut experts in two and keep the top, this share of them, for all layers or for each,"
-    " or as the file of `greenroom trace budgets` says; --capacity is then memory of whole experts"
+    "split": "cut experts in two and keep the top segment, this share of them, for all layers or"
+    " for"
+    " each, or as a file of `greenroom trace budgets` says; --capacity then counts unsplit experts"
     " (default: off)",
-    "miss_precision": "serve misses of small gate weight from copies in this precision, as a run"
-    " does; experts are taken to be stored in 16 bits (default: off)",
-    "co_compute": "have misses computed by the processor beside host memory too, where that is"
-    " sooner than to move them (default: off, and auto for systems that do)",
+    "miss_precision": "serve misses with a low gate weight from copies in this precision, as a"
+    " run does; experts"
+    " are assumed to be stored in 16 bits (default: off)",
+    "co_compute": "auto: compute misses on the host's processor where that is sooner than to move"
+    " them"
+    " (default: off, and auto for systems that do)",
 }
 
 
@@ -53,14 +56,14 @@ def main(args: argparse.Namespace) -> None:
         page, rows, trace = _simulate(args, config, progress)
     _show(args, rows, trace)
     if page is not None:
-        write_whole(args.report, page)
+        write_file(args.report, page)
         print(f"report: {args.report}", file=sys.stderr)
 
 
 def _simulate(
     args: argparse.Namespace, config: SimulateConfig, progress: Progress
 ) -> tuple[str | None, list[Row], Trace]:
-    """(the report's page, if one is wanted; the rows; the trace)."""
+    """Simulate all cells: (the report's page or None, the rows, the trace)."""
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
@@ -80,7 +83,7 @@ def _simulate(
     study = study_of(config, trace, profile(config.machine))
     go = partial(run_cells, config.ray, progress)
     if config.system is not None:
-        rows = simulate_systems(systems(config.system), given(args), study, slots, go)
+        rows = simulate_systems(systems(config.system), configured(args), study, slots, go)
         return None, rows, trace
     cells = [
         Cell(name, capacity, "step" if config.pin not in PINS else config.pin, prefetch)
@@ -110,7 +113,7 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
 def run_cells(
     ray: str | None, progress: Progress, study: Study, cells: list[Cell], what: str = "cells"
 ) -> list[Row]:
-    """The cells of a study, here or on a Ray cluster; says how far it is."""
+    """Run the cells of a study here or on a Ray cluster, with progress."""
     from greenroom.sim.sweep import sweep, sweep_on_ray
 
     count, what = 0, f"simulating {len(cells)} {what}"

@@ -51,20 +51,21 @@ def main(args: argparse.Namespace) -> None:
         trained = train(
             trace, config, device, lambda done: progress.say("training layers", done, trace.layers)
         )
-        said = about(trace, config, trained)
-        save_predictor(args.out, trained.tensors, digest, said)
-    print(json.dumps(said) if args.json else _report(args.out, said))
+        results = about(trace, config, trained)
+        save_predictor(args.out, trained.tensors, digest, results)
+    print(json.dumps(results) if args.json else _report(args.out, results))
 
 
-def _report(path: Path, said: Any) -> str:
-    names = list(said["accuracy"])
-    rows = list(zip(*said["accuracy"].values(), strict=True))
+def _report(path: Path, results: Any) -> str:
+    names = list(results["accuracy"])
+    rows = list(zip(*results["accuracy"].values(), strict=True))
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
     width = max(10, *(len(name) + 2 for name in names))
     lines = [
-        f"{path}: looks {said['distance']} ahead, hidden size {said['hidden']}; learned from"
-        f" {said['tokens']} tokens",
-        f"accuracy on {said['held_out']} tokens of requests held out (experts used that were among"
+        f"{path}: looks {results['distance']} ahead, hidden size {results['hidden']}; learned from"
+        f" {results['tokens']} tokens",
+        f"accuracy on {results['held_out']} tokens of requests held out (experts used that were"
+        " among"
         " the top k)",
         "layer" + "".join(f"{name:>{width}}" for name in names),
         *(

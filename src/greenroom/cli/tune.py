@@ -1,4 +1,4 @@
-"""`greenroom tune MODEL`: measure the best few settings on real tokens, and keep the winner."""
+"""`greenroom tune MODEL`: measure the best settings on real tokens and store the winner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from greenroom.cli.bench import play, prompts_of, table
+from greenroom.cli.bench import prompts_of, run_entries, table
 from greenroom.cli.early.checks import check_early
 from greenroom.cli.options.fields import add_model, add_options, take
 from greenroom.cli.options.parser import Parser
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.settings import Setting
 
-HELP = "measure the best few settings on real tokens, and keep the winner for later runs"
-FEW = 2  # of a plan's best, beside plain LRU and the default
+HELP = "measure the best settings on real tokens, and store the winner for later runs"
+FEW = 2  # of a plan's best settings, besides plain LRU and the default
 CHOSEN = ("policy", "scope", "split", "prefetch", "predictor", "no_guard")  # what is tuned
 
 
@@ -32,9 +32,10 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--trace", metavar="FILE", type=Path,
-        help="this model's own routing, for choosing what is measured (default: stand-ins)",
+        help="this model's routing, to choose what is measured (default: routing of earlier"
+        " runs, or a synthetic workload)",
     )  # fmt: skip
-    parser.add_argument("--machine", metavar="FILE", default="auto", help="as of `greenroom plan`")
+    parser.add_argument("--machine", metavar="FILE", default="auto", help="as in `greenroom plan`")
     add_json(parser)
     add_options(parser, BenchmarkConfig, "measuring")
     add_options(parser, LoadConfig)
@@ -47,44 +48,44 @@ def main(args: argparse.Namespace) -> None:
     for name in changed_options(load):
         if name in CHOSEN:
             raise UsageError(
-                f"{flag(name)} is what tune chooses: leave it out; greenroom bench"
-                " measures a setting that you name"
+                f"{flag(name)} is chosen by tune: leave it out; greenroom bench measures a setting"
+                " that you name"
             )
     if load.approximation() is not None:
         raise UsageError(
-            "tune keeps what gives the same output: leave out --miss-precision, --skip-below and"
-            " --substitute-below; greenroom bench measures what they give"
+            "tune compares settings with the same output: leave out --miss-precision, --skip-below"
+            " and --substitute-below; greenroom bench measures them"
         )
     check_early(load)
     with model_progress(args.model) as progress:
-        from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+        from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
         from greenroom.cli.estimate.machine import machine_of
         from greenroom.hf.measure.entries import winner
         from greenroom.plan.settings import PLAIN
 
         model = described(args.model, load)
         machine, _ = machine_of(args.machine, progress)
-        estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
+        estimator, _ = estimator_of(model, machine, workload_of(args.trace, model), load)
         settings = candidates(estimator, capacity_of(load, model))
         entries = [_entry(setting, load) for setting in settings]
-        stage = play(args, load, how, entries, prompts_of(how), progress)
+        harness = run_entries(args, load, how, entries, prompts_of(how), progress)
         progress.clear()
     plain = entries[settings.index(PLAIN)]
     best = winner(entries, plain)
-    where = keep(stage, load, model.fingerprint, entries, best, plain)
+    where = store_winner(harness, load, model.fingerprint, entries, best, plain)
     rows = [entry.as_row(plain) for entry in entries]
     if args.json:
         print(json.dumps({"winner": best.name, "kept": where and str(where), "rows": rows}))
         return
-    print(table(rows, stage))
+    print(table(rows, harness))
     limits = load.read_limit is not None or load.host_memory is not None
     why = "with --read-limit or --host-memory" if limits else "GREENROOM_LEARNED is off"
-    kept = f"kept in {where}: greenroom run takes it" if where else f"not kept ({why})"
-    print(f"\nwinner: {best.name}; {kept}" + " for this model, machine and size" * bool(where))
+    stored = f"stored in {where}: later runs of this model at this size take it"
+    print(f"\nwinner: {best.name}; {stored if where else f'not stored ({why})'}")
 
 
 def capacity_of(load: LoadConfig, model: Any) -> int:
-    """Slots that the options come to, before anything is loaded."""
+    """The slots that --memory or --cache give, computed before the model is loaded."""
     from greenroom.config import Amount
     from greenroom.hf.memory.budget import budget_bytes
 
@@ -96,14 +97,13 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
-    """Plain LRU, the default, and the best of a plan's others; of a pack in segments these may be
-    splits."""
+    """The settings to measure: plain LRU, the default, and the best others of a plan."""
     from greenroom.plan.planner import compare
     from greenroom.plan.settings import DEFAULT, PLAIN
 
-    known = (PLAIN, DEFAULT)
-    others = [e.setting for e in compare(estimator, capacity) if e.setting not in known]
-    return [*known, *others[:FEW]]
+    always = (PLAIN, DEFAULT)
+    others = [e.setting for e in compare(estimator, capacity) if e.setting not in always]
+    return [*always, *others[:FEW]]
 
 
 def _entry(setting: Setting, load: LoadConfig) -> Entry:
@@ -118,11 +118,18 @@ def _entry(setting: Setting, load: LoadConfig) -> Entry:
     return Entry(name, replace(load, **setting.options()))
 
 
-def keep(
-    stage: Any, load: LoadConfig, fingerprint: str, entries: list[Entry], best: Entry, plain: Entry
+def store_winner(
+    harness: Any,
+    load: LoadConfig,
+    fingerprint: str,
+    entries: list[Entry],
+    best: Entry,
+    plain: Entry,
 ) -> Path | None:
-    """Leave the winner, and what its rounds showed of this machine, to later runs and plans; not
-    what was measured with a limit or a host memory that these will not have."""
+    """Store the winner and the measured rounds for later runs and plans.
+
+    Nothing is stored of a run with --read-limit or --host-memory, which later runs may not have.
+    """
     import numpy as np
 
     from greenroom.core.machine import name_of
@@ -133,23 +140,23 @@ def keep(
 
     if load.read_limit is not None or load.host_memory is not None:
         return None
-    device = device_of(stage.parts)
+    device = device_of(harness.parts)
     machine = name_of(host())
     options = {name: getattr(best.config, name) for name in OPTIONS}
-    if options["split"] == "off":  # as a plan leaves it
+    if options["split"] == "off":  # plans store no value for it either
         del options["split"]
-    found = StoredSetting(
-        stage.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
+    setting = StoredSetting(
+        harness.capacity, options, "tune", float(np.mean(best.tpots)), float(np.mean(plain.tpots)),
         date.today().isoformat(), device,
     )  # fmt: skip
 
     def measured(records: Records) -> Records:
-        records = records.with_setting(found)
-        if device != "cpu":  # a plan takes runs for the costs of the CPU
+        records = records.with_setting(setting)
+        if device != "cpu":  # plans calibrate the costs of the CPU alone
             return records
-        size = stage.parts.catalog.expert_bytes // stage.experts
+        size = harness.parts.catalog.expert_bytes // harness.experts
         for entry in entries:
             records = records.with_runs(tuple(entry.observed(size)))
-        return records.with_load(stage.process_bytes) if stage.process_bytes else records
+        return records.with_load(harness.process_bytes) if harness.process_bytes else records
 
     return update_records(fingerprint, machine, measured)

@@ -1,7 +1,7 @@
 """`greenroom verify MODEL`: prove that nothing changes when experts stay on disk.
 
-With `--quality TEXT`: what a pack, or another version of a model, loses against its original, or
-what quantised keys and values or other kernels cost.
+`--quality TEXT` measures instead how far a pack, another version of a model, a quantised KV cache
+or other kernels are from the original.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from greenroom.cli.options.fields import add_model, add_options, given
+from greenroom.cli.options.fields import add_model, add_options, configured
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.run import text_of
 from greenroom.cli.terminal.files import add_json
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 HELP = "prove that the output is the full model's, bit for bit; or measure a pack's quality"
 TOKENS = 24  # to compare
-PROOF = ("prompt", "layers", "max_new_tokens")  # options that --quality has no use for
-LESSER = tuple(each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT)
-QUALITY = ("against", "tokens", "kv", *LESSER)  # and those that are for it alone
+PROOF = ("prompt", "layers", "max_new_tokens")  # not for --quality
+APPROXIMATE = tuple(
+    each.name for each in options_in(LoadConfig) if each.metadata["group"] == INEXACT
+)
+QUALITY = ("against", "tokens", "kv", *APPROXIMATE)  # for --quality alone
 FIELDS = (
     "identical", "max_logit_difference", "grouped_mm_difference", "tokens_compared", "kernels",
 )  # fmt: skip
 TEXTS = {
-    "kernels": "judge these beside transformers' eager",
-    "kv": "keep keys and values so; like --kernels, of the model alone and not of"
-    " its original (default: %(default)s)",
+    "kernels": "compare these kernels with transformers' eager experts",
+    "kv": "format of the KV cache; like --kernels, for the model and not for its original"
+    " (default: %(default)s)",
 }
 
 
@@ -49,32 +51,34 @@ def add_to(parser: Parser) -> None:
         "--max-new-tokens", type=int, metavar="N",
         help=f"greedy tokens to compare (default: {TOKENS})",
     )  # fmt: skip
-    parser.add_argument("--prompt", metavar="TEXT", help="what to begin with (default: a sentence)")
+    parser.add_argument("--prompt", metavar="TEXT", help="the prompt (default: a sentence)")
     add_options(parser, LoadConfig, "options", names=("dtype", "kernels"), texts=TEXTS)
     parser.add_argument(
-        "--layers", action="store_true", help="compare layer by layer even if the model would fit"
+        "--layers",
+        action="store_true",
+        help="compare layer by layer even where the full model fits in memory",
     )
     quality = parser.add_argument_group("quality")
     quality.add_argument(
         "--quality", metavar="FILE", type=Path,
-        help="instead, KL divergence from the original and perplexity on this text",
+        help="measure KL divergence from the original and perplexity on this text instead",
     )  # fmt: skip
     quality.add_argument(
         "--against", metavar="MODEL", help="the original (default: what a pack was made from)"
     )
     quality.add_argument(
-        "--tokens", type=int, metavar="N", help="of the text, take so many (default: all)"
+        "--tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)"
     )
-    add_options(parser, LoadConfig, "quality", names=("kv", *LESSER), texts=TEXTS)
+    add_options(parser, LoadConfig, "quality", names=("kv", *APPROXIMATE), texts=TEXTS)
     add_json(parser)
 
 
 def main(args: argparse.Namespace) -> None:
     wrong = PROOF if args.quality is not None else QUALITY
-    own = {
+    used = {
         name for name in (*PROOF, "against", "tokens") if getattr(args, name) not in (None, False)
     }
-    if name := next((each for each in wrong if each in own | given(args).keys()), None):
+    if name := next((each for each in wrong if each in used | configured(args).keys()), None):
         which = "does not go with" if args.quality is not None else "is for"
         raise UsageError(f"{flag(name)} {which} --quality")
     if args.tokens is not None and args.tokens < 2:
@@ -87,8 +91,8 @@ def main(args: argparse.Namespace) -> None:
         work(args, progress)
 
 
-def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
-    """What is given to functions that report lines: they are printed above the progress."""
+def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]:
+    """A callback that prints a line above the progress line."""
 
     def say(line: str) -> None:
         if not args.json:
@@ -104,8 +108,8 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.hf.check.loss import keep_loss
     from greenroom.hf.check.quality import quality, text_in
 
-    lesser = {name: value for name, value in given(args).items() if name in LESSER}
-    found = quality(
+    approximation = {name: value for name, value in configured(args).items() if name in APPROXIMATE}
+    measured = quality(
         args.model,
         text_in(args.quality),
         args.against,
@@ -114,22 +118,24 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
         tokens=args.tokens,
         kv=args.kv,
         kernels=args.kernels,
-        lesser=lesser,
-        say=_said(args, progress),
+        lesser=approximation,
+        say=_reporter(args, progress),
     )
     progress.clear()
-    if args.against is None and lesser:
-        keep_loss(LoadConfig(**lesser), found)
+    if args.against is None and approximation:
+        keep_loss(LoadConfig(**approximation), measured)
     if args.json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(measured)))
         return
     print(
-        f"KL divergence from {found.original}: mean {found.kl_mean:.3g}, p99 {found.kl_p99:.3g}"
-        f" nats, over {found.tokens} tokens; the same token is likeliest in {found.same_top:.1%}"
-        f"\nperplexity {found.perplexity:.6g}, the original's {found.original_perplexity:.6g}"
+        f"KL divergence from {measured.original}: mean {measured.kl_mean:.3g}, p99"
+        f" {measured.kl_p99:.3g}"
+        f" nats, over {measured.tokens} tokens; the same most likely token in"
+        f" {measured.same_top:.1%}"
+        f"\nperplexity {measured.perplexity:.6g} (original: {measured.original_perplexity:.6g})"
     )
-    if found.lesser is not None:
-        print(f"inexact: {inexact_line(found.lesser)}")
+    if measured.lesser is not None:
+        print(f"inexact: {inexact_line(measured.lesser)}")
 
 
 def _proof(args: argparse.Namespace, progress: Progress) -> None:
@@ -143,22 +149,26 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
         dtype=args.dtype,
         kernels=args.kernels,
         layers=True if args.layers else None,
-        say=_said(args, progress),
+        say=_reporter(args, progress),
     )
     progress.clear()
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
-        found = {name: getattr(verdict, name) for name in FIELDS}
-        found["compared"] = "logits" if verdict.whole else "layers"
-        found["layer_difference"], found["grouped_mm_layer_difference"] = verdict.layer_differences
-        print(json.dumps({**found, "layers_as_stored": verdict.as_stored, "failed": failed}))
+        fields = {name: getattr(verdict, name) for name in FIELDS}
+        fields["compared"] = "logits" if verdict.whole else "layers"
+        fields["layer_difference"], fields["grouped_mm_layer_difference"] = (
+            verdict.layer_differences
+        )
+        print(json.dumps({**fields, "layers_as_stored": verdict.as_stored, "failed": failed}))
     else:
         print(_difference(verdict))
     if failed:
         raise VerifyError(f"{len(failed)} of {len(verdict.checks)} comparisons failed")
     if not verdict.near:
         raise VerifyError(
-            f"the {verdict.kernels} kernels are further from eager than twice grouped_mm"
+            f"the {verdict.kernels} kernels differ from transformers' eager experts by more than"
+            " twice"
+            " what its grouped_mm does"
         )
     if not args.json:
         print(
@@ -168,7 +178,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
 
 
 def _difference(verdict: Verdict) -> str:
-    """How far the judged kernels are from transformers' eager, and its grouped_mm."""
+    """The largest difference from transformers' eager experts, of our kernels and grouped_mm."""
     ours, grouped_mm = verdict.layer_differences
     stored = " on weights as stored" if verdict.as_stored else ""
     line = (

@@ -1,1 +1,1 @@
-"""What a command does before anything heavy is imported."""
+"""Checks and compilation that begin before heavy imports."""

@@ -1,4 +1,4 @@
-"""What is wrong with the options of a run, as far as it shows before torch is imported."""
+"""Checks of a run's options that need no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from greenroom.errors import DeviceError, PredictorError, UsageError
 
 
 def check_early(config: LoadConfig) -> None:
-    """UsageError, PredictorError or DeviceError. What this cannot know yet is checked by load."""
+    """Check a run's options before torch is imported; loading checks the rest.
+
+    UsageError, PredictorError or DeviceError.
+    """
     if ":" in config.policy:
         from greenroom.policies import policy
 
@@ -26,8 +29,7 @@ def check_early(config: LoadConfig) -> None:
     _check_device(config)
     if config.kv in ("int4", "int2") and find_spec("optimum") is None:
         raise UsageError(
-            f"--kv {config.kv} needs optimum-quanto (pip install optimum-quanto); --kv fp8 needs"
-            " nothing"
+            f"--kv {config.kv} needs optimum-quanto: pip install optimum-quanto, or use --kv fp8"
         )
 
 
@@ -38,7 +40,9 @@ def _check_predictor(config: LoadConfig) -> None:
             raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
         return
     if name not in ("auto", "learned", "off", "none"):
-        raise UsageError("--predictor is the file of the predictor learned: name that one too")
+        raise UsageError(
+            "--predictor FILE belongs to the predictor learned: add --prefetch learned"
+        )
     _readable(config.predictor, PredictorError, "{}: cannot be read: {}")
 
 
@@ -46,16 +50,17 @@ def _check_device(config: LoadConfig) -> None:
     kind, _ = parse_device(config.device)
     if kind == "cuda" and version("torch").endswith("+cpu"):
         raise DeviceError(
-            f"--device {config.device}: this torch was built without CUDA; --device cpu computes"
-            " here"
+            f"--device {config.device}: this torch was built without CUDA; use --device cpu, or"
+            " install torch with CUDA"
         )
     if kind == "cpu" and config.kernels == "triton":
         raise UsageError(
-            "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
+            "--kernels triton needs a GPU: use --kernels numba or eager, or --device cuda"
         )
     if kind == "cpu" and config.kv == "offloaded":
         raise UsageError(
-            "--kv offloaded keeps what is a GPU's in host memory: on a CPU it is there already"
+            "--kv offloaded moves a GPU's KV cache to host memory: without a GPU it is there"
+            " already"
         )
 
 

@@ -1,4 +1,4 @@
-"""Begin to compile before anything heavy is imported, for what the model probably needs."""
+"""Compilation of kernels in a second process, while libraries are imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOM = 2 << 30  # bytes; with less the second process could break the budget
 
 
 def compile_ahead(model: str, config: LoadConfig) -> None:
-    """Start the second process where the budget has room for it."""
+    """Start to compile in a second process, where the budget has room for it."""
     if config.device.startswith("cuda"):  # Triton compiles there, when the model is loaded
         return
     from greenroom.runtime.kernels import precompile
@@ -27,9 +27,9 @@ def compile_ahead(model: str, config: LoadConfig) -> None:
 
 
 def _dtype(config: Path) -> str:
-    """The type that a folder's model is stored in; most are in bfloat16."""
+    """The dtype of a folder's model; bfloat16 where its config does not say."""
     try:
         stored = JsonObject(read(config, unique=False)).values
         return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
-    except (OSError, Malformed):  # said later, where it is opened for real
+    except (OSError, Malformed):  # loading reports it
         return "bfloat16"

@@ -1,4 +1,4 @@
-"""What estimates a model's runs: its headers, its routing, a machine's costs."""
+"""The estimator of a model's runs, from its headers, its routing and a machine's costs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
-    """Sizes and shape, of headers."""
+    """The sizes and shape of a model, from its headers."""
     from greenroom.hf.load.describe import describe
 
     quiet()
     return describe(source, config, gpu)
 
 
-def evidence_of(trace: Path | None, model: Model) -> Evidence:
-    """The recording that was given, else what earlier runs left, else stand-ins. TraceError where
-    it is another model's."""
+def workload_of(trace: Path | None, model: Model) -> Evidence:
+    """The routing to simulate: a recording, that of earlier runs, or a synthetic workload.
+
+    TraceError where the recording is of another model.
+    """
     from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.plan.history.files import load_routing
     from greenroom.plan.history.recent import trace_of
@@ -34,21 +36,23 @@ def evidence_of(trace: Path | None, model: Model) -> Evidence:
 
     if trace is not None:
         return recorded(load(trace), model, str(trace))
-    own = trace_of(load_routing(model.fingerprint), model.experts_per_layer)
-    return earlier(own) or stand_ins(model)
+    trace_of_runs = trace_of(load_routing(model.fingerprint), model.experts_per_layer)
+    return earlier(trace_of_runs) or stand_ins(model)
 
 
 def estimator_of(
     model: Model,
     machine: Machine,
-    evidence: Evidence,
+    workload: Evidence,
     config: LoadConfig,
     processor: Processor | None = None,
     host_memory: str | int | None = None,
     both: bool = False,
 ) -> Any:
-    """(what estimates, runs of this model on the machine that its costs go by). `processor`
-    computes, the first without one; with `both`, also settings where the host's does."""
+    """An estimator, and how many measured runs of this model calibrated its costs.
+
+    `processor` computes (default: the first); `both`: estimate also co-compute with the host.
+    """
     from greenroom.core.machine import name_of
     from greenroom.plan.costs import calibrated, limited, of_machine
     from greenroom.plan.estimate import Estimator
@@ -56,15 +60,15 @@ def estimator_of(
 
     runs = load_records(model.fingerprint, name_of(machine.host)).runs
     computing = processor or machine.processors[0]
-    first = computing == machine.processors[0]  # whose the runs were
+    first = computing == machine.processors[0]  # the runs were on this one
     costs = of_machine(machine, model, config.readers, computing.name)
     if first:
         costs = calibrated(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
     if both and not (host and costs.host is not None):
         raise UsageError(
-            "--co-compute auto needs experts in host memory (--host-memory), and a machine with a"
-            " processor there and one behind it (--processor)"
+            "--co-compute auto needs experts in host memory (--host-memory) and a GPU that computes"
+            " (--processor)"
         )
     limit = None
     if config.read_limit is not None:
@@ -72,27 +76,29 @@ def estimator_of(
     costs = limited(costs, limit, model.expert_bytes)
     measured = bool(runs) and first
     options = changed_options(config)
-    made = Estimator(
-        model, costs, evidence, measured=measured, host=host, both=both,
+    estimator = Estimator(
+        model, costs, workload, measured=measured, host=host, both=both,
         precision=options.get("miss_precision", "off"), low_below=options.get("low_below"),
     )  # fmt: skip
-    return made, len(runs) if measured else 0
+    return estimator, len(runs) if measured else 0
 
 
 def host_slots(model: Model, machine: Machine, costs: Costs, memory: str | int | None) -> int:
-    """Experts that are kept between two links, without an amount as many as a run keeps there;
-    UsageError where one is given, and there are not two."""
+    """How many experts fit in host memory between two links (default: as in a run).
+
+    UsageError for an amount where the processor has no host memory behind it.
+    """
     if memory is None and len(costs.links) != 2:
         return 0
     if len(costs.links) != 2:
         raise UsageError(
-            "--host-memory is of memory between two links, disk to host to device: give the"
-            " --processor behind it"
+            "--host-memory needs a processor with its own memory, as a GPU: name it with"
+            " --processor"
         )
-    whole = int(machine.host.get("memory_bytes", 0))
+    total = int(machine.host.get("memory_bytes", 0))
     if memory is None:
         from greenroom.hf.memory.budget import AUTO_SHARE
 
-        free = int(machine.host.get("available_bytes") or whole)
+        free = int(machine.host.get("available_bytes") or total)
         return min(model.experts, int(AUTO_SHARE * free) // model.slot_bytes)
-    return min(model.experts, Amount.parse(memory, "--host-memory").of(whole) // model.slot_bytes)
+    return min(model.experts, Amount.parse(memory, "--host-memory").of(total) // model.slot_bytes)

@@ -1,4 +1,4 @@
-"""The profile of a machine: where it is, what it is made by, what computes on it."""
+"""The profile of a machine: where it is stored, how it is measured, which processor computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from greenroom.cli.terminal.files import check_target, write_whole
+from greenroom.cli.terminal.files import check_target, write_file
 from greenroom.cli.terminal.progress import Progress, quiet
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def default_profile() -> Path:
-    """The profile of this machine, in the user's cache folder."""
+    """The path of this machine's profile, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "greenroom" / "machine.json"
 
@@ -26,7 +26,7 @@ def profile(source: str) -> Machine: ...
 @overload
 def profile(source: None) -> None: ...
 def profile(source: str | None) -> Machine | None:
-    """The profile in a file; auto is this machine's. ProfileError."""
+    """Load a profile from a file; `auto` is this machine's. ProfileError."""
     from greenroom.core.machine import Machine
 
     if source is None:
@@ -37,7 +37,7 @@ def profile(source: str | None) -> Machine | None:
 def measure(
     path: Path | None, quick: bool, progress: Progress, output: Path | None = None
 ) -> Machine:
-    """This machine, measured now and saved. UsageError, OutputError."""
+    """Measure this machine and save its profile. UsageError, OutputError."""
     target = output or default_profile()
     if output is None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,16 +59,16 @@ def measure(
     machine = examine(path, QUICK if quick else THOROUGH, say, doctor.engines())
     say("a small model")
     quiet()
-    # Beside the disk that was measured, but never into a model's folder.
-    own = path is not None and path.is_dir() and not model_files(path)
-    machine = with_dry_run(machine, path if own and path is not None else models_folder())
+    # On the disk that was measured, but never in a model's folder.
+    usable = path is not None and path.is_dir() and not model_files(path)
+    machine = with_dry_run(machine, path if usable and path is not None else models_folder())
     progress.clear()
-    write_whole(target, json.dumps(machine.as_json(), indent=1) + "\n")
+    write_file(target, json.dumps(machine.as_json(), indent=1) + "\n")
     return machine
 
 
 def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
-    """(a profile, whether it is this machine's). Without one of this machine it is measured."""
+    """A profile, measured first if there is none, and whether it is this machine's."""
     from greenroom.core.machine import name_of
     from greenroom.runtime.measure.bandwidth import host
 
@@ -81,8 +81,7 @@ def machine_of(source: str, progress: Progress) -> tuple[Machine, bool]:
 
 
 def computes(machine: Machine, name: str | None) -> Processor:
-    """The processor of that name; without one the one that a run takes, which is a GPU's where
-    there is one. UnknownName."""
+    """The processor with this name; without a name, a GPU if there is one. UnknownName."""
     if name is not None:
         return machine.processor(name)
     return next((p for p in machine.processors if on_a_gpu(p)), machine.processors[0])
@@ -93,7 +92,7 @@ def on_a_gpu(processor: Processor) -> bool:
 
 
 def memory_of(machine: Machine, gpu: bool) -> int:
-    """Bytes that a share of memory is of; 0 where the profile does not say."""
+    """Bytes of the machine's or its GPU's memory; 0 where the profile does not say."""
     if gpu:
         return int(machine.measured.get("device", {}).get("memory_bytes", 0))
     return int(machine.host.get("memory_bytes", 0))

@@ -1,4 +1,4 @@
-"""A plan for people, and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ if TYPE_CHECKING:
 def facts_of(
     model: Model,
     machine: Machine,
-    evidence: Evidence,
-    here: bool,
+    workload: Evidence,
+    local: bool,
     measured: int,
-    found: Plan,
+    plan: Plan,
     processor: Processor,
 ) -> list[tuple[str, str]]:
-    """What a plan goes by, by name."""
+    """The facts that a plan is based on, by name."""
     from greenroom.core.machine import name_of
     from greenroom.plan.words import loaded
 
-    whose = "this one" if here else "another machine than this one"
+    whose = "this one" if local else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
     runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
     runs += "; measured under load: greenroom doctor measures it again" * loaded(machine)
-    full = model.slots_when_full(found.memory)
-    slots = f"{found.capacity:,} experts" + (
+    full = model.slots_when_full(plan.memory)
+    slots = f"{plan.capacity:,} experts" + (
         f", {full:,} when a context of {model.context:,} tokens is full"
-        if full < found.capacity else ""
+        if full < plan.capacity else ""
     )  # fmt: skip
     return [
         ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
                   f" {show_bytes(model.expert_bytes)} each"),
         ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
-        ("routing", evidence.said),
+        ("routing", workload.said),
         ("slots", slots),
     ]  # fmt: skip
 
 
-def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
-    """For people. `beside` are options of the run that are no settings."""
+def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = "") -> str:
+    """A plan as text. `options` are those of the run that are not part of a setting."""
     from greenroom.plan.page import said
     from greenroom.plan.words import COMPARED, compared_line, limits
 
-    best = found.best
+    best = plan.best
     lines = [f"{name}: {value}" for name, value in facts]
     lines += [
         "",
-        columns(COMPARED, list(map(compared_line, found.compared))),
+        columns(COMPARED, list(map(compared_line, plan.compared))),
         "",
-        shown_curve(found.curve),
+        shown_curve(plan.curve),
         "",
     ]
-    if found.target is not None:
-        lines.append(said(found.target))
-    size = format_amount(found.memory * 9999 // 10000, found.memory)
-    run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
+    if plan.target is not None:
+        lines.append(said(plan.target))
+    size = format_amount(plan.memory * 9999 // 10000, plan.memory)
+    run = f"greenroom run {shlex.quote(source)} --memory {size}{options}"
     lines += [
-        limits(found),
+        limits(plan),
         f"take: {run} {best.setting.flags()}",
         f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
-        + ("" if found.sure else ": what a run takes that is told nothing but --memory"),
+        + ("" if plan.sure else ", the defaults for this --memory"),
     ]
     if best.ttft is not None:
         low, high = best.ttft_range
@@ -79,24 +79,24 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
-    """Speed against memory, a line a budget."""
+    """Speed against memory as a table, one line for each budget."""
     from greenroom.plan.words import HEADER, line_of
 
     return columns(HEADER, [line_of(point) for point in points], left=0)
 
 
-def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
-    """What `--json` prints."""
-    target = found.target
+def as_json(plan: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    target = plan.target
     return {
         "model": source,
         **dict(facts[1:]),
-        "memory": found.memory,
-        "capacity": found.capacity,
-        "best": found.best.as_json(),
-        "sure": found.sure,
-        "compared": [estimate.as_json() for estimate in found.compared],
-        "curve": [{"memory": p.memory, **p.as_json()} for p in found.curve],
+        "memory": plan.memory,
+        "capacity": plan.capacity,
+        "best": plan.best.as_json(),
+        "sure": plan.sure,
+        "compared": [estimate.as_json() for estimate in plan.compared],
+        "curve": [{"memory": p.memory, **p.as_json()} for p in plan.curve],
         "target": None if target is None else {
             "tpot_s": target.seconds,
             "memory": None if target.least is None else target.least.memory,

@@ -1,4 +1,4 @@
-"""Options from config dataclasses: name, type, default, help and place are written there once."""
+"""Command line options from the fields of config dataclasses."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def add_options(
     names: Sequence[str] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """One option a field, under `title`, else in the group of its field.
+    """Add one option for each field, under `title` or else in the field's own group.
 
     names: only these fields
     texts: help of options that mean something else to this command
     """
     types = typing.get_type_hints(config)
-    wanted = [each for each in options_in(config) if names is None or each.name in names]
-    titles = [title or each.metadata["group"] or "options" for each in wanted]
+    fields = [each for each in options_in(config) if names is None or each.name in names]
+    titles = [title or each.metadata["group"] or "options" for each in fields]
     order = [*dict.fromkeys(each for each in titles if each not in GROUPS), *GROUPS]
     groups = {each: _group(parser, each) for each in order if each in titles}
-    for each, group in zip(wanted, titles, strict=True):
+    for each, group in zip(fields, titles, strict=True):
         about = each.metadata
         text = (texts or {}).get(each.name, about["help"])
         if each.default is False:
@@ -43,24 +43,24 @@ def add_options(
         choices = about["choices"]
         groups[group].add_argument(
             flag(each.name),
-            action=_Given,
+            action=_StoreValue,
             type=_kind(types[each.name]),
             required=each.default is REQUIRED,
             default=None if each.default is REQUIRED else each.default,
             metavar="|".join(choices) if choices else about["metavar"],
             help=text,
         )
-    parser.show(*(each.name for each in wanted if each.metadata["shown"]))
+    parser.show(*(each.name for each in fields if each.metadata["shown"]))
 
 
 def _group(parser: Parser, title: str) -> Any:
-    """The group of that title, which several configs may have."""
-    found = (each for each in parser._action_groups if each.title == title)
-    return next(found, None) or parser.add_argument_group(title)
+    """The group with this title, which several configs may share."""
+    groups = (each for each in parser._action_groups if each.title == title)
+    return next(groups, None) or parser.add_argument_group(title)
 
 
 def _kind(hint: Any) -> Any:
-    """What a text becomes, of a type such as `float | None`."""
+    """The type that an option's text is converted to, for a hint such as `float | None`."""
     kinds = [each for each in (str, Path, float, int) if each in (typing.get_args(hint) or (hint,))]
     return kinds[0]
 
@@ -72,20 +72,20 @@ def add_model(parser: Parser) -> None:
 def add_verbose(parser: Parser) -> None:
     parser.add_argument(
         "--verbose", action="store_true",
-        help="a longer start-up line: where all is, and the options that give the same again",
+        help="a longer start-up line: what is where, and the options that reproduce it",
     )  # fmt: skip
     parser.show("verbose")
 
 
-class _Given(argparse.Action):
-    """Stores a value, and remembers that the user gave it."""
+class _StoreValue(argparse.Action):
+    """Stores a value, and notes that the user configured it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, values)
-        namespace.given = {**given(namespace), self.dest: values}
+        namespace.configured = {**configured(namespace), self.dest: values}
 
 
-class _Flag(_Given):
+class _Flag(_StoreValue):
     """A flag without a value."""
 
     def __init__(self, option_strings: Any, dest: str, **options: Any) -> None:
@@ -95,13 +95,15 @@ class _Flag(_Given):
         super().__call__(parser, namespace, True, option)
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of configs that the user gave, whatever their defaults are."""
-    return dict(getattr(args, "given", {}))
+def configured(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the user gave, even where they equal the defaults."""
+    return dict(getattr(args, "configured", {}))
 
 
 def take(args: argparse.Namespace, config: type[Config]) -> Config:
-    """The config that the arguments say, checked; fields that the command has no option for keep
-    their defaults."""
+    """A checked config from the arguments.
+
+    Fields without an option in this command keep their defaults.
+    """
     names = [each.name for each in options_in(config) if hasattr(args, each.name)]
     return config(**{name: getattr(args, name) for name in names})

@@ -1,4 +1,4 @@
-"""The parser of all commands: its mistakes are one line, its help shows what people use."""
+"""The argument parser of all commands: errors in one line, short help by default."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from greenroom.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose own errors are one line, as all others are; options are not abbreviated.
+    """An argparse parser with one-line errors and without abbreviated options.
 
-    A command with many options names those that people use; --help-all shows the others too.
+    --help shows the options that people use most; --help-all shows all of them.
     """
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         self._common: set[str] = set()
 
     def show(self, *names: str) -> None:
-        """Have --help show these options, of the rest only those that must be given."""
+        """Show these options in --help, and otherwise only required ones."""
         if names and not self._common:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
             self._common = {"help", "help_all"}
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def format_all(self) -> str:
-        """The help with every option, in groups."""
+        """Format the help of all options, in groups."""
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -54,19 +54,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(parser: Parser, dest: str, commands: Mapping[str, Any]) -> None:
-    """A command for each module: its HELP, `add_to` for its options, and `main`, which a group of
-    commands does not have."""
+    """Add a command for each module, from its HELP, `add_to` and `main`.
+
+    A group of commands has no `main`.
+    """
     parser.set_defaults(main=lambda args: print(parser.format_help(), end=""))
     below = parser.add_subparsers(dest=dest, metavar="COMMAND")
     for name, module in commands.items():
-        made = below.add_parser(name, help=module.HELP, description=module.HELP)
+        command = below.add_parser(name, help=module.HELP, description=module.HELP)
         if hasattr(module, "main"):
-            made.set_defaults(main=module.main)
-        module.add_to(made)
+            command.set_defaults(main=module.main)
+        module.add_to(command)
 
 
 class _HelpAll(argparse.Action):
-    """--help-all"""
+    """Prints the help of all options, for --help-all."""
 
     def __init__(self, option_strings: Any, dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)

@@ -1,1 +1,1 @@
-"""What `greenroom simulate` makes of its options: studies, systems, costs, the report."""
+"""The report of `greenroom simulate`."""

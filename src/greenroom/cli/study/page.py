@@ -1,4 +1,4 @@
-"""The report of `greenroom simulate`: what to draw, from a study and its rows."""
+"""The report of `greenroom simulate`, from a study and its rows."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def page(
     go: Go,
     command: str,
 ) -> str:
-    """HTML, of the trace `source`. Curves have more points than were asked for; `go` runs the
-    cells that lack.
+    """The HTML page of a study of the trace `source`.
 
-    They are of misses without prefetching, which depend on no machine.
+    Curves show misses without prefetching, which depend on no machine. They have more points than
+    the study; `go` runs the missing cells.
     """
     trace, counted = study.trace, replace(study, costs=None)
     experts = int(trace.offsets[-1])
     least = 1 if study.scope == "shared" else trace.layers
     points = list(grid([cell.capacity for cell in cells], experts, least))
     names = list(dict.fromkeys(cell.policy for cell in cells))
-    wanted = [Cell(name, n, config.pin) for name in names for n in points]
-    known: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
-    lacking = [cell for cell in dict.fromkeys(wanted) if cell not in known]
-    known |= dict(zip(lacking, go(counted, lacking), strict=True))
+    needed = [Cell(name, n, config.pin) for name in names for n in points]
+    results: dict[Cell, Row] = dict(zip(cells, rows, strict=True))
+    lacking = [cell for cell in dict.fromkeys(needed) if cell not in results]
+    results |= dict(zip(lacking, go(counted, lacking), strict=True))
 
     def curve(name: str) -> list[tuple[int, float]]:
-        return [(n, known[Cell(name, n, config.pin)]["miss_ratio"]) for n in points]
+        return [(n, results[Cell(name, n, config.pin)]["miss_ratio"]) for n in points]
 
     settings: dict[str, Any] = {
         "order": study.order,
@@ -69,7 +69,7 @@ def page(
         command=command,
         experts=experts,
         tokens=trace.tokens,
-        curves={known[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
+        curves={results[Cell(n, points[0], config.pin)]["policy"]: curve(n) for n in names},
         floor=floor(study, points),
         counts=[each.tolist() for each in popularity(trace)],
         rows=rows,
@@ -77,10 +77,10 @@ def page(
 
 
 def floor(study: Study, points: list[int]) -> list[tuple[int, float]]:
-    """OPT's miss ratio without pinning, at these capacities and about 200 others."""
-    found = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
-    step = max(1, found.capacities.size // 200)
-    shown = np.isin(found.capacities, points)
+    """The miss ratio of OPT without pinning, at these capacities and about 200 others."""
+    curve = opt_curve(study.requests, study.trace.offsets, scope=study.scope, reset=study.reset)
+    step = max(1, curve.capacities.size // 200)
+    shown = np.isin(curve.capacities, points)
     shown[::step] = True
-    ratios = found.misses[shown] / max(1, found.requests)
-    return list(zip(found.capacities[shown].tolist(), ratios.tolist(), strict=True))
+    ratios = curve.misses[shown] / max(1, curve.requests)
+    return list(zip(curve.capacities[shown].tolist(), ratios.tolist(), strict=True))

@@ -1,1 +1,1 @@
-"""What a command shows in the terminal, and the files that it writes."""
+"""Terminal output of commands, and the files that they write."""

@@ -19,7 +19,7 @@ def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> 
 
 
 def check_target(path: Path) -> None:
-    """OutputError where a file cannot be written there: said before the work, not after it."""
+    """Check that a file can be written at `path`, before any work is done. OutputError."""
     if path.is_dir():
         raise OutputError(f"cannot write {path}: it is a folder")
     if path.exists() and not path.is_file():
@@ -31,12 +31,12 @@ def check_target(path: Path) -> None:
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that these arguments are of."""
-    return shlex.join(["greenroom", *map(str, args.words)])
+    """The command line as the user gave it, quoted for a shell."""
+    return shlex.join(["greenroom", *map(str, args.command_line)])
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write beside, then rename: the name never has half a file. OutputError where it fails."""
+def write_file(path: Path, text: str) -> None:
+    """Write a temporary file, then rename it: no reader sees half a file. OutputError."""
     from greenroom.trace.container import beside
 
     check_target(path)

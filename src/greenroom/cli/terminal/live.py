@@ -1,4 +1,4 @@
-"""A line at the bottom of the terminal that says what the cache is doing."""
+"""A status line of the expert cache at the bottom of the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVE, RESTORE, CLEAR = "\x1b7", "\x1b8", "\x1b[2K"
 
 
 class LiveLine:
-    """Keeps the last line of the screen for itself; text scrolls above it.
+    """A status line in the last line of the screen; text scrolls above it.
 
     Shown only where standard output and standard error are both the terminal.
     """
@@ -33,18 +33,18 @@ class LiveLine:
         return self
 
     def update(self) -> None:
-        """Draw the line anew, but not more often than the eye can follow."""
+        """Redraw the line, at most every EVERY_S seconds."""
         if self._shown and time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY_S
             size = os.get_terminal_size(sys.stderr.fileno())
             text = f" {status(self._stats())} "[: size.columns]
             sys.stderr.write(
-                f"{SAVE}{self._region(size.lines)}"
+                f"{SAVE}{self._scroll_area(size.lines)}"
                 f"\x1b[{size.lines};1H{CLEAR}\x1b[7m{text}\x1b[0m{RESTORE}"
             )
             sys.stderr.flush()
 
-    def _region(self, rows: int) -> str:
+    def _scroll_area(self, rows: int) -> str:
         """Keep text out of the last line; again where the window was resized."""
         if rows == self._rows:
             return ""
@@ -58,12 +58,12 @@ class LiveLine:
 
 
 def status(stats: Stats) -> str:
-    """What the cache holds and what it cost so far."""
+    """The status line: slots, hit ratio, stalls, prefetches, bytes read."""
     return " · ".join(
         (
             f"{stats.capacity} of {stats.experts} experts in slots",
             f"hit ratio {stats.hit_ratio:.1%}",
-            f"waited {stats.stall_s:.2f} s",
+            f"stalled {stats.stall_s:.2f} s",
             *prefetched(stats),
             f"{show_bytes(stats.bytes_read)} read",
         )
@@ -71,9 +71,9 @@ def status(stats: Stats) -> str:
 
 
 def prefetched(stats: Stats) -> list[str]:
-    """What became of the prefetches; nothing where there were none."""
-    did = stats.prefetch
-    if not did["began"]:
+    """Counts of prefetches for a status line; none where nothing was prefetched."""
+    counts = stats.prefetch
+    if not counts["began"]:
         return []
-    late = f", {did['late']:,} late" if did["late"] else ""
-    return [f"{did['useful']:,} of {did['began']:,} prefetches used{late}"]
+    late = f", {counts['late']:,} late" if counts["late"] else ""
+    return [f"{counts['useful']:,} of {counts['began']:,} prefetches used{late}"]

@@ -1,4 +1,4 @@
-"""What a command is doing, on standard error: from its first second on, in one line."""
+"""The progress of a command, in one line on standard error."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ CLEAR = "\r\x1b[2K"
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """On a terminal one line, which is replaced and goes away; in a file a line at once and later
-    one for what is new, not more often than every EVERY_S. All end in " ..."."""
+    """A progress line on standard error.
+
+    On a terminal the line is replaced, and removed at the end. In a file it is written at once,
+    then at most every EVERY_S seconds when it has changed. Each line ends in " ...".
+    """
 
     def __init__(self, first: str | None = None) -> None:
         self._live = sys.stderr is not None and sys.stderr.isatty()
-        self._due, self._shown, self._what = 0.0, "", ""
+        self._due, self._shown, self._work = 0.0, "", ""
         self._began = time.monotonic()
-        self._above = _Above(self)
+        self._warnings = _WarningHandler(self)
         if self._live:
-            logging.getLogger("greenroom").addHandler(self._above)
+            logging.getLogger("greenroom").addHandler(self._warnings)
         if first is not None:
             self.say(first)
 
-    def say(self, what: str, done: float = 0, of: float = 0) -> None:
-        """What is being done now, and how much of it is: then also when it will be."""
+    def say(self, work: str, done: float = 0, of: float = 0) -> None:
+        """Report the present work; with amounts, also its share and the remaining time."""
         now = time.monotonic()
-        if what != self._what:
-            self._what, self._began = what, now
-        text = what
+        if work != self._work:
+            self._work, self._began = work, now
+        text = work
         if of:
             text += f" {done / of:.0%}"
             if done and now - self._began > 1:
@@ -51,11 +54,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             sys.stderr.flush()
 
     def of(self, name: str) -> Callable[[float, str], None]:
-        """What a function is to be given that reports a share and what begins."""
-        return lambda share, what: self.say(f"{name}: {what}")
+        """A callback (share, stage) that reports the stages of one model."""
+        return lambda share, stage: self.say(f"{name}: {stage}")
 
     def clear(self) -> None:
-        """Make room for other output."""
+        """Remove the line, to make room for other output."""
         if self._live and self._shown:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(CLEAR)
@@ -64,11 +67,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def __exit__(self, *_: object) -> None:
         self.clear()
-        logging.getLogger("greenroom").removeHandler(self._above)
+        logging.getLogger("greenroom").removeHandler(self._warnings)
 
 
-class _Above(logging.Handler):
-    """Warnings take the line's place on a terminal."""
+class _WarningHandler(logging.Handler):
+    """Prints warnings in place of the progress line."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -81,7 +84,7 @@ class _Above(logging.Handler):
 
 @contextlib.contextmanager
 def model_progress(model: str) -> Iterator[Progress]:
-    """The progress of a command with a model, whose name is checked first."""
+    """The progress of a command with a model; checks the model's name first."""
     check_name(model)
     with Progress(f"{model}: starting") as progress:
         yield progress
@@ -91,7 +94,7 @@ def model_progress(model: str) -> Iterator[Progress]:
 def open_model(
     source: str, config: LoadConfig, progress: Progress, verbose: bool
 ) -> Iterator[tuple[Any, Any]]:
-    """(a model, its tokenizer), until the command needs them no more; the start-up line is said."""
+    """Load a model and its tokenizer for the time of a command; print the start-up line."""
     from greenroom.hf.load.load import load_with
     from greenroom.hf.load.report import startup_line
 
@@ -108,7 +111,7 @@ def open_model(
 
 
 def collect_garbage() -> None:
-    """What is there now stays: only what answers leave is worth a look."""
+    """Freeze present objects and enable the garbage collector for those that answers leave."""
     gc.freeze()
     gc.enable()
 
@@ -118,7 +121,7 @@ def _time(seconds: float) -> str:
 
 
 def quiet(progress: Progress | None = None) -> None:
-    """No bars of transformers and of the hub: what is downloaded is said by a line of our own."""
+    """Disable the progress bars of transformers and the hub; report downloads in our own line."""
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 

@@ -1,7 +1,7 @@
 """The terminal chat: lines in, answers out, and commands that begin with a slash.
 
-What is typed goes on from a line that ends in a backslash. With piped input, each line is a turn,
-nothing is asked, and the first error ends the program.
+A line that ends in a backslash continues in the next line. With piped input each line is a turn,
+no prompt is printed, and the first error ends the program.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def history_file() -> Path:
-    """Where typed lines are kept: in the user's state folder."""
+    """The file of typed lines, in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state) / "greenroom" / "chat_history"
 
 
 class Terminal:
-    """Reads lines, with history where they are typed; writes answers as they come."""
+    """Input and output of a chat: lines with history, answers as they are generated."""
 
     def __init__(self) -> None:
         self.typed = sys.stdin is not None and sys.stdin.isatty()
@@ -40,27 +40,32 @@ class Terminal:
 
     def __enter__(self) -> Terminal:
         if self.typed:
-            with contextlib.suppress(ImportError):  # there are Pythons without it
+            with contextlib.suppress(ImportError):  # some Python builds lack readline
                 import readline
 
                 self._readline = readline
                 with contextlib.suppress(OSError):
                     readline.read_history_file(history_file())
-        for stream in (sys.stdin, sys.stdout):  # half a character must not end a conversation
+        for stream in (
+            sys.stdin,
+            sys.stdout,
+        ):  # an incomplete character must not end a conversation
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._readline is not None:
-            with contextlib.suppress(OSError):  # a home that cannot be written to
+            with contextlib.suppress(OSError):  # the home folder is read-only
                 history_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._readline.set_history_length(HISTORY_LINES)
                 self._readline.write_history_file(history_file())
 
     def lines(self) -> Iterator[str]:
-        """What the user says, line by line, until the end of the input. Ctrl-C drops a line, a
-        second one leaves."""
+        """Iterate over the user's lines until the input ends.
+
+        Ctrl-C discards a line; a second Ctrl-C leaves the chat.
+        """
         dropped = False
         while True:
             try:
@@ -76,7 +81,7 @@ class Terminal:
                     raise
                 mark_handled(error)
                 dropped = True
-                print("\n(Ctrl-C again, Ctrl-D or /exit leaves)")
+                print("\n(press Ctrl-C again, Ctrl-D or type /exit to leave)")
                 continue
             dropped = False
             if line.strip():
@@ -91,7 +96,7 @@ class Terminal:
         return line.removesuffix("\n")
 
     def write(self, delta: Delta) -> None:
-        """A part of an answer; reasoning is dimmed, and kept out of files."""
+        """Write a part of an answer; reasoning is dimmed on a terminal and left out of files."""
         thinking = bool(delta.reasoning)
         if sys.stdout.isatty() and thinking != self._thinking:
             sys.stdout.write(DIM if thinking else f"{PLAIN}\n")
@@ -101,25 +106,25 @@ class Terminal:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """The end of an answer."""
+        """End an answer's line."""
         sys.stdout.write((PLAIN if self._thinking else "") + "\n")
         sys.stdout.flush()
         self._thinking = False
 
     def say(self, text: str) -> None:
-        """About the conversation, not of it."""
+        """Print a note about the conversation on standard error."""
         print(text, file=sys.stderr, flush=True)
 
 
 def _safe(text: str) -> str:
-    """Without the control characters with which a text could speak to the terminal."""
+    """The text without control characters, which a terminal would obey."""
     if not sys.stdout.isatty():
         return text
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
 class Session:
-    """One conversation."""
+    """One conversation in the terminal."""
 
     def __init__(
         self, talker: Talker, terminal: Terminal, name: str, system: str | None = None
@@ -138,9 +143,9 @@ class Session:
         self._reset("")
 
     def run(self) -> None:
-        """Until /exit, or the end of the input."""
+        """Answer lines until /exit or the end of the input."""
         if self._terminal.typed:
-            self._terminal.say(f"{self._name} · /help lists commands, Ctrl-D leaves")
+            self._terminal.say(f"{self._name} · /help lists the commands, Ctrl-D leaves")
         for line in self._terminal.lines():
             if line.strip() == "/exit":
                 return
@@ -152,14 +157,16 @@ class Session:
                 self._terminal.say(f"greenroom: {' '.join(str(error).split())}")
 
     def _take(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
+        name, _, value = line.partition(" ")
         if not name.startswith("/"):
             self._answer(line)
         elif name in self._commands:
-            self._commands[name](rest.strip())
+            self._commands[name](value.strip())
         else:
             raise UsageError(
-                f"there is no command {name[:40]!r}: /help lists them, a space before it sends it"
+                f"there is no command {name[:40]!r}: /help lists the commands; begin the line"
+                " with a"
+                " space to send it to the model"
             )
 
     def _answer(self, line: str) -> None:
@@ -174,41 +181,41 @@ class Session:
         if reply.reason == "cancelled" and not self._terminal.typed:
             raise KeyboardInterrupt
         self._messages.append({"role": "assistant", "content": reply.text})
-        self._terminal.say(closing(reply))
+        self._terminal.say(closing_line(reply))
 
-    def _stats(self, rest: str) -> None:
+    def _stats(self, value: str) -> None:
         from greenroom.cli.terminal.summary import summary
 
         self._terminal.say(summary(self._talker.stats()))
 
-    def _cache(self, rest: str) -> None:
-        if not rest:
+    def _cache(self, size: str) -> None:
+        if not size:
             raise UsageError("/cache needs a size: /cache 20%, or /cache 2GiB")
-        self._terminal.say(f"{self._talker.resize(rest):,} slots")
+        self._terminal.say(f"{self._talker.resize(size):,} slots")
 
-    def _set_system(self, rest: str) -> None:
-        self._system = rest or None
+    def _set_system(self, text: str) -> None:
+        self._system = text or None
         self._reset("")
 
-    def _reset(self, rest: str) -> None:
-        """Begin anew."""
+    def _reset(self, value: str) -> None:
+        """Begin a new conversation."""
         self._messages = []
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
 
-    def _help(self, rest: str) -> None:
+    def _help(self, value: str) -> None:
         self._terminal.say(
-            "/stats        what the server has done, and what its cache holds\n"
-            "/cache SIZE   give the expert cache another size: 20%, or 2GiB\n"
-            "/system TEXT  another system prompt, and begin anew\n"
-            "/reset        begin anew\n"
+            "/stats        show requests, tokens, and the expert cache\n"
+            "/cache SIZE   resize the expert cache: 20%, or 2GiB\n"
+            "/system TEXT  set the system prompt and begin a new conversation\n"
+            "/reset        begin a new conversation\n"
             "/exit         leave, as Ctrl-D does; Ctrl-C stops an answer\n"
-            "A line that ends in a backslash goes on."
+            "A line that ends in a backslash continues in the next line."
         )
 
 
-def closing(reply: Reply) -> str:
-    """One line: tokens and times."""
+def closing_line(reply: Reply) -> str:
+    """The line after an answer: tokens and times."""
     parts = []
     if reply.prompt_tokens is not None and reply.new_tokens is not None:
         reused = f" ({reply.reused_tokens} reused)" if reply.reused_tokens else ""

@@ -1,4 +1,4 @@
-"""A server's statistics in a few lines, for people."""
+"""A server's statistics as readable lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from greenroom.config import show_bytes
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """What `/v1/stats` says of a Greenroom; of any other server, what it says."""
+    """The statistics of `/v1/stats` as lines; those of other servers as JSON."""
     if not {"queue", "tokens"} <= stats.keys():
         return json.dumps(stats, indent=2)
     queue, tokens = stats["queue"], stats["tokens"]
@@ -25,40 +25,39 @@ def summary(stats: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def inexact_line(lesser: dict[str, Any]) -> str:
-    """How much was not computed exactly, for people."""
-    named = (("low", f"in {lesser['precision']}"), ("left_out", "left out"),
+def inexact_line(counts: dict[str, Any]) -> str:
+    """The share of expert evaluations that were not exact."""
+    named = (("low", f"in {counts['precision']}"), ("left_out", "left out"),
              ("substituted", "replaced"))  # fmt: skip
-    of = [f"{lesser[f'{name}_share'] or 0:.1%} {what}" for name, what in named if lesser[name]]
-    return f"{', '.join(of) or 'none'} of the evaluations"
+    shares = [f"{counts[f'{name}_share'] or 0:.1%} {what}" for name, what in named if counts[name]]
+    return f"{', '.join(shares) or 'none'} of the expert evaluations"
 
 
-def shared_line(both: dict[str, Any]) -> str:
-    """How misses were shared out between a device and the host, for people."""
+def co_compute_line(counts: dict[str, Any]) -> str:
+    """Counts of misses that the host computed and of those that moved to the device."""
     return (
-        f"{both['on_host']:,} computed in host memory ({both['on_host_share'] or 0:.1%}),"
-        f" {both['moved']:,} moved"
+        f"{counts['on_host']:,} computed in host memory ({counts['on_host_share'] or 0:.1%}),"
+        f" {counts['moved']:,} moved to the device"
     )
 
 
 def _of_model(stats: dict[str, Any]) -> list[str]:
     memory, experts, kv = stats["memory"], stats["experts"], stats["kv"]
     budget = memory["budget_bytes"]
-    of = f" of the budget's {show_bytes(budget)}" if budget else ""
-    did = stats["prefetch"]
+    limit = f" of {show_bytes(budget)} budget" if budget else ""
+    prefetches = stats["prefetch"]
     links = ", ".join(f"{link['link']} {show_bytes(link['bytes'])}" for link in stats["links"])
-    lesser = stats.get("lesser")
-    both = stats.get("co_compute")
-    misses = [f"inexact   {inexact_line(lesser)}"] if lesser else []
-    misses += [f"misses    {shared_line(both)}"] if both else []
+    approximated, co_computed = stats.get("lesser"), stats.get("co_compute")
+    misses = [f"inexact   {inexact_line(approximated)}"] if approximated else []
+    misses += [f"misses    {co_compute_line(co_computed)}"] if co_computed else []
     return [
         f"experts   {memory['slots']:,} of {memory['experts']:,} in slots"
         f" ({show_bytes(memory['resident_bytes'])}), hit ratio {experts['hit_ratio']:.1%},"
         f" policy {experts['policy']}",
         *misses,
-        f"prefetch  {did['predictor']}: {did['useful']:,} useful, {did['late']:,} late,"
-        f" {did['wasted']:,} wasted",
-        f"links     {links or 'none'}; waited {stats['stall_s']:.2f} s",
-        f"memory    {show_bytes(memory['process_bytes'])}{of}; keys and values"
+        f"prefetch  {prefetches['predictor']}: {prefetches['useful']:,} useful,"
+        f" {prefetches['late']:,} late, {prefetches['wasted']:,} wasted",
+        f"links     {links or 'none'}; stalled {stats['stall_s']:.2f} s",
+        f"memory    {show_bytes(memory['process_bytes'])}{limit}; KV cache"
         f" {show_bytes(kv['reserved_bytes'])} of {show_bytes(kv['limit_bytes'])}",
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli.estimate.machine import profile
 from greenroom.cli.options.fields import add_options, take
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_out, check_target, write_whole
+from greenroom.cli.terminal.files import add_out, check_target, write_file
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import BUDGETS, BudgetsConfig
 from greenroom.errors import UsageError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.trace import Trace
 
-HELP = "how many slots each layer should have, for --scope FILE (and --split FILE)"
+HELP = "compute how many slots each layer should have, for --scope FILE (and --split FILE)"
 VERSION = 1
 
 
@@ -43,20 +43,20 @@ def main(args: argparse.Namespace) -> None:
         if len(slots) != 1:
             raise UsageError(f"--capacity is one number here, got {config.capacity}")
         progress.say("sharing out slots")
-        found = budgets(config, trace, slots[0])
-    made = {
+        result = budgets(config, trace, slots[0])
+    content = {
         "format": BUDGETS, "version": VERSION, "model": trace.meta.get("model"),
-        "method": config.method, "capacity": slots[0], **found,
+        "method": config.method, "capacity": slots[0], **result,
     }  # fmt: skip
-    write_whole(args.out, json.dumps(made, indent=1) + "\n")
-    shown = ", ".join(f"{n:g}" for n in found["slots"])
+    write_file(args.out, json.dumps(content, indent=1) + "\n")
+    shown = ", ".join(f"{n:g}" for n in result["slots"])
     print(f"{args.out}: {slots[0]} slots as {shown}")
-    if "split" in found:
-        print("top segments " + ", ".join(f"{share:.2f}" for share in found["split"]))
+    if "split" in result:
+        print("top segments " + ", ".join(f"{share:.2f}" for share in result["split"]))
 
 
 def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any]:
-    """`slots` of each layer and, of moepic, `split`."""
+    """Compute `slots` for each layer and, with the method moepic, `split`."""
     from greenroom.plan.budgets import METHODS as BY_TABLES
     from greenroom.plan.budgets import exposed_tables, miss_tables
     from greenroom.sim.study import costs_of
@@ -76,7 +76,7 @@ def budgets(config: BudgetsConfig, trace: Trace, capacity: int) -> dict[str, Any
 def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
-    """Algorithm 1 over what the trace's decoded tokens activated and what had been predicted."""
+    """MoEpic's Algorithm 1, over the activations and predictions of a trace's decode tokens."""
     from greenroom.plan.configurator import Latency, configure, layers_of
     from greenroom.plan.recorded import activity_of
 

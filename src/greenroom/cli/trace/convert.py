@@ -1,4 +1,4 @@
-"""`greenroom trace import FILE`: turn an npz, or a recording that did not end, into a trace."""
+"""`greenroom trace import FILE`: convert an npz or an unfinished recording into a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greenroom.cli.terminal.files import add_out, check_target
 from greenroom.cli.terminal.progress import Progress
 from greenroom.cli.trace.out import contents
 
-HELP = "turn an npz, or a recording that did not end, into a trace"
+HELP = "convert an npz, or an unfinished recording, into a trace"
 
 
 def add_to(parser: Parser) -> None:

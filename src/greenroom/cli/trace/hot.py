@@ -7,20 +7,21 @@ import json
 from pathlib import Path
 
 from greenroom.cli.options.parser import Parser
-from greenroom.cli.terminal.files import add_out, check_target, write_whole
+from greenroom.cli.terminal.files import add_out, check_target, write_file
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import Amount
 from greenroom.errors import UsageError
 
-HELP = "the experts that a task uses most, for --pin FILE"
+HELP = "list the experts that a task uses most, for --pin FILE"
 
 
 def add_to(parser: Parser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="a trace with labels")
     add("--task", metavar="LABEL[,LABEL...]", required=True,
-        help="labels of requests; of several a run keeps the one that is nearest to each prompt;"
-        " all takes every label of the trace")  # fmt: skip
+        help="labels of requests; with several, a run pins those of the task nearest to each"
+        " prompt;"
+        " all: every label of the trace")  # fmt: skip
     add("--share", metavar="SHARE", default="10%",
         help="of every layer's experts (default: 10%%)")  # fmt: skip
     add_out(parser, "the JSON file to write")
@@ -37,8 +38,8 @@ def main(args: argparse.Namespace) -> None:
 
         trace = load(args.trace)
         named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
-        found = hot(trace, named, share)
-    made = {**found.as_json(), "model": trace.meta.get("model")}
-    write_whole(args.out, json.dumps(made) + "\n")
-    counts = ", ".join(f"{name} {task.experts.size}" for name, task in found.tasks.items())
+        result = hot(trace, named, share)
+    content = {**result.as_json(), "model": trace.meta.get("model")}
+    write_file(args.out, json.dumps(content) + "\n")
+    counts = ", ".join(f"{name} {task.experts.size}" for name, task in result.tasks.items())
     print(f"{args.out}: experts to pin of {int(trace.offsets[-1])}: {counts}")

@@ -17,24 +17,24 @@ from greenroom.errors import UsageError
 if TYPE_CHECKING:
     from greenroom.trace import Trace
 
-HELP = "what is in a trace, and how local its routing is"
+HELP = "show what a trace contains, and how local its routing is"
 
 
 def add_to(parser: Parser) -> None:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace, a journal or an npz")
     parser.add_argument(
         "--segments", metavar="N[,N...]", default="4,16,64",
-        help="tokens of the segments that SRP and SCH are about (default: %(default)s)",
+        help="segment lengths in tokens, for SRP and SCH (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--sizes", metavar="M[,M...]", default="1,2,4",
-        help="caches of SCH, in multiples of top-k a layer (default: %(default)s)",
+        help="cache sizes for SCH, in multiples of top-k per layer (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--groups", metavar="N", type=int, default=40,
         help="try up to N groups of requests (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the groups")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the groups")
     add_json(parser)
 
 
@@ -52,12 +52,12 @@ def main(args: argparse.Namespace) -> None:
 
         trace = load(args.trace)
         progress.say("measuring locality")
-        found = {
+        facts = {
             **_facts(trace),
             "locality": summary(trace, lengths, sizes),
             "groups": group_summary(trace, args.groups, args.seed),
         }
-    print(json.dumps(found) if args.json else _report(args.trace, trace, found))
+    print(json.dumps(facts) if args.json else _report(args.trace, trace, facts))
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -71,7 +71,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """What is in a trace."""
+    """Counts of a trace's content."""
     prefill = trace.pass_prefill
     lengths = trace.pass_starts[1:] - trace.pass_starts[:-1]
     sample = trace.gate_inputs
@@ -87,16 +87,16 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "weights": trace.weights is not None,
         "token_ids": trace.token_ids is not None,
         "gate_inputs": 0 if sample is None else len(sample.tokens),
-        "predictions": {name: made.distance for name, made in trace.predictions.items()},
+        "predictions": {name: each.distance for name, each in trace.predictions.items()},
         "labels": dict(Counter(trace.labels)),
         "meta": trace.meta,
     }
 
 
-def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
-    local, group = found["locality"], found["groups"]
-    beside = [name for name in ("weights", "token_ids", "gate_inputs") if found[name]]
-    labels = sorted(found["labels"].items(), key=lambda item: -item[1])
+def _report(path: Path, trace: Trace, facts: dict[str, Any]) -> str:
+    local, group = facts["locality"], facts["groups"]
+    fields = [name for name in ("weights", "token_ids", "gate_inputs") if facts[name]]
+    labels = sorted(facts["labels"].items(), key=lambda item: -item[1])
     named = ", ".join(f"{label or '(none)'} {n}" for label, n in labels[:8])
     more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
     distances = ", ".join(
@@ -105,16 +105,16 @@ def _report(path: Path, trace: Trace, found: dict[str, Any]) -> str:
     gaps = ", ".join("-" if x is None else f"{x:.0f}" for x in local["reuse_gap_by_layer"])
     lines = [
         f"{path}: {contents(trace)}",
-        f"model: {found['meta'].get('model', 'not named')}",
-        f"also recorded: {', '.join([*beside, *found['predictions']]) or 'nothing'}",
+        f"model: {facts['meta'].get('model', 'not named')}",
+        f"also recorded: {', '.join([*fields, *facts['predictions']]) or 'nothing'}",
         f"labels: {named}{more}",
-        *(["the last request was cut short"] if "last_request" in found["meta"] else []),
+        *(["the last request was cut short"] if "last_request" in facts["meta"] else []),
         "",
         f"adjacent-token overlap   {local['overlap']:.3f} (uniform {local['overlap_uniform']:.3f})",
         *_by_label(local["overlap_by_label"]),
         "uses of the most used    "
         + ", ".join(f"{share} {x:.1%}" for share, x in local["popularity_cdf"].items())
-        + f" ({local['unused_experts']} experts never)",
+        + f" ({local['unused_experts']} experts never used)",
         f"reuse distance, by layer {distances} (median, experts of the layer)",
         f"reuse gap, by layer      {gaps} (median, tokens)",
         "LRU hits, per layer      "

@@ -26,7 +26,7 @@ def add_to(parser: Parser) -> None:
     add_model(parser)
     parser.add_argument(
         "--prompts", metavar="FILE", required=True, type=Path,
-        help="a prompt a line, or JSON lines with prompt or messages, and label",
+        help="prompts: one a line, or JSON lines with prompt or messages, and label",
     )  # fmt: skip
     add_out(parser, "the trace to write")
     add_options(parser, RecordConfig, "what to record")
@@ -51,8 +51,8 @@ def main(args: argparse.Namespace) -> None:
 
     print(f"{args.out}: {contents(load_trace(args.out))}")
     print(
-        f"asked of the cache: {stats.expert_requests} requests,"
-        f" {stats.expert_requests - stats.expert_hits} misses ({stats.capacity} slots,"
+        f"expert cache: {stats.expert_requests:,} requests,"
+        f" {stats.expert_requests - stats.expert_hits:,} misses ({stats.capacity:,} slots,"
         f" {stats.policy})",
         file=sys.stderr,
     )
@@ -66,13 +66,13 @@ def _recorded(
     prompts: list[Prompt],
     progress: Progress,
 ) -> Stats:
-    """Load the model, have it answer the prompts, write the trace."""
+    """Load the model, answer the prompts, write the trace."""
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import choices
     from greenroom.trace.journal import journal_of
 
     if recording.predict is not None:
-        choices(recording.predict)  # a name that is wrong is found before a model is loaded
+        choices(recording.predict)  # wrong names are errors before a model is loaded
     began = False
 
     def recorded(done: int, tokens: int) -> None:
@@ -80,7 +80,7 @@ def _recorded(
         began = True
         if done and not tokens:
             progress.clear()
-            print(f"going on after {done} requests of an earlier run", file=sys.stderr)
+            print(f"continuing after {done} requests of an earlier run", file=sys.stderr)
         progress.say("recording requests", done, len(prompts))
 
     try:
@@ -93,10 +93,10 @@ def _recorded(
             return stats
     except BaseException as error:
         if began and (journal := journal_of(args.out)).exists():
-            kept = f"what was recorded is in {journal}: the same command goes on"
+            message = f"the recording so far is in {journal}: the same command continues it"
             if isinstance(error, KeyboardInterrupt):
-                error.args = (kept,)
+                error.args = (message,)
             else:
                 progress.clear()
-                print(kept, file=sys.stderr)
+                print(message, file=sys.stderr)
         raise

@@ -20,10 +20,10 @@ def add_to(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     for kind, config in (("zipf", ZipfConfig), ("topics", TopicsConfig)):
         text = " ".join((config.__doc__ or "").split()).replace("%", "%%")
-        made = kinds.add_parser(kind, help=text.partition(":")[0], description=text)
-        add_out(made, "the trace to write")
-        add_options(made, config, kind)
-        made.set_defaults(main=main, config=config)
+        command = kinds.add_parser(kind, help=text.partition(":")[0], description=text)
+        add_out(command, "the trace to write")
+        add_options(command, config, kind)
+        command.set_defaults(main=main, config=config)
 
 
 def main(args: argparse.Namespace) -> None:
