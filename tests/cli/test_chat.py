@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli.terminal.session import Session, Terminal, closing, history_file
+from greenroom.cli.terminal.session import Session, Terminal, closing_line, history_file
 from greenroom.cli.terminal.summary import summary
 from greenroom.errors import GreenroomError
 from greenroom.server.chat.backend import Reply
@@ -137,8 +137,8 @@ def test_an_answer_cannot_speak_to_the_terminal(
 
 
 def test_how_an_answer_ended() -> None:
-    assert closing(Reply(reason="length")) == "[cut short]"
-    assert closing(Reply(reason="cancelled", tokens_per_s=2.0)) == "[2.0 tokens/s · stopped]"
+    assert closing_line(Reply(reason="length")) == "[cut short]"
+    assert closing_line(Reply(reason="cancelled", tokens_per_s=2.0)) == "[2.0 tokens/s · stopped]"
 
 
 def test_statistics_of_other_servers_are_shown_as_they_are() -> None:

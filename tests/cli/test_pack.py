@@ -118,7 +118,7 @@ def test_interrupted(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Maker, "__call__", interrupting)
         ran = cli(*arguments)
     assert ran.code == 130
-    assert ran.err == "greenroom: interrupted: the same command goes on with the pack\n"
+    assert ran.err == "greenroom: interrupted: the same command continues the pack\n"
     assert cli(*arguments, "--json").json["kept"] > 0
     assert header(tmp_path / "pack") == header(packed("int8"))
 

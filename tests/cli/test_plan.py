@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenroom.cli.plan import keep, seconds
+from greenroom.cli.plan import seconds, store_setting
 from greenroom.cli.tune import _entry as tuned
 from greenroom.cli.tune import candidates
 from greenroom.config import LoadConfig
@@ -96,7 +96,7 @@ def test_a_choice_that_is_sure_is_left_to_runs(home: Path):
 
     best = estimate(Setting("lcp", "per-layer", "off"), 0.08)
     found = Plan(1, 20, best, True, (best, estimate(PLAIN, 0.1)), (), None)
-    keep(models.MODEL, models.MACHINE, found, "cpu")
+    store_setting(models.MODEL, models.MACHINE, found, "cpu")
     left = files.load_records("abc", name_of(models.HOST)).nearest(21)
     assert left is not None
     assert left.options == {"policy": "lcp", "scope": "per-layer", "prefetch": "off"}

@@ -120,7 +120,7 @@ def test_a_predictor_of_another_model_is_refused(
     assert "cut off" in refused(cli(*learned, "--predictor", out))
     assert "cut off" in refused(cli(*record, "--predictor", out))  # auto would prefetch by it
     other_one = (*record, "--prefetch", "markov", "--predictor", out)
-    assert "name that one too" in refused(cli(*other_one))
+    assert "add --prefetch learned" in refused(cli(*other_one))
     assert "unknown predictor 'nonsense'" in cli(*record, "--predict", "nonsense").mistake
     assert not (tmp_path / "o").exists()
     assert not (tmp_path / "o.journal").exists()

@@ -27,7 +27,7 @@ def test_a_wrong_device_is_one_line(cli: Run, device: str, why: str):
 def test_no_gpu_is_one_line_that_says_what_computes_here(cli: Run):
     folder = cached_tiny("qwen3_moe", tokenizer=True)
     asked = cli("run", folder, "hello", "--device", "cuda", "--memory", "2GiB")
-    assert "--device cpu computes here" in asked.mistake
+    assert "use --device cpu" in asked.mistake
 
 
 def test_two_fake_devices_say_what_one_says(cli: Run):

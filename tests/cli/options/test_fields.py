@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli import main
-from greenroom.cli.options.fields import add_options, given, take
+from greenroom.cli.options.fields import add_options, configured, take
 from greenroom.cli.options.parser import Parser
 from greenroom.config import LoadConfig, SchedulerConfig, SimulateConfig, flag, options_in
 from greenroom.errors import UsageError
@@ -27,7 +27,7 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 def test_a_default_that_is_given_counts_as_given():
     args = parsed("--scope", "shared", "--no-guard", "--readers", "3")
-    assert given(args) == {"scope": "shared", "no_guard": True, "readers": 3}
+    assert configured(args) == {"scope": "shared", "no_guard": True, "readers": 3}
     assert take(args, LoadConfig) == LoadConfig(no_guard=True, readers=3)
 
 

@@ -41,7 +41,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def asked(text: str) -> tuple[int, int]:
     """(requests, misses) of what `trace record` says."""
-    words = text.partition("asked of the cache: ")[2].split()
+    words = text.partition("expert cache: ")[2].split()
     return int(words[0]), int(words[2])
 
 

@@ -116,7 +116,7 @@ def test_a_run_counts_what_the_replay_of_its_trace_gives(
     assert trace.pass_prefill.tolist() == [True] + [False] * (ran["new_tokens"] - 1)
     assert found.requests == ran["expert_requests"]
     assert found.misses == ran["expert_requests"] - ran["expert_hits"]
-    said = f"asked of the cache: {found.requests} requests, {found.misses} misses"
+    said = f"expert cache: {found.requests:,} requests, {found.misses:,} misses"
     assert said in recorded.err
 
 
@@ -138,7 +138,7 @@ def test_policies_are_told_of_prompts_and_weights_as_a_replay_tells_them(
     assert trace.requests == 3
     capacity = int(trace.offsets[-1]) * 40 // 100
     found = replay(stream(trace, "runtime"), trace.offsets, capacity, policy(name))
-    said = f"asked of the cache: {found.requests} requests, {found.misses} misses"
+    said = f"expert cache: {found.requests:,} requests, {found.misses:,} misses"
     assert said in recorded.err
     assert 0 < found.misses < found.requests
 
