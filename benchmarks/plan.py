@@ -104,7 +104,7 @@ def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
 
 def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
     """One run: warmed without a limit, then counted behind it."""
-    stage.parts = replace(stage.parts, read_limit=int(case.limit) if case.limit else None)
+    stage.setup = replace(stage.setup, read_limit=int(case.limit) if case.limit else None)
     config = LoadConfig(policy=case.policy, scope=case.scope, prefetch=case.prefetch,
                         no_guard=case.prefetch != "auto")  # fmt: skip
     stage.attach(config, int(case.share * stage.experts))
@@ -128,10 +128,10 @@ def line(stage: Harness) -> Throttle:
 
 def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
     tokens = len(done.gaps)
-    size = stage.parts.catalog.expert_bytes // stage.experts
+    size = stage.setup.catalog.expert_bytes // stage.experts
     seen = Observed(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
-        done.busy_s, stage.model.greenroom.parts.prefetch != OFF,
+        done.busy_s, stage.model.greenroom.setup.prefetch != OFF,
     )  # fmt: skip
     return {"observed": asdict(seen), "miss_ratio": done.miss_ratio, "at": time.time()}
 

@@ -88,8 +88,8 @@ class Hall:
         self.args = args
         config = LoadConfig(cache=1 << 26, context=1024, prefetch="off", threads=args.threads)
         self.model: Any = load_with(str(args.pack), config, remember=False)[0]
-        self.parts = replace(self.model.greenroom.parts, fingerprint="", guard=False)
-        self.catalog = self.parts.catalog
+        self.setup = replace(self.model.greenroom.setup, fingerprint="", guard=False)
+        self.catalog = self.setup.catalog
         layers = len(self.catalog.layers)
         whole = prepared(load(args.trace), layers, self.model.config.vocab_size)
         self.trace = whole.select(range(whole.requests - LESSONS))
@@ -108,7 +108,7 @@ class Hall:
         compile_for(chosen)
         ahead = session is not None and self.args.prefetch != OFF
         parts = replace(
-            self.parts, catalog=catalog, split=cut_at, scope=way.get("scope", "shared"),
+            self.setup, catalog=catalog, split=cut_at, scope=way.get("scope", "shared"),
             capacity=capacity, policy=chosen.name, prefetch=ANY if ahead else OFF,
         )  # fmt: skip
         store = FakeStore(DiskStore(catalog), bandwidth=bandwidth)

@@ -46,7 +46,7 @@ def test_a_run_says_that_it_took_lru(
     monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     assert parts.policy == "lru"
     assert parts.prefetch == "auto"
@@ -69,8 +69,8 @@ def test_a_plan_foretells_slots_and_settings(
     def run() -> tuple[int, int]:
         model, _ = load_with(folder, replace(config, memory=memory))
         made = model.greenroom
-        found = made.capacity, made.growth.least
-        sizes = tuple(b - a for a, b in pairwise(made.parts.catalog.offsets))
+        found = made.capacity, made.slot_budget.full_context_slots
+        sizes = tuple(b - a for a, b in pairwise(made.setup.catalog.offsets))
         made.detach()
         assert sizes == before.experts_per_layer
         return found
@@ -93,7 +93,7 @@ def keep(fingerprint: str, capacity: int, machine: str | None = None, **options:
 def test_a_run_takes_what_was_measured_and_says_so(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
-    digest = model.greenroom.parts.fingerprint
+    digest = model.greenroom.setup.fingerprint
     assert "settings" not in startup_line(folder, model, config, verbose=True)
     model.greenroom.detach()
     keep(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
@@ -110,12 +110,12 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     folder = str(packed())
     config = LoadConfig(cache="60%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
-    made, capacity = model.greenroom.parts, model.greenroom.capacity
+    made, capacity = model.greenroom.setup, model.greenroom.capacity
     model.greenroom.detach()
     assert made.split is None
     keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
     model, _ = load_with(folder, config, remember=True)
-    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.parts
+    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.setup
     model.greenroom.detach()
     assert parts.split is not None
     assert parts.split.tops[0] < parts.split.whole
@@ -125,7 +125,7 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     if "skip_below" in option_names():
         skipping = replace(config, skip_below=0.1)
         model, _ = load_with(folder, skipping, remember=True)
-        assert model.greenroom.parts.split is None  # misses of split experts are not judged
+        assert model.greenroom.setup.split is None  # misses of split experts are not judged
         model.greenroom.detach()
 
 
@@ -143,11 +143,11 @@ def test_what_is_kept_stays_out_of_the_way(
     folder: str, config: LoadConfig, capacity: int, machine: str | None, no_threads_left: None
 ):
     model, _ = load_with(folder, LoadConfig(cache="50%", device="cpu"), remember=False)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     keep(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
     model, _ = load_with(folder, config, remember=True)
-    assert model.greenroom.parts.chosen == ""
+    assert model.greenroom.setup.chosen == ""
     assert model.greenroom.driver.scheduler.placement.cache.policy.name != "lcp"
     model.greenroom.detach()
 
@@ -155,7 +155,7 @@ def test_what_is_kept_stays_out_of_the_way(
 def test_nothing_is_taken_where_nothing_is_remembered(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu")
     model, _ = load_with(folder, config, remember=False)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     keep(parts.fingerprint, 8, policy="lcp")
     assert with_defaults(parts, config, 8, 2) is parts

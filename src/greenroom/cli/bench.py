@@ -51,7 +51,9 @@ def main(args: argparse.Namespace) -> None:
         check_early(load)
         stage = play(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
-    left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
+    left_out = [
+        f"{each.name} is left out: {each.skip_reason}" for each in entries if each.skip_reason
+    ]
     if not measured:
         raise UsageError("; ".join(left_out))
     rows = [entry.as_row(measured[0]) for entry in measured]
@@ -80,15 +82,17 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
         load = shared(args, own)
     entries = []
     for row, part in zip(rows, own, strict=True):
-        wants = tuple(name for name in row.routed() if part.get(name, "auto") == "auto")
-        entry = Entry(row.name, load, wants=wants, notes=[row.reading])
+        calibrated_options = tuple(
+            name for name in row.routed() if part.get(name, "auto") == "auto"
+        )
+        entry = Entry(row.name, load, calibrated_options=calibrated_options, notes=[row.reading])
         try:
-            asked = {name: value for name, value in part.items() if name not in wants}
-            entry.config = replace(load, **options(row, asked, known, wants))
+            asked = {name: value for name, value in part.items() if name not in calibrated_options}
+            entry.config = replace(load, **options(row, asked, known, calibrated_options))
         except UsageError as error:
             if len(rows) == 1:
                 raise
-            entry.without = str(error)
+            entry.skip_reason = str(error)
         entries.append(entry)
     return load, entries
 
@@ -133,7 +137,7 @@ def play(
             )
         run_rounds(
             stage, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
-            seconds=how.seconds or float("inf"), said=progress.say,
+            seconds=how.seconds or float("inf"), report=progress.say,
         )  # fmt: skip
     finally:
         stage.close()

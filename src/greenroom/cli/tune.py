@@ -133,7 +133,7 @@ def keep(
 
     if load.read_limit is not None or load.host_memory is not None:
         return None
-    device = device_of(stage.parts)
+    device = device_of(stage.setup)
     machine = name_of(host())
     options = {name: getattr(best.config, name) for name in OPTIONS}
     if options["split"] == "off":  # as a plan leaves it
@@ -147,7 +147,7 @@ def keep(
         records = records.with_setting(found)
         if device != "cpu":  # a plan takes runs for the costs of the CPU
             return records
-        size = stage.parts.catalog.expert_bytes // stage.experts
+        size = stage.setup.catalog.expert_bytes // stage.experts
         for entry in entries:
             records = records.with_runs(tuple(entry.observed(size)))
         return records.with_load(stage.process_bytes) if stage.process_bytes else records

@@ -101,7 +101,7 @@ def _said(args: argparse.Namespace, progress: Progress) -> Callable[[str], None]
 
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
-    from greenroom.hf.check.loss import keep_loss
+    from greenroom.hf.check.loss import store_loss
     from greenroom.hf.check.quality import quality, text_in
 
     lesser = {name: value for name, value in given(args).items() if name in LESSER}
@@ -119,7 +119,7 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
     )
     progress.clear()
     if args.against is None and lesser:
-        keep_loss(LoadConfig(**lesser), found)
+        store_loss(LoadConfig(**lesser), found)
     if args.json:
         print(json.dumps(asdict(found)))
         return
@@ -149,7 +149,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
         found = {name: getattr(verdict, name) for name in FIELDS}
-        found["compared"] = "logits" if verdict.whole else "layers"
+        found["compared"] = "logits" if verdict.entire_model else "layers"
         found["layer_difference"], found["grouped_mm_layer_difference"] = verdict.layer_differences
         print(json.dumps({**found, "layers_as_stored": verdict.as_stored, "failed": failed}))
     else:
@@ -175,7 +175,7 @@ def _difference(verdict: Verdict) -> str:
         f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
         f" {ours:.3g} in a layer's output (transformers' grouped_mm: {grouped_mm:.3g})"
     )
-    if not verdict.whole:
+    if not verdict.entire_model:
         return line
     return (
         f"{line}, {verdict.max_logit_difference:.3g} in logits"

@@ -105,11 +105,11 @@ def test_equal_scores_do_not_end_a_region(model, regions):
 def test_a_missing_expert_is_fetched_and_the_region_entered_again(regions):
     with served(NAME) as model:
         tokens(model, 3)
-        model.greenroom.resize(3 * model.greenroom.parts.catalog.slot_bytes)
-        model.greenroom.resize(24 * model.greenroom.parts.catalog.slot_bytes)
+        model.greenroom.resize(3 * model.greenroom.setup.catalog.slot_bytes)
+        model.greenroom.resize(24 * model.greenroom.setup.catalog.slot_bytes)
         wanted = one_by_one(model, count=6)
-        model.greenroom.resize(3 * model.greenroom.parts.catalog.slot_bytes)
-        model.greenroom.resize(24 * model.greenroom.parts.catalog.slot_bytes)
+        model.greenroom.resize(3 * model.greenroom.setup.catalog.slot_bytes)
+        model.greenroom.resize(24 * model.greenroom.setup.catalog.slot_bytes)
         regions.clear()
         assert torch.equal(tokens(model), wanted)
     assert any(done is not None and 0 <= done < layers for layers, done in regions)
@@ -231,7 +231,7 @@ def test_no_regions_while_a_timeline_is_kept_or_the_cache_is_small(model, region
     model.greenroom.timeline(False)
     assert {done for _, done in regions} == {None}
     regions.clear()
-    model.greenroom.resize(4 * model.greenroom.parts.catalog.slot_bytes)
+    model.greenroom.resize(4 * model.greenroom.setup.catalog.slot_bytes)
     assert torch.equal(tokens(model), wanted)
     assert regions == []  # nobody asks
 

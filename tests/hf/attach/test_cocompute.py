@@ -57,7 +57,7 @@ def both(name: str, host: float | None = None, **parts: Any) -> Iterator[Any]:
     model.greenroom = made = Greenroom(model, ModelSetup(draft.catalog, config=BOTH, **parts))
     option = made.driver.scheduler.option(CoCompute)
     if host is not None and option is not None:
-        devices = len(made.parts.devices)
+        devices = len(made.setup.devices)
         option.rates = rates(draft.catalog.slot_bytes, host, devices)
     try:
         yield model
@@ -93,7 +93,7 @@ def test_the_bits_are_the_same_wherever_an_expert_is_computed(name, kernels):
 def test_what_is_measured_decides_where_nothing_is_said():
     with both("qwen3_moe") as model:
         rates = model.greenroom.driver.scheduler.option(CoCompute).rates
-        nbytes = model.greenroom.parts.catalog.slot_bytes
+        nbytes = model.greenroom.setup.catalog.slot_bytes
         assert 0 < rates.processor(HOST, [1], nbytes) < 1
         assert 0 < rates.link(1, nbytes) < 1
         model.generate(ids(1, 7), **OPTIONS)
@@ -129,7 +129,7 @@ def test_counts_are_those_of_the_simulator():
     steps: list[TraceStep] = []
     with both("qwen3_moe", 0.9e-3, kernels="eager") as model:
         driver = model.greenroom.driver
-        tell, nbytes = driver._tell, model.greenroom.parts.catalog.slot_bytes
+        tell, nbytes = driver._tell, model.greenroom.setup.catalog.slot_bytes
         # Promotions depend on times.
         driver.scheduler.on(Resized(driver.scheduler.capacity, ahead=0))
 

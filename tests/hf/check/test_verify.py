@@ -21,7 +21,7 @@ def test_a_sound_model_passes(folder, layers):
     verdict = verify(folder, "13%", tokens=5, prompt="The", layers=layers, say=said.append)
     assert verdict.identical
     assert verdict.near
-    assert verdict.whole is not layers
+    assert verdict.entire_model is not layers
     assert verdict.tokens_compared > 5 - layers
     assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
     assert sum("no prefetching" in line for line in said) == 1
@@ -38,7 +38,7 @@ def test_a_sound_model_passes(folder, layers):
 def test_a_text_model_in_a_wrapper(name):
     folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
     verdict = verify(folder, "30%", tokens=2, layers=False)
-    assert verdict.whole
+    assert verdict.entire_model
     assert verdict.identical
     assert verdict.near
 

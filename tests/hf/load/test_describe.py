@@ -106,7 +106,7 @@ def served(
 def test_a_description_is_what_a_run_finds(folder: Path):
     found = describe(str(folder), CONFIG)
     model, _ = greenroom.load(str(folder), cache="100%", device="cpu", context=64, prefetch="off")
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     try:
         assert found.experts == parts.catalog.experts == found.offsets[-1]
         assert found.slot_bytes == parts.catalog.slot_bytes

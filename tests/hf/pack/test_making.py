@@ -74,7 +74,7 @@ def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_p
 def _layers(model: Any) -> list[Any]:
     from greenroom.runtime.forward import BINDING
 
-    modules = [model.get_submodule(name) for name in model.greenroom.parts.catalog.layers]
+    modules = [model.get_submodule(name) for name in model.greenroom.setup.catalog.layers]
     return [getattr(module, BINDING).experts for module in modules]
 
 

@@ -26,9 +26,9 @@ def noted(
 ) -> RecentRouting:
     made = RecentRouting(OFFSETS, before)
     for request, prompt, layers in passes:
-        made.begins(request, prompt, 1)
+        made.on_pass(request, prompt, 1)
         for layer, experts in enumerate(layers):
-            made.chosen(layer, experts)
+            made.on_choice(layer, experts)
     return made
 
 
@@ -70,9 +70,9 @@ def test_a_pass_that_is_not_whole_is_left_out(layers: list[np.ndarray]):
 
 def test_passes_of_several_sequences_are_left_out():
     made = RecentRouting(OFFSETS, None)
-    made.begins(1, False, 2)
+    made.on_pass(1, False, 2)
     for layer in (0, 1):
-        made.chosen(layer, rows((0, 1), (2, 3)))
+        made.on_choice(layer, rows((0, 1), (2, 3)))
     assert made.state() is None
 
 

@@ -25,7 +25,7 @@ WORTH = 16  # vectors of the input's width: a module with fewer weights is not w
 _Values = dict[int | str, Any]  # arguments or outputs, by their position or name
 
 
-class Shared:
+class SharedModules:
     """The shared modules of a model; `modules` are its experts modules, in the model's order.
 
     Modules have hooks until the first pass is over: give a model its accelerated forwards before.
@@ -49,7 +49,7 @@ class Shared:
         return {n: each.shared for n, each in enumerate(self._layers) if each.shared is not None}
 
     @property
-    def early(self) -> dict[int, nn.Module]:
+    def early_routers(self) -> dict[int, nn.Module]:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
 
     def detach(self) -> None:

@@ -92,11 +92,11 @@ class SplitCounts:
         """A layer is expected to need these, likeliest first."""
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass begins; those of prompts are not counted."""
         self._reading = prompt
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A router has chosen, [T, K]."""
         if self._reading:
             return

@@ -31,10 +31,10 @@ class Entry:
     name: str
     config: LoadConfig
     rounds: list[Measurement] = field(default_factory=list)
-    wants: tuple[str, ...] = ()
+    calibrated_options: tuple[str, ...] = ()
     pins: Pins | None = None
     notes: list[str] = field(default_factory=list)
-    without: str = ""
+    skip_reason: str = ""
 
     @property
     def tpots(self) -> list[float]:

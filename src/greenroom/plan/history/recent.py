@@ -50,12 +50,12 @@ class RecentRouting:
                 self._note(Pass(*each))
             self._earlier = trace.requests
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins; the one before has ended."""
         self._end()
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [tokens, top_k]."""
         if self._now is not None:
             self._rows[layer] = experts.astype(np.uint16)

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from greenroom.core.layout import SlotLayout
-from greenroom.hf.kv.cache import reserve
+from greenroom.hf.kv.cache import append_token
 from greenroom.runtime.kernels.dense import accelerate as accelerated
 from greenroom.runtime.kernels.dense.accelerate import FEW, accelerate
 from greenroom.runtime.kernels.dense.stored import (
@@ -204,7 +204,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
 def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> None:
     one, other = attention(styles)
     for module in (one, other):
-        assert accelerate(module, reserve, rounded=True).counts["attention"] == 1
+        assert accelerate(module, append_token, rounded=True).counts["attention"] == 1
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for tokens in (1, 40):
@@ -215,8 +215,8 @@ def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> N
 
 def test_attention_with_weights_as_stored_is_near() -> None:
     one, other = attention({"q_proj": "q4_0", "k_proj": "q4_k", "v_proj": "q6_k", "o_proj": "q4_0"})
-    accelerate(one, reserve)
-    accelerate(other, reserve, rounded=True)
+    accelerate(one, append_token)
+    accelerate(other, append_token, rounded=True)
     x, positions, cache = inputs(other, 30, torch.bfloat16)
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
     wanted = other(x, positions, None, copy.deepcopy(cache))[0]

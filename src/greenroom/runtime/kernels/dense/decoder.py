@@ -215,20 +215,22 @@ class FusedDecoderLayer:
         assert self._onto is not None
         return self._onto(self._experts, state, index, weights, residual)
 
-    def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
-        """The layer's output for x [1, T, hidden], a token each of the T sequences of `together`
-        (`hf.kv.batch.Together`), whose experts are one step; None, and nothing done, where a token
-        is none that the compiled bodies know.
+    def tokens(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
+        """The layer's output for x [1, T, hidden], a token each of the T sequences of
+        `batched_cache` (`hf.kv.batch.BatchedCache`), whose experts are one step; None, and nothing
+        done, where a token is none that the compiled bodies know.
 
         Up to the router every token is computed as if it were alone, and experts are: with
         `exact` the rest is too.
         """
-        positions = together.positions(kwargs["position_embeddings"])
+        positions = batched_cache.positions(kwargs["position_embeddings"])
         tokens = x.split(1, 1)
-        first = {"position_embeddings": positions[0], "past_key_values": together.caches[0]}
+        first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
         if not self.takes(tokens[0], {**kwargs, **first}):  # and so are the others
             return None
-        rooms = [room for cache in together.caches if (room := self.one.room(cache)) is not None]
+        rooms = [
+            room for cache in batched_cache.caches if (room := self.one.room(cache)) is not None
+        ]
         if len(rooms) < len(tokens):
             if rooms:
                 raise AssertionError("caches of one batch are of one kind")
@@ -239,7 +241,7 @@ class FusedDecoderLayer:
             tokens, positions, rooms, total.split(1, 1), state.split(1, 1), works, strict=True
         )
         self._run_rows([self._stages(*row) for row in rows])
-        return self._after(total, state, together.exact)
+        return self._after(total, state, batched_cache.exact)
 
     def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """The stages of several tokens, side by side."""
@@ -297,9 +299,9 @@ def layer_forward(one: FusedDecoderLayer, module: nn.Module) -> Callable[..., An
             out = one(hidden_states, kwargs)
             if out is not None:
                 return out
-        together = kwargs.get("together")
-        if together is not None and together.singles:
-            out = one.tokens(hidden_states, kwargs, together)
+        batched_cache = kwargs.get("batched_cache")
+        if batched_cache is not None and batched_cache.one_token_each:
+            out = one.tokens(hidden_states, kwargs, batched_cache)
             if out is not None:
                 return out
         return original(module, hidden_states, **kwargs)
