@@ -31,7 +31,7 @@ class SharedModules:
     Modules have hooks until the first pass is over: give a model its accelerated forwards before.
 
     meanwhile: a layer's callable, which does nothing where there is nothing to do
-    found:     after the first pass, the shared modules by layer
+    modules:   after the first pass, the shared modules by layer
     early:     after the first pass, the routers after which something else runs before the experts
     """
 
@@ -45,7 +45,7 @@ class SharedModules:
         self.meanwhile = {n: layer.meanwhile for n, layer in enumerate(self._layers)}
 
     @property
-    def found(self) -> dict[int, nn.Module]:
+    def modules(self) -> dict[int, nn.Module]:
         return {n: each.shared for n, each in enumerate(self._layers) if each.shared is not None}
 
     @property
