@@ -27,7 +27,7 @@ from greenroom.hf.model.draft import Draft
 from greenroom.policies import policy
 from greenroom.runtime.cuda.both import HostPart
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.eager import Step
+from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
@@ -180,14 +180,14 @@ def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
 def test_an_error_on_the_device_waits_for_the_host(monkeypatch):
     with both("qwen3_moe", 0.9e-3, kernels="eager") as model:
         wanted = model.generate(ids(1, 4), **OPTIONS)
-        wave, failures = Step.wave, [ValueError("no such instruction")]
+        compute_group, failures = EagerStep.compute_group, [ValueError("no such instruction")]
 
         def failing(step, experts, slots):
             if failures:
                 raise failures.pop()
-            wave(step, experts, slots)
+            compute_group(step, experts, slots)
 
-        monkeypatch.setattr(Step, "wave", failing)
+        monkeypatch.setattr(EagerStep, "compute_group", failing)
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)

@@ -205,7 +205,7 @@ def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error,
     try:
         wanted = answer(model, tokenizer, "The green", asked, context=64)
         for place in (model.greenroom.kernel, model.lm_head):  # in the experts, and elsewhere
-            name = "wave" if place is model.greenroom.kernel else "forward"
+            name = "compute_group" if place is model.greenroom.kernel else "forward"
 
             def fail(*_: Any, **__: Any) -> None:
                 raise error

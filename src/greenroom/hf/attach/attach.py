@@ -59,7 +59,7 @@ from greenroom.runtime.driver.stats import (
 from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.dense.stored import dense_bytes
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.memory.system import peak_rss_bytes
 
 
@@ -75,7 +75,7 @@ class Greenroom:
         self.original_generation_config: Any = (
             None  # the model's config, as it was before `load` set its own
         )
-        self.kernel: Kernel = kernel(kernels_of(setup))
+        self.kernel: Kernel = make_kernel(kernels_of(setup))
         modules = [model.get_submodule(name) for name in setup.catalog.layers]
         running = None
         if setup.capacity < setup.catalog.experts:

@@ -33,11 +33,11 @@ from greenroom.runtime.kernels.approximate import ApproximateKernel
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
-from greenroom.runtime.kernels.dense.stored import put_back
+from greenroom.runtime.kernels.dense.stored import restore_weights
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
-from greenroom.runtime.kernels.table import ON_GPUS, described
+from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
 from greenroom.runtime.probes.inputs import GateInputs
 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
@@ -77,7 +77,7 @@ class Bindings:
         if isinstance(self.kernel, CpuKernel):
             self.accelerated = accelerate(model, append_token, experts_onto, self.kernel.rounded)
         else:
-            put_back(model)
+            restore_weights(model)
         self.shared = SharedModules(model, self.modules)
         driver, computing = self._driver, self._computing(model)
         for layer, module in enumerate(self.modules):
@@ -100,7 +100,7 @@ class Bindings:
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
             fuse_layers(model, self.accelerated.layers, experts_of_layers, remove_token)
-        self.described = described(self.kernel, self.experts)
+        self.described = describe_kernel(self.kernel, self.experts)
 
     def _computing(self, model: PreTrainedModel) -> Kernel:
         """The kernel, or what has it compute on several devices, on the host too, or in parts."""
@@ -146,10 +146,10 @@ class Bindings:
             costs = calibrate(computing, experts, self._engine, self._slots, self._slab)
             for option in self._driver.scheduler.options:
                 option.calibrated(costs)
-        if self.kernel.name == ON_GPUS:
-            from greenroom.runtime.kernels.triton import unread
+        if self.kernel.name == GPU_KERNEL:
+            from greenroom.runtime.kernels.triton import fallback_reason
 
-            if (reason := unread(experts)) is not None:
+            if (reason := fallback_reason(experts)) is not None:
                 log.warning("%s: the kernels eager compute them, on the GPU too", reason)
 
     @property
@@ -160,13 +160,15 @@ class Bindings:
     def batch_invariant(self) -> AbstractContextManager[None]:
         """For the while a token's experts give the bits that they give it alone, whoever is beside
         it in a pass."""
-        return self.kernel.alone() if isinstance(self.kernel, CpuKernel) else nullcontext()
+        return self.kernel.sequential() if isinstance(self.kernel, CpuKernel) else nullcontext()
 
     def is_token_wise(self, model: PreTrainedModel) -> bool:
         """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
         layers = model.config.get_text_config().num_hidden_layers
         known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
-        return bool(known == layers) and not any(experts.unfused for experts in self.experts)
+        return bool(known == layers) and not any(
+            experts.fallback_reason for experts in self.experts
+        )
 
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
@@ -179,7 +181,7 @@ class Bindings:
         for tokens in (1, COMPILED_TOKENS):
             for way in ways:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)
-                kernel.wave(step, *way)
+                kernel.compute_group(step, *way)
                 kernel.combine(step)
 
     def detach(self) -> None:

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from greenroom.hf.kv.kinds import DYNAMIC
-from greenroom.runtime.kernels.dense.attention import TOGETHER as SDPA
+from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that are known

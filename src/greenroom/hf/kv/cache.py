@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.attention import Room
+from greenroom.runtime.kernels.dense.attention import KeyValueView
 from greenroom.runtime.memory.system import reservation
 
 ROOM = 4096  # tokens of address space, where nothing else is said
@@ -100,14 +100,14 @@ class GrowingLayer(DynamicLayer):
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
 
-    def append_token(self) -> Room | None:
+    def append_token(self) -> KeyValueView | None:
         """Add a token, unset; None, and nothing done, where there are several requests."""
         keys, values = self._wholes or self._tensors()
         if keys.shape[0] != 1:
             return None
         self._add(1, keys, values)
         assert self._wholes is not None
-        return Room(*self._wholes, self._count)
+        return KeyValueView(*self._wholes, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
         """More tokens, which are not set."""
@@ -207,7 +207,7 @@ def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
                 part.layers[index] = GrowingLayer.of(layer, room, in_blocks)
 
 
-def append_token(cache: Any, layer_idx: int) -> Room | None:
+def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
     """Add a token to a layer, unset.
 
     None where the cache is of another kind, empty, or holds several requests.

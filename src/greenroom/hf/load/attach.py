@@ -23,7 +23,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.plan.history import files
 from greenroom.policies import policy
-from greenroom.runtime.kernels import precompile as ahead
+from greenroom.runtime.kernels import precompile
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.measure.bandwidth import host
 from greenroom.runtime.memory.system import give_back, rss_bytes
@@ -50,7 +50,7 @@ def attach(
     generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
-    ahead.wait()
+    precompile.wait_for_compiling()
     if setup.host_bytes is not None:
         give_back()
         setup = with_host_tier(setup, config)  # the process is what it is now

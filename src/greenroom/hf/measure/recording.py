@@ -16,7 +16,7 @@ from greenroom.core.layout import Catalog
 from greenroom.errors import UsageError
 from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
 from greenroom.hf.text.generate import answer, encode
-from greenroom.runtime.kernels.dense.stored import matrix_of, stored_of
+from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
 from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
 from greenroom.runtime.recording.recorder import Keeps, Recorder
 from greenroom.trace.journal import Journal, journal_of
@@ -113,10 +113,10 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     The rest is what is in memory but the input embedding, of which a token reads one row.
     """
     catalog = model.greenroom.setup.catalog
-    embedding, head = matrix_of(model.get_input_embeddings()), model.get_output_embeddings()
-    stored = {each for module in model.modules() if (each := stored_of(module)) is not None}
+    embedding, head = weight_matrix(model.get_input_embeddings()), model.get_output_embeddings()
+    stored = {each for module in model.modules() if (each := stored_matrix(module)) is not None}
     dense = sum(matrix.nbytes for matrix in (*model.parameters(), *stored))
-    if head is None or matrix_of(head) is not embedding:
+    if head is None or weight_matrix(head) is not embedding:
         dense -= embedding.nbytes
     return {
         "expert_bytes": catalog.expert_bytes // catalog.experts,

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from greenroom.errors import UsageError
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.engine import Cuda, Engine
-from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.kernels.table import GPU_KERNEL
 
 COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
@@ -49,7 +49,7 @@ def kernels_of(setup: ModelSetup) -> str:
         if not setup.cuda:
             return "numba"
         if find_spec("triton") is not None:
-            return ON_GPUS
+            return GPU_KERNEL
         log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
         return "eager"
     if setup.cuda and setup.kernels in COMPILED:

@@ -29,7 +29,7 @@ from greenroom.errors import (
     UnsupportedModel,
 )
 from greenroom.hf.kv.batch import Batch
-from greenroom.runtime.kernels.dense.stored import matrix_of
+from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.batches import compose, split
 from greenroom.server.engine.failures import contained
@@ -212,7 +212,7 @@ class ContinuousEngine:
                 " `greenroom run` answers with it"
             )
         self.context = greenroom.setup.context
-        self._vocabulary = int(matrix_of(self.model.get_output_embeddings()).shape[0])
+        self._vocabulary = int(weight_matrix(self.model.get_output_embeddings()).shape[0])
         self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
         self._grammars.prepare()
