@@ -51,9 +51,9 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load.load import load_with
 from greenroom.hf.memory.split import split_experts
-from greenroom.plan.budgets import miss_tables, optimal
-from greenroom.plan.configurator import Latency, configure, layers_of, split
-from greenroom.plan.recorded import foreseen
+from greenroom.plan.budgets import miss_tables, optimal_slots
+from greenroom.plan.configurator import TokenLatency, configure, expert_split, layer_statistics
+from greenroom.plan.sizing import predicted_activity
 from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.runtime.fakes import FakeStore
@@ -145,14 +145,19 @@ class Hall:
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
         """Every way at this size, on this line."""
         token, experts = self.resident
-        layers, n = layers_of(foreseen(self.lessons, self.args.prefetch)), self.trace.layers
-        latency = Latency((token - experts) / n, experts / n, 0.0, self.expert_bytes / bandwidth)
-        equal = split(layers, [capacity / n] * n, latency)
+        layers, n = (
+            layer_statistics(predicted_activity(self.lessons, self.args.prefetch)),
+            self.trace.layers,
+        )
+        latency = TokenLatency(
+            (token - experts) / n, experts / n, 0.0, self.expert_bytes / bandwidth
+        )
+        equal = expert_split(layers, [capacity / n] * n, latency)
         chosen = configure(layers, float(capacity), latency)
         tables = miss_tables(stream(self.lessons, "runtime"), self.lessons.offsets)
         return {
             "whole": {},
-            "budgets": {"scope": tuple(map(float, optimal(tables, capacity)))},
+            "budgets": {"scope": tuple(map(float, optimal_slots(tables, capacity)))},
             "split": {"scope": "per-layer", "split": tuple(c.ratio for c in equal)},
             "half": {"split": 0.5},
             "all": {

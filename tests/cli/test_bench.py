@@ -13,7 +13,7 @@ from greenroom.config import BUDGETS, LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.measure import calibration
 from greenroom.hf.measure.entries import Entry
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from tests.cli.conftest import Run
 from tests.hf.memory.test_split import packed
 from tests.options import needs_option
@@ -178,7 +178,7 @@ def test_no_row_is_left(cli: Run, folder: Path):
 
 def test_splits_are_those_of_algorithm_1(cli: Run, monkeypatch: pytest.MonkeyPatch):
     """Of a machine whose link takes two layers' time for an expert, whatever this one's takes."""
-    latency = Latency(attention=1e-3, moe=2e-4, head=0.0, load=2.4e-3)
+    latency = TokenLatency(attention=1e-3, moe=2e-4, head=0.0, load=2.4e-3)
     monkeypatch.setattr(calibration, "latency_of", lambda driver, head: latency)
     ran = cli("bench", packed(), "--cache", "60%", "--system", "llru,moepic", *SHORT, "--json")
     assert ran.code == 0, ran.err

@@ -20,7 +20,7 @@ from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory import budget
 from greenroom.plan.history import files
 from greenroom.plan.history.records import StoredSetting
-from greenroom.plan.quick import Quick
+from greenroom.plan.quick import QuickPlan
 from greenroom.plan.settings import DEFAULT
 from greenroom.runtime.measure.bandwidth import host
 from tests.hf.memory.test_split import packed
@@ -42,7 +42,7 @@ def folder() -> str:
 def test_a_run_says_that_it_took_lru(
     monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
 ):
-    lru = Quick(replace(DEFAULT, policy="lru"), 1.0, 1.0)
+    lru = QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
     monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
@@ -77,7 +77,9 @@ def test_a_plan_foretells_slots_and_settings(
 
     first = run()
     expected = at_first + describing.COMPILERS - (whole - before.dense_bytes)
-    assert first[0] == min(before.experts, (memory - before.needs + expected) // before.slot_bytes)
+    assert first[0] == min(
+        before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
+    )
     known = files.load_records(before.fingerprint, name_of(host()))
     assert known.process == whole - before.dense_bytes
     after = describe(folder, config)

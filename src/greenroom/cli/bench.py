@@ -16,7 +16,7 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import SCOPES, BenchmarkConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 if TYPE_CHECKING:
     from greenroom.hf.measure.entries import Entry
@@ -70,7 +70,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     parts that are its own, and one that cannot be put together says why; a single one has all that
     was given, and is a UsageError then."""
     from greenroom.hf.measure.entries import Entry
-    from greenroom.plan.systems.table import check_parts, options, systems
+    from greenroom.plan.systems.table import check_parts, system_options, systems
 
     known, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in given(args).items() if name in known}
@@ -88,7 +88,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
         entry = Entry(row.name, load, calibrated_options=calibrated_options, notes=[row.reading])
         try:
             asked = {name: value for name, value in part.items() if name not in calibrated_options}
-            entry.config = replace(load, **options(row, asked, known, calibrated_options))
+            entry.config = replace(load, **system_options(row, asked, known, calibrated_options))
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -166,7 +166,7 @@ def table(rows: list[dict[str, Any]], stage: Harness) -> str:
             f"{stage.capacity:,} of {stage.experts:,} experts in memory, {rows[0]['rounds']} rounds"
             " in turns; means with 95 % intervals",
             "",
-            columns(header, lines, left=4),
+            text_table(header, lines, left=4),
             *notes,
         ]
     )

@@ -13,7 +13,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress
 from greenroom.config import show_bytes
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Link
@@ -51,10 +51,10 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(machine.as_json()))
     else:
-        from greenroom.plan import words
+        from greenroom.plan import summary
 
         print(table(machine))
-        print("\n" + "\n".join(words.of_machine(machine)))
+        print("\n" + "\n".join(summary.machine_summary(machine)))
     print(
         f"saved to {args.output or default_profile()}: plan and simulate --machine take it",
         file=sys.stderr,
@@ -68,9 +68,9 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.budget import budget_bytes
-    from greenroom.plan import words
-    from greenroom.plan.evidence import stand_ins
-    from greenroom.plan.planner import outlook
+    from greenroom.plan import summary
+    from greenroom.plan.planner import default_curve
+    from greenroom.plan.workload import synthetic_workload
     from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
     config = LoadConfig()
@@ -82,21 +82,21 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     progress.say("estimating")
     memory = budget_bytes("auto")
     available = available_bytes() + rss_bytes()
-    evidence = stand_ins(model)
-    estimator, runs = estimator_of(model, machine, evidence, config)
-    points = outlook(estimator, available)
+    workload = synthetic_workload(model)
+    estimator, runs = estimator_of(model, machine, workload, config)
+    points = default_curve(estimator, available)
     fits = memory >= model.least_memory
     progress.clear()
     if args.json:
         print(json.dumps({
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
             "whole_memory": model.memory(model.experts), "available": available,
-            "routing": evidence.said, "runs": runs,
+            "routing": workload.description, "runs": runs,
             "curve": [{"memory": p.memory, **p.as_json()} for p in points],
         }))  # fmt: skip
         return
-    lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]
-    lines += [shown_curve(points), "", f"routing: {evidence.said}"]
+    lines = [*summary.machine_summary(machine), "", *summary.model_summary(model, available), ""]
+    lines += [shown_curve(points), "", f"routing: {workload.description}"]
     if runs:
         lines.append(f"{runs} runs of this model on this machine were measured")
     if fits:
@@ -115,7 +115,7 @@ def table(machine: Machine) -> str:
         f" {show_bytes(host['memory_bytes'])} of memory, torch {host['torch']},"
         f" load {host['load']:.1f}",
         "",
-        columns(
+        text_table(
             ("memory read", "GB/s"),
             [(f"{n} thread{'s' * (n != '1')}", f"{rate / 1e9:.1f}") for n, rate in
              measured["memory"].items()],
@@ -125,7 +125,7 @@ def table(machine: Machine) -> str:
     lines += _disk(disk, link)
     if (device := measured.get("device")) is not None:
         lines += [
-            columns(
+            text_table(
                 (device["name"], "GB/s"),
                 [(name, "refused" if rate is None else f"{rate / 1e9:.1f}") for name, rate in (
                     ("from host memory, pinned", device["pinned"]),
@@ -145,7 +145,7 @@ def _disk(disk: dict[str, Any], link: Link) -> list[str]:
     threads = sorted({n for _, n in rates})
     kind = "past the page cache" if disk["direct"] else "through the page cache, cold"
     return [
-        columns(
+        text_table(
             ("disk, GB/s", *(f"{n} thread{'s' * (n > 1)}" for n in threads)),
             [
                 (show_bytes(size), *(f"{rates[size, n] / 1e9:.2f}" for n in threads))
@@ -181,7 +181,7 @@ def _processor(processor: Processor) -> list[str]:
 
 def _times(title: str, times: Table) -> str:
 
-    return columns(
+    return text_table(
         (f"{title}, ms", *(f"{n} token{'s' * (n > 1)}" for n in times.tokens)),
         [
             (show_bytes(size), *(f"{seconds * 1e3:.3f}" for seconds in row))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
 from greenroom.cli.estimate.machine import computes, machine_of, memory_of, on_a_gpu
 from greenroom.cli.estimate.show import as_json, facts_of, shown
 from greenroom.cli.options.fields import add_options, take
@@ -69,26 +69,26 @@ def main(args: argparse.Namespace) -> None:
     if args.output is not None:
         check_target(args.output)
     with model_progress(args.model) as progress:
-        from greenroom.plan.page import page
+        from greenroom.plan.page import plan_page
         from greenroom.plan.planner import plan
 
         machine, here = machine_of(args.machine, progress)
         processor = computes(machine, args.processor)
         gpu = on_a_gpu(processor)
         model = described(args.model, config, gpu)
-        evidence = evidence_of(args.trace, model)
+        workload = workload_of(args.trace, model)
         progress.say("comparing settings")
         estimator, measured = estimator_of(
-            model, machine, evidence, config, processor, config.host_memory, config.uses_host()
+            model, machine, workload, config, processor, config.host_memory, config.uses_host()
         )
         memory = budget.of(memory_of(machine, gpu))
         device = "cuda" if gpu else "cpu"
         found = plan(estimator, memory, target, lambda slots: taken(model, machine, slots, device))
-        facts = facts_of(model, machine, evidence, here, measured, found, processor)
+        facts = facts_of(model, machine, workload, here, measured, found, processor)
         setting = found.best.setting
         lossless = setting.miss_precision == setting.co_compute == "off"
         usual = config.read_limit is None and config.host_memory is None  # as runs will be
-        if here and found.sure and lossless and usual:
+        if here and found.overrides_default and lossless and usual:
             keep(model, machine, found, device)
         progress.clear()
         if args.json:
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
         else:
             print(shown(found, facts, args.model, beside(config, machine, processor)))
         if args.output is not None:
-            write_whole(args.output, page(args.model, facts, found, command_of(args)))
+            write_whole(args.output, plan_page(args.model, facts, found, command_of(args)))
             print(f"report: {args.output}", file=sys.stderr)
 
 

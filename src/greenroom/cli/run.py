@@ -88,11 +88,11 @@ def main(args: argparse.Namespace) -> None:
 def apply(args: argparse.Namespace) -> None:
     """Have a run take the options of `--system`, as far as the user gave no others. UsageError
     names the parts that are missing."""
-    from greenroom.plan.systems.table import options, system
+    from greenroom.plan.systems.table import system, system_options
 
     known = LoadConfig.__dataclass_fields__
     mine = {name: value for name, value in given(args).items() if name in known}
-    for name, value in options(system(args.system), mine, known).items():
+    for name, value in system_options(system(args.system), mine, known).items():
         setattr(args, name, value)
 
 

@@ -57,14 +57,14 @@ def main(args: argparse.Namespace) -> None:
         )
     check_early(load)
     with model_progress(args.model) as progress:
-        from greenroom.cli.estimate.estimator import described, estimator_of, evidence_of
+        from greenroom.cli.estimate.estimator import described, estimator_of, workload_of
         from greenroom.cli.estimate.machine import machine_of
         from greenroom.hf.measure.entries import winner
         from greenroom.plan.settings import PLAIN
 
         model = described(args.model, load)
         machine, _ = machine_of(args.machine, progress)
-        estimator, _ = estimator_of(model, machine, evidence_of(args.trace, model), load)
+        estimator, _ = estimator_of(model, machine, workload_of(args.trace, model), load)
         settings = candidates(estimator, capacity_of(load, model))
         entries = [_entry(setting, load) for setting in settings]
         stage = play(args, load, how, entries, prompts_of(how), progress)
@@ -92,17 +92,17 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
         return int(model.slots(budget_bytes(load.memory)))
     amount = Amount.parse(load.cache, "--cache")
     slots = amount.of(model.experts) if amount.share else amount.of(0) // model.slot_bytes
-    return max(model.least, min(int(slots), model.experts))
+    return max(model.least_slots, min(int(slots), model.experts))
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
     """Plain LRU, the default, and the best of a plan's others; of a pack in segments these may be
     splits."""
-    from greenroom.plan.planner import compare
+    from greenroom.plan.planner import compare_settings
     from greenroom.plan.settings import DEFAULT, PLAIN
 
     known = (PLAIN, DEFAULT)
-    others = [e.setting for e in compare(estimator, capacity) if e.setting not in known]
+    others = [e.setting for e in compare_settings(estimator, capacity) if e.setting not in known]
     return [*known, *others[:FEW]]
 
 

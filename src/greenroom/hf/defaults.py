@@ -14,7 +14,7 @@ from greenroom.hf.history.split_counts import SplitCounts
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import split_experts
-from greenroom.plan.configurator import TAU, Latency, configure, layers_of
+from greenroom.plan.configurator import TAU, TokenLatency, configure, layer_statistics
 from greenroom.plan.defaults import default_setting
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.history.routing import RoutingHistory
@@ -85,7 +85,7 @@ def auto_split(
     enough = int(counts.activity.tokens.min()) >= TAU
     if known is None or SPLIT not in known.states or not enough:
         return (*split_experts(catalog, START, top_k), "per-layer")
-    latency = Latency(*known.states[SPLIT]["latency"].tolist())
-    chosen = configure(layers_of(counts.activity), float(capacity), latency)
+    latency = TokenLatency(*known.states[SPLIT]["latency"].tolist())
+    chosen = configure(layer_statistics(counts.activity), float(capacity), latency)
     cut, split = split_experts(catalog, [each.ratio for each in chosen], top_k)
     return cut, split, tuple(each.budget for each in chosen)

@@ -18,7 +18,7 @@ from greenroom.hf.history import warm_start
 from greenroom.hf.load.load import load_with
 from greenroom.plan.history import files
 from greenroom.plan.history.files import load_routing, save_routing
-from greenroom.plan.history.recent import RecentRouting, trace_of
+from greenroom.plan.history.recent import RecentRouting, recent_trace
 from greenroom.plan.history.routing import RoutingHistory
 from tests.models import cached_tiny
 
@@ -221,7 +221,7 @@ def test_a_run_leaves_its_routing(folder, monkeypatch):
         model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     digest = model.greenroom.setup.fingerprint
     model.greenroom.detach()
-    trace = trace_of(load_routing(digest), (8, 8))
+    trace = recent_trace(load_routing(digest), (8, 8))
     assert trace is not None
     assert trace.tokens == 3 + 11 + 2 + 11
     assert np.flatnonzero(trace.pass_prefill).tolist() == [0, 12]

@@ -131,7 +131,7 @@ def test_tied_heads_are_read():
 def test_a_hub_id_is_described_by_its_headers_alone(folder: Path, served: list[tuple[str, str]]):
     found = describe("tiny/moe", CONFIG)
     here = describe(str(folder), CONFIG)
-    alike = {"name": "", "beside_bytes": 0}  # the process grows as tests run
+    alike = {"name": "", "overhead_bytes": 0}  # the process grows as tests run
     assert replace(found, **alike) == replace(here, **alike)
     weights = [(name, bounds) for name, bounds in served if name.endswith(".safetensors")]
     assert weights

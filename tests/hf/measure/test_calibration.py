@@ -19,7 +19,7 @@ from greenroom.hf.measure.calibration import (
 )
 from greenroom.hf.measure.entries import Entry
 from greenroom.hf.measure.harness import Harness
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from greenroom.trace.prompts import Prompt
 from tests.hf.measure.conftest import BASE
 from tests.sim import small
@@ -71,7 +71,7 @@ def test_a_set_leaves_the_slots_of_a_token():
 
 def test_budgets_come_with_splits_unless_they_are_given():
     trace = small.trace([[-6, *[1] * 8]], layers=2, experts=8, top_k=2)
-    warmed = Calibration(trace, Latency(1.0, 1.0, 0.5, 4.0))
+    warmed = Calibration(trace, TokenLatency(1.0, 1.0, 0.5, 4.0))
     row, given = entry("scope", "split"), entry("split", scope="per-layer")
     for each in (row, given):
         warmed.fill(each, capacity=8, least=8)

@@ -65,7 +65,7 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
             asked.append(
                 TraceStep(
                     event.step, event.layer, event.experts.copy(), prefill=event.prefill,
-                    tails=event.tails, weights=event.weights, rows=event.rows,
+                    tail_weights=event.tails, weights=event.weights, rows=event.rows,
                 )
             )  # fmt: skip
         tell(event)
@@ -243,7 +243,7 @@ def test_several_sequences_get_what_the_neediest_needs():
         model.generate(ids(3, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
         for step in asked:
             if not step.prefill:
-                assert step.tails.max() == 1.0
+                assert step.tail_weights.max() == 1.0
                 assert step.rows.sum() == 3 * 2
     finally:
         model.greenroom.detach()

@@ -12,8 +12,8 @@ from greenroom.errors import UsageError
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.machine import Machine, Processor
-    from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
+    from greenroom.plan.workload import Workload
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
@@ -24,44 +24,44 @@ def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
     return describe(source, config, gpu)
 
 
-def evidence_of(trace: Path | None, model: Model) -> Evidence:
+def workload_of(trace: Path | None, model: Model) -> Workload:
     """The recording that was given, else what earlier runs left, else stand-ins. TraceError where
     it is another model's."""
-    from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.plan.history.files import load_routing
-    from greenroom.plan.history.recent import trace_of
+    from greenroom.plan.history.recent import recent_trace
+    from greenroom.plan.workload import earlier_workload, recorded_workload, synthetic_workload
     from greenroom.trace import load
 
     if trace is not None:
-        return recorded(load(trace), model, str(trace))
-    own = trace_of(load_routing(model.fingerprint), model.experts_per_layer)
-    return earlier(own) or stand_ins(model)
+        return recorded_workload(load(trace), model, str(trace))
+    own = recent_trace(load_routing(model.fingerprint), model.experts_per_layer)
+    return earlier_workload(own) or synthetic_workload(model)
 
 
 def estimator_of(
     model: Model,
     machine: Machine,
-    evidence: Evidence,
+    workload: Workload,
     config: LoadConfig,
     processor: Processor | None = None,
     host_memory: str | int | None = None,
-    both: bool = False,
+    co_compute: bool = False,
 ) -> Any:
     """(what estimates, runs of this model on the machine that its costs go by). `processor`
-    computes, the first without one; with `both`, also settings where the host's does."""
+    computes, the first without one; with `co_compute`, also settings where the host's does."""
     from greenroom.core.machine import name_of
-    from greenroom.plan.costs import calibrated, limited, of_machine
+    from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.history.files import load_records
 
     runs = load_records(model.fingerprint, name_of(machine.host)).runs
     computing = processor or machine.processors[0]
     first = computing == machine.processors[0]  # whose the runs were
-    costs = of_machine(machine, model, config.readers, computing.name)
+    costs = machine_costs(machine, model, config.readers, computing.name)
     if first:
-        costs = calibrated(costs, model, runs)
+        costs = calibrated_costs(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
-    if both and not (host and costs.host is not None):
+    if co_compute and not (host and costs.host is not None):
         raise UsageError(
             "--co-compute auto needs experts in host memory (--host-memory), and a machine with a"
             " processor there and one behind it (--processor)"
@@ -69,11 +69,11 @@ def estimator_of(
     limit = None
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
-    costs = limited(costs, limit, model.expert_bytes)
+    costs = throttled_costs(costs, limit, model.expert_bytes)
     measured = bool(runs) and first
     options = changed_options(config)
     made = Estimator(
-        model, costs, evidence, measured=measured, host=host, both=both,
+        model, costs, workload, measured=measured, host=host, co_compute=co_compute,
         precision=options.get("miss_precision", "off"), low_below=options.get("low_below"),
     )  # fmt: skip
     return made, len(runs) if measured else 0

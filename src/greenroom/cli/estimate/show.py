@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from greenroom.config import format_amount, show_bytes
-from greenroom.sim.table import columns, show_time
+from greenroom.sim.table import show_time, text_table
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
     from greenroom.plan.estimate import Estimate
-    from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
     from greenroom.plan.planner import Plan
+    from greenroom.plan.workload import Workload
 
 
 def facts_of(
     model: Model,
     machine: Machine,
-    evidence: Evidence,
+    workload: Workload,
     here: bool,
     measured: int,
     found: Plan,
@@ -28,12 +28,12 @@ def facts_of(
 ) -> list[tuple[str, str]]:
     """What a plan goes by, by name."""
     from greenroom.core.machine import name_of
-    from greenroom.plan.words import loaded
+    from greenroom.plan.summary import was_under_load
 
     whose = "this one" if here else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
     runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
-    runs += "; measured under load: greenroom doctor measures it again" * loaded(machine)
+    runs += "; measured under load: greenroom doctor measures it again" * was_under_load(machine)
     full = model.slots_when_full(found.memory)
     slots = f"{found.capacity:,} experts" + (
         f", {full:,} when a context of {model.context:,} tokens is full"
@@ -43,34 +43,38 @@ def facts_of(
         ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
                   f" {show_bytes(model.expert_bytes)} each"),
         ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
-        ("routing", evidence.said),
+        ("routing", workload.description),
         ("slots", slots),
     ]  # fmt: skip
 
 
 def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = "") -> str:
     """For people. `beside` are options of the run that are no settings."""
-    from greenroom.plan.page import said
-    from greenroom.plan.words import COMPARED, compared_line, limits
+    from greenroom.plan.page import target_message
+    from greenroom.plan.summary import COMPARISON_HEADER, bottleneck, comparison_row
 
     best = found.best
     lines = [f"{name}: {value}" for name, value in facts]
     lines += [
         "",
-        columns(COMPARED, list(map(compared_line, found.compared))),
+        text_table(COMPARISON_HEADER, list(map(comparison_row, found.compared))),
         "",
         shown_curve(found.curve),
         "",
     ]
     if found.target is not None:
-        lines.append(said(found.target))
+        lines.append(target_message(found.target))
     size = format_amount(found.memory * 9999 // 10000, found.memory)
     run = f"greenroom run {shlex.quote(source)} --memory {size}{beside}"
     lines += [
-        limits(found),
+        bottleneck(found),
         f"take: {run} {best.setting.flags()}",
         f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
-        + ("" if found.sure else ": what a run takes that is told nothing but --memory"),
+        + (
+            ""
+            if found.overrides_default
+            else ": what a run takes that is told nothing but --memory"
+        ),
     ]
     if best.ttft is not None:
         low, high = best.ttft_range
@@ -80,9 +84,9 @@ def shown(found: Plan, facts: list[tuple[str, str]], source: str, beside: str = 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory, a line a budget."""
-    from greenroom.plan.words import HEADER, line_of
+    from greenroom.plan.summary import CURVE_HEADER, curve_row
 
-    return columns(HEADER, [line_of(point) for point in points], left=0)
+    return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 
 
 def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def as_json(found: Plan, facts: list[tuple[str, str]], source: str) -> dict[str,
         "memory": found.memory,
         "capacity": found.capacity,
         "best": found.best.as_json(),
-        "sure": found.sure,
+        "sure": found.overrides_default,
         "compared": [estimate.as_json() for estimate in found.compared],
         "curve": [{"memory": p.memory, **p.as_json()} for p in found.curve],
         "target": None if target is None else {

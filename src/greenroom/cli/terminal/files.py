@@ -37,8 +37,8 @@ def command_of(args: argparse.Namespace) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside, then rename: the name never has half a file. OutputError where it fails."""
-    from greenroom.trace.container import beside
+    from greenroom.trace.container import atomic_file
 
     check_target(path)
-    with beside(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())

@@ -77,12 +77,12 @@ def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
     """Algorithm 1 over what the trace's decoded tokens activated and what had been predicted."""
-    from greenroom.plan.configurator import Latency, configure, layers_of
-    from greenroom.plan.recorded import activity_of
+    from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
+    from greenroom.plan.sizing import recorded_activity
 
-    activity = activity_of(trace, config.predictions)
-    latency = Latency.of(costs, expert_bytes, trace.top_k)
-    chosen = configure(layers_of(activity), float(capacity), latency, config.zeta)
+    activity = recorded_activity(trace, config.predictions)
+    latency = TokenLatency.of(costs, expert_bytes, trace.top_k)
+    chosen = configure(layer_statistics(activity), float(capacity), latency, config.zeta)
     return {
         "slots": [each.budget for each in chosen],
         "split": [each.ratio for each in chosen],

@@ -32,12 +32,12 @@ def main(args: argparse.Namespace) -> None:
     if share is None:
         raise UsageError(f"--share {args.share}: write a share of every layer's experts, as 10%")
     with Progress(f"reading {args.trace}"):
-        from greenroom.sim.pinned import hot
+        from greenroom.sim.pinned import hot_experts
         from greenroom.trace import load
 
         trace = load(args.trace)
         named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
-        found = hot(trace, named, share)
+        found = hot_experts(trace, named, share)
     made = {**found.as_json(), "model": trace.meta.get("model")}
     write_whole(args.out, json.dumps(made) + "\n")
     counts = ", ".join(f"{name} {task.experts.size}" for name, task in found.tasks.items())

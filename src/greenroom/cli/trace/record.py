@@ -69,7 +69,7 @@ def _recorded(
     """Load the model, have it answer the prompts, write the trace."""
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import choices
-    from greenroom.trace.journal import journal_of
+    from greenroom.trace.journal import journal_path
 
     if recording.predict is not None:
         choices(recording.predict)  # a name that is wrong is found before a model is loaded
@@ -92,7 +92,7 @@ def _recorded(
             stats: Stats = model.greenroom.stats()
             return stats
     except BaseException as error:
-        if began and (journal := journal_of(args.out)).exists():
+        if began and (journal := journal_path(args.out)).exists():
             kept = f"what was recorded is in {journal}: the same command goes on"
             if isinstance(error, KeyboardInterrupt):
                 error.args = (kept,)

@@ -25,9 +25,9 @@ from greenroom.hf.measure.entries import Entry
 from greenroom.hf.measure.harness import Harness
 from greenroom.hf.measure.recording import recorder_of
 from greenroom.hf.text.generate import encode
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import RoutingHistory
-from greenroom.plan.recorded import Configured, activity_of, programmed
+from greenroom.plan.sizing import CacheConfiguration, recorded_activity, slots_with_fewest_misses
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.recording.forecasts import choices, distance_of
 from greenroom.trace import Trace, stream
@@ -42,7 +42,7 @@ class Calibration:
     that its tokens took, where any was decoded."""
 
     trace: Trace
-    latency: Latency | None
+    latency: TokenLatency | None
 
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
         """Set an entry's `calibrated_options` from this routing.
@@ -55,7 +55,9 @@ class Calibration:
             found = self._configured(entry, capacity)
         elif "scope" in entry.calibrated_options:
             requests = stream(self.trace, "runtime")
-            found = {"scope": _said(programmed(requests, self.trace.offsets, capacity))}
+            found = {
+                "scope": _said(slots_with_fewest_misses(requests, self.trace.offsets, capacity))
+            }
             entry.notes.append(f"sizes by a dynamic programme over the {self._what}")
         if "pin" in entry.calibrated_options:
             entry.pins = self._hot(entry.config.scope, least)
@@ -71,8 +73,8 @@ class Calibration:
         """Algorithm 1's splits, and its budgets where they are wanted."""
         if self.latency is None:
             raise UsageError("Algorithm 1 needs seconds of decoded tokens: give longer --tokens")
-        activity = activity_of(self.trace)
-        chosen = Configured.of(activity, capacity, self.latency)
+        activity = recorded_activity(self.trace)
+        chosen = CacheConfiguration.of(activity, capacity, self.latency)
         ratios = chosen.split or (1.0,) * self.trace.layers
         entry.notes.append(
             f"budgets by Algorithm 1 over the {self._what}, tops {min(ratios):.2f} to"

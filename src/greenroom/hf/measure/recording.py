@@ -19,7 +19,7 @@ from greenroom.hf.text.generate import answer, encode
 from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
 from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
 from greenroom.runtime.recording.recorder import Keeps, Recorder
-from greenroom.trace.journal import Journal, journal_of
+from greenroom.trace.journal import Journal, journal_path
 from greenroom.trace.prompts import Prompt
 from greenroom.trace.segments import Header
 
@@ -65,7 +65,7 @@ def record(
         {**_meta(name, prompts, sampling, recording), **about},
         {name: distance_of(made) for name, made in running.predictors.items()},
     )
-    journal = Journal(journal_of(path), header)
+    journal = Journal(journal_path(path), header)
     try:
         on_request(journal.requests, 0)
         with recorder_of(model, catalog, journal, running, skipped) as recorder:
