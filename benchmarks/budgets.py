@@ -19,7 +19,7 @@ from greenroom.plan.budgets import METHODS, miss_tables
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from greenroom.sim.study import capacities
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 from greenroom.trace import load, stream
 
 
@@ -53,7 +53,7 @@ def main() -> None:
                 ])  # fmt: skip
         print(f"{path.name}: {held_out.requests} requests, {held_out.tokens} tokens")
         header = ["policy", "slots", "shared", "per-layer", *METHODS, "slots a layer"]
-        print(columns(header, rows), flush=True)
+        print(text_table(header, rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def measure(model: Any, context: int, tokens: int) -> dict[str, Any]:
         "context": context,
         "slots": stats.capacity,
         "slots_bytes": stats.capacity * stats.slot_bytes,
-        "kv_bytes": kv.held(cache),
+        "kv_bytes": kv.held_bytes(cache),
         "rss_bytes": rss_bytes(),
         "hit_ratio": stats.hit_ratio,
         "tpot_s": statistics.median(times),
@@ -84,8 +84,8 @@ def prepared(args: argparse.Namespace) -> Any:
     )
     room = model.greenroom
     if args.memory is None:
-        slots = max(1, Amount.parse(args.least, "--least").of(room.parts.catalog.experts))
-        room.grow(room.growth.leaving(slots))
+        slots = max(1, Amount.parse(args.least, "--least").of(room.setup.catalog.experts))
+        room.use_slot_budget(room.slot_budget.for_slots(slots))
     measure(model, args.tokens + 8, args.tokens)  # whatever is compiled or read at first
     return model
 
@@ -118,7 +118,7 @@ def main() -> None:
     room = model.greenroom
     rows = [measure(model, context, args.tokens) for context in sorted(args.contexts)]
     after = measure(model, min(args.contexts), args.tokens)
-    experts = room.parts.catalog.experts
+    experts = room.setup.catalog.experts
     table(args, "context", HEADER, [
         (
             row["context"], f"{row['slots']} of {experts}", show_bytes(row["slots_bytes"]),
@@ -128,7 +128,7 @@ def main() -> None:
         for row in [*rows, after]
     ])  # fmt: skip
     print(
-        f"budget {show_bytes(room.growth.budget)}, peak {show_bytes(peak_rss_bytes())};"
+        f"budget {show_bytes(room.slot_budget.budget)}, peak {show_bytes(peak_rss_bytes())};"
         f" the last row is after the others. {commit()}; {machine()}"
     )
     draw(rows, experts, args)

@@ -27,7 +27,7 @@ from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.measure.kernels import Experts, random_layer, step
 from greenroom.runtime.slots.host import HostSlots
 
@@ -73,7 +73,7 @@ def expert_rows(clock: Clock) -> None:
                 cases.append((x, index, scores.gather(1, index).bfloat16()))
             floor, times = clock.floor(), []
             for name in ("eager", "numba"):
-                chosen, turn = kernel(name), iter(range(1 << 30))
+                chosen, turn = make_kernel(name), iter(range(1 << 30))
                 step(chosen, experts, *cases[0])
                 run = lambda: step(chosen, experts, *cases[next(turn) % 4])  # noqa: E731, B023
                 times.append(clock.best(run))
@@ -89,7 +89,7 @@ def expert_rows(clock: Clock) -> None:
 GGML = ("q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4")
 STORED = (*GGML, "mxfp4", "int8", "int4", "fp8")
 ENCODED_KERNELS = ("numba", "rounded")
-KERNELS_OF = {name: kernel(name) for name in ENCODED_KERNELS}
+KERNELS_OF = {name: make_kernel(name) for name in ENCODED_KERNELS}
 ENCODED_SHAPES = ((2048, 1024), (2048, 768))
 HALVES = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
@@ -206,7 +206,7 @@ def dense_rows(clock: Clock) -> None:
 
 def call_rows(clock: Clock) -> None:
     """Microseconds a call where there is next to nothing to compute."""
-    experts, chosen = random_layer(64, 64, EXPERTS), kernel("numba")
+    experts, chosen = random_layer(64, 64, EXPERTS), make_kernel("numba")
     x, index = torch.randn(1, 64).bfloat16(), torch.arange(TOP_K)[None]
     weights = torch.ones(1, TOP_K).bfloat16()
     routing = Routing.of(index.numpy(), EXPERTS)
@@ -215,7 +215,7 @@ def call_rows(clock: Clock) -> None:
     calls = {
         "routing": lambda: Routing.of(index.numpy(), EXPERTS),
         "begin": lambda: chosen.begin(experts, x, routing, weights),
-        "wave, eight experts": lambda: chosen.wave(state, ids, ids),
+        "wave, eight experts": lambda: chosen.compute_group(state, ids, ids),
         "combine": lambda: chosen.combine(state),
         "torch's F.linear": lambda: linear(x, dense.weight),
         "compiled linear": lambda: dense.forward(x),

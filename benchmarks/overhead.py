@@ -93,9 +93,9 @@ def main() -> None:
     model: Any = greenroom.load(
         str(args.model), cache=1 << 28, prefetch="off", policy="next-use", context=1024
     )[0]
-    catalog = model.greenroom.parts.catalog
+    catalog = model.greenroom.setup.catalog
     capacity = catalog.experts - max(1, catalog.experts // 1000)
-    parts = replace(model.greenroom.parts, fingerprint="", guard=False, capacity=capacity)
+    parts = replace(model.greenroom.setup, fingerprint="", guard=False, capacity=capacity)
     compile_for(policy("next-use"))
     store = RamStore(catalog)
     print(f"commit {commit()}; {machine()}; {capacity} of {catalog.experts} experts in slots\n")

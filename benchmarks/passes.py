@@ -27,7 +27,7 @@ def replay(
     caches: dict[int, object] = {}
     for at, event in enumerate(journal.events):
         if isinstance(event, Reuse):
-            caches[event.number] = kv.copied(caches[event.source], event.tokens, batch.cache())
+            caches[event.number] = kv.copy_tokens(caches[event.source], event.tokens, batch.cache())
             used = {event.source}
         else:
             used = {number for number, _, _ in event.shares}
@@ -52,7 +52,7 @@ def _cache_for(batch: Batch, caches: dict[int, object], number: int, before: int
     cache = caches.get(number)
     if before == 0 or cache is None:
         return batch.cache()
-    kv.cut(cache, before)
+    kv.truncate(cache, before)
     return cache
 
 

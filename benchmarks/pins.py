@@ -21,10 +21,10 @@ from greenroom.core.cache.pins import Pins
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.policies import policy
-from greenroom.sim.pinned import hot, kept
+from greenroom.sim.pinned import hot_experts, pinned_by_step
 from greenroom.sim.replay import replay
 from greenroom.sim.study import capacities
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 from greenroom.trace import Trace, load, stream
 
 
@@ -50,20 +50,20 @@ def main() -> None:
         chosen = [r for r, label in enumerate(timed.labels) if label in shared]
         timed = timed.select(np.array(chosen))
         requests = stream(timed, "runtime")
-        pins = hot(made, shared, args.share)
-        mixed = hot(replace(made, labels=("all",) * made.requests), ["all"], args.share)
+        pins = hot_experts(made, shared, args.share)
+        mixed = hot_experts(replace(made, labels=("all",) * made.requests), ["all"], args.share)
         sets = {
             "none": [],
             "label": by_label(timed, requests, pins),
-            "prompt": kept(timed, requests, pins),
-            "mixed": kept(timed, requests, mixed),
+            "prompt": pinned_by_step(timed, requests, pins),
+            "mixed": pinned_by_step(timed, requests, mixed),
         }
         rows = []
         for name in args.policy.split(","):
             for capacity in capacities(args.capacity, int(trace.offsets[-1])):
                 found = {
                     way: replay(
-                        requests, trace.offsets, capacity, policy(name), kept=stay
+                        requests, trace.offsets, capacity, policy(name), pinned=stay
                     ).miss_ratio
                     for way, stay in sets.items()
                 }
@@ -74,7 +74,7 @@ def main() -> None:
                 ])  # fmt: skip
         kinds = f"{len(shared)} labels, {pins.tasks[shared[0]].experts.size} experts pinned"
         print(f"{path.name}: {timed.requests} requests, {kinds}")
-        print(columns(["policy", "slots", *sets], rows), flush=True)
+        print(text_table(["policy", "slots", *sets], rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from greenroom.config import LoadConfig, RecordConfig, SamplingConfig
 from greenroom.hf.load.describe import describe
 from greenroom.hf.measure.harness import Harness, Measurement
 from greenroom.hf.measure.recording import record
-from greenroom.plan.costs import Observed, calibrated, limited, of_machine
+from greenroom.plan.costs import RunMeasurement, calibrated_costs, machine_costs, throttled_costs
 from greenroom.plan.estimate import Estimate, Estimator
-from greenroom.plan.evidence import recorded
 from greenroom.plan.model import Model
-from greenroom.plan.planner import choice
+from greenroom.plan.planner import choose_setting
 from greenroom.plan.settings import DEFAULT, PLAIN, Setting
+from greenroom.plan.workload import recorded_workload
 from greenroom.runtime.store.throttle import Throttle
 from greenroom.trace import load
 from greenroom.trace.prompts import Prompt
@@ -104,7 +104,7 @@ def prompts_of(stage: Harness, count: int, seed: int) -> list[Prompt]:
 
 def measured(stage: Harness, case: Case, number: int) -> dict[str, Any]:
     """One run: warmed without a limit, then counted behind it."""
-    stage.parts = replace(stage.parts, read_limit=int(case.limit) if case.limit else None)
+    stage.setup = replace(stage.setup, read_limit=int(case.limit) if case.limit else None)
     config = LoadConfig(policy=case.policy, scope=case.scope, prefetch=case.prefetch,
                         no_guard=case.prefetch != "auto")  # fmt: skip
     stage.attach(config, int(case.share * stage.experts))
@@ -128,10 +128,10 @@ def line(stage: Harness) -> Throttle:
 
 def _row(done: Measurement, stage: Harness) -> dict[str, Any]:
     tokens = len(done.gaps)
-    size = stage.parts.catalog.expert_bytes // stage.experts
-    seen = Observed(
+    size = stage.setup.catalog.expert_bytes // stage.experts
+    seen = RunMeasurement(
         done.tpot_s, done.stall_s / tokens, done.bytes_read / size / tokens, done.bytes_read,
-        done.busy_s, stage.model.greenroom.parts.prefetch != OFF,
+        done.busy_s, stage.model.greenroom.setup.prefetch != OFF,
     )  # fmt: skip
     return {"observed": asdict(seen), "miss_ratio": done.miss_ratio, "at": time.time()}
 
@@ -184,7 +184,7 @@ class Planner:
         seen = [row for row in rows if _case(row) in SEEN]
         runs = [
             replace(
-                Observed.from_json(row["observed"]),
+                RunMeasurement.from_json(row["observed"]),
                 predicted=row["prefetch"] != OFF,
                 carried=0.0 if row["limit"] else row["observed"]["carried"],  # not the disk's rate
             )
@@ -192,17 +192,17 @@ class Planner:
             if not args.profile_only
         ]
         self.model, self.measured = model, bool(runs)
-        self.costs = calibrated(of_machine(profile, model), model, runs)
+        self.costs = calibrated_costs(machine_costs(profile, model), model, runs)
         trace = load(args.trace)
         trace = trace.select(range(min(args.requests or trace.requests, trace.requests)))
-        self.evidence = recorded(trace, model, str(args.trace))
+        self.workload = recorded_workload(trace, model, str(args.trace))
         self._by_limit: dict[float | None, Estimator] = {}
         print(f"profile of {'this' if here else 'another'} machine; {len(runs)} runs seen")
 
     def estimator(self, limit: float | None) -> Estimator:
         if limit not in self._by_limit:
-            costs = limited(self.costs, limit, self.model.expert_bytes)
-            made = Estimator(self.model, costs, self.evidence, measured=self.measured)
+            costs = throttled_costs(self.costs, limit, self.model.expert_bytes)
+            made = Estimator(self.model, costs, self.workload, measured=self.measured)
             self._by_limit[limit] = made
         return self._by_limit[limit]
 
@@ -245,7 +245,7 @@ def compare(planner: Planner, rows: list[dict[str, Any]], cases: list[Case]) -> 
     cases = [case for case in cases if times[case]]
     found = {case: planner.of(case) for case in cases}
     compared = tuple(sorted(found.values(), key=lambda each: each.tpot))
-    best, sure = choice(planner.estimator(cases[0].limit), compared)
+    best, sure = choose_setting(planner.estimator(cases[0].limit), compared)
     chosen = next(case for case in cases if found[case] is best)
     fastest = min(cases, key=lambda case: statistics.fmean(times[case].values()))
     lines = [

@@ -28,7 +28,7 @@ import numpy as np
 from common import machine
 
 from greenroom.config import LoadConfig, SamplingConfig, show_bytes
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 PROMPTS = (
     "Explain how a library decides which books to keep on the front shelves.",
@@ -126,19 +126,19 @@ def of_model(args: argparse.Namespace, root: Path) -> None:
         exact = {way.pack: way for way in every if not way.options}
         rows = [timed(way, exact[way.pack]) for way in every]
         header = ("pack", "misses", "TPOT ms", "ratio", "read a token", "inexact")
-        print(f"\n{machine()}\n{columns(header, rows, left=2)}", flush=True)
+        print(f"\n{machine()}\n{text_table(header, rows, left=2)}", flush=True)
     if args.text is not None:
         rows = [row for way in ways(list(folders)) if way.options
                 for row in [quality_of(way, folders[way.pack], args)]]  # fmt: skip
         header = ("pack", "misses", "KL", "KL p99", "perplexity", "exact", "same top", "inexact")
-        print(f"\n{columns(header, rows, left=2)}")
+        print(f"\n{text_table(header, rows, left=2)}")
 
 
 def timed(way: Way, exact: Way) -> tuple[str, ...]:
     """A row of times."""
     from greenroom.plan import intervals
 
-    middle, low, high = intervals.ratio(way.tpots, exact.tpots)
+    middle, low, high = intervals.ratio_interval(way.tpots, exact.tpots)
     print(json.dumps({"pack": way.pack, **way.options, "tpots": way.tpots}))
     return (
         way.pack, way.name, f"{np.median(way.tpots) * 1e3:.2f}",
@@ -203,7 +203,7 @@ def of_traces(args: argparse.Namespace) -> None:
                     row.append(f"{np.median(found.times.gaps) * 1e3:.1f} ({share:.0%})")
                 rows.append(row)
         print(f"{path.name}: median TPOT in ms (share of evaluations that were not exact)")
-        print(columns(["capacity", "transfer", *served], rows, left=0), flush=True)
+        print(text_table(["capacity", "transfer", *served], rows, left=0), flush=True)
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from greenroom.core.cost import Costs, Link, Work
-from greenroom.plan.configurator import Latency, configure, layers_of
-from greenroom.plan.recorded import foreseen, programmed
+from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
+from greenroom.plan.sizing import predicted_activity, slots_with_fewest_misses
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.study import capacities
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 from greenroom.trace import Trace, load, stream
 
 EXPERT, CHUNK = 1 << 20, 1 << 18
@@ -56,17 +56,17 @@ def main() -> None:
         made, timed = halves(path, args.tokens)
         requests = stream(timed, "runtime")
         before = stream(made, "runtime")
-        layers = layers_of(foreseen(made, args.prefetch))
+        layers = layer_statistics(predicted_activity(made, args.prefetch))
         rows = []
         for capacity in capacities(args.capacity, int(timed.offsets[-1])):
             for ratio in map(float, args.ratios.split(",")):
                 machine = costs(ratio)
-                latency = Latency.of(machine, EXPERT, timed.top_k)
+                latency = TokenLatency.of(machine, EXPERT, timed.top_k)
                 chosen = configure(layers, float(capacity), latency)
                 ways: dict[str, dict[str, Any]] = {
                     "shared": {},
                     "per-layer": {"scope": "per-layer"},
-                    "budgets": {"scope": programmed(before, made.offsets, capacity)},
+                    "budgets": {"scope": slots_with_fewest_misses(before, made.offsets, capacity)},
                     **{f"split {share}": {"split": share} for share in SHARES},
                     "moepic": {"scope": tuple(c.budget for c in chosen)},
                 }
@@ -83,7 +83,7 @@ def main() -> None:
                 rows.append([str(capacity), f"{ratio:g}", *cells, f"{mean:.2f}"])
         print(f"{path.name}: {timed.tokens} tokens, prefetch {args.prefetch}")
         header = ["slots", "transfer/compute", *ways, "mean theta"]
-        print(columns(header, rows), flush=True)
+        print(text_table(header, rows), flush=True)
 
 
 if __name__ == "__main__":

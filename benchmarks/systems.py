@@ -26,7 +26,7 @@ from greenroom.plan.systems.cells import simulate_systems
 from greenroom.plan.systems.table import SYSTEMS, system
 from greenroom.sim.study import Row, Study, capacities
 from greenroom.sim.sweep import sweep
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 BUS, GPU, LAYER_S, EXPERT = 25e9, 1e12, 3e-4, 12 << 20
 SPLIT = "moepic"
@@ -85,7 +85,7 @@ def main() -> None:
             ])  # fmt: skip
         header = ["system", "slots", "miss ratio", "TPOT ms", "TTFT ms", "of llru", "on the host",
                   "stalled"]  # fmt: skip
-        print(f"{path.name}: {args.tokens} tokens\n\n{columns(header, lines)}\n", flush=True)
+        print(f"{path.name}: {args.tokens} tokens\n\n{text_table(header, lines)}\n", flush=True)
         for row in found:
             if row["without"]:
                 print(f"{row['system']}: without {'; '.join(row['without'])}")

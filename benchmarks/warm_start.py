@@ -46,7 +46,7 @@ def run(model: str, prompt: str, options: argparse.Namespace) -> dict[str, Any]:
     """One load and one answer: seconds, and requests and hits after each pass."""
     start = time.perf_counter()
     loaded, tokenizer = greenroom.load(model, cache=options.cache, prefetch=options.prefetch)
-    took = {"load_s": time.perf_counter() - start, "warmed": loaded.greenroom.warmed}
+    took = {"load_s": time.perf_counter() - start, "warmed": loaded.greenroom.warm_experts}
     passes: list[tuple[int, int]] = []
 
     def note(*_: object) -> None:

@@ -87,7 +87,7 @@ def test_raw_addresses_stay_out_of_the_core() -> None:
 
 
 def test_only_the_core_looks_into_the_scheduler() -> None:
-    """Others have its methods and `view`; `Chunked` scripts its cache."""
+    """Others have its methods and `view`; `StepTimer` scripts its cache."""
     parts = {"placement", "transfers", "lookahead", "prefetcher", "cache", "counts", "pieces"}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -109,13 +109,13 @@ def clocked(greenroom: Greenroom) -> Iterator[dict[str, float]]:
 
     before, chosen = forward.to_host, greenroom.kernel
     forward.to_host = timed("ids", before)
-    for name in ("begin", "wave", "combine"):
+    for name in ("begin", "compute_group", "combine"):
         setattr(chosen, name, timed("launches", getattr(chosen, name)))
     try:
         yield spent
     finally:
         forward.to_host = before
-        for name in ("begin", "wave", "combine"):
+        for name in ("begin", "compute_group", "combine"):
             delattr(chosen, name)
 
 

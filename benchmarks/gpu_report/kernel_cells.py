@@ -22,9 +22,9 @@ import torch
 from kernel_layers import Layer, choices, inputs, module_of, whole_step, with_weights
 from ledger import Ledger, NotHere
 
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import Triton, unread
+from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 
 HERE = Path(__file__).resolve().parent
 SLOT_BYTES = 8 << 30  # of a layer: many times any cache
@@ -61,9 +61,9 @@ class Cells:
 
     def _encoded(self, shape: shapes.Shape, encoding: str) -> list[dict[str, Any]]:
         layer = Layer.make(shape, encoding, self._device, self._most())
-        if (why := unread(layer.experts)) is not None:
+        if (why := fallback_reason(layer.experts)) is not None:
             raise NotHere(why)
-        kernel, rows = Triton(), []
+        kernel, rows = TritonKernel(), []
         for tokens in shapes.tokens(self._smoke):
             x, weights = inputs(shape, tokens, self._device)
             sets = choices(shape, tokens, 1 if self._smoke else SETS.get(tokens, 1))
@@ -172,7 +172,7 @@ def row_of(
 def distance(kernel: Any, layer: Layer, x: Any, weights: Any, choice: Any) -> float:
     """Relative distance of a step from eager; RuntimeError where it is wrong."""
     got = whole_step(kernel, layer, x, weights, choice).double()
-    want = whole_step(Eager(), layer, x, weights, choice).double()
+    want = whole_step(EagerKernel(), layer, x, weights, choice).double()
     found = float((got - want).norm() / want.norm())
     if not found <= FAR:
         raise RuntimeError(f"{x.shape[0]} tokens: the result is {found:.3g} from eager")
@@ -189,5 +189,5 @@ def compiled(number: int, count: int, smoke: bool = False) -> None:
             layer = Layer.make(shape, encoding, device, most=1)
             for tokens in (1,) if smoke else shapes.tokens(smoke)[:3]:
                 x, weights = inputs(shape, tokens, device)
-                whole_step(Triton(), layer, x, weights, choices(shape, tokens, 1)[0])
+                whole_step(TritonKernel(), layer, x, weights, choices(shape, tokens, 1)[0])
             machine.synchronize(device)

@@ -164,5 +164,5 @@ def whole_step(kernel: Any, layer: Layer, x: Tensor, weights: Tensor, choice: An
     routing = Routing.of(choice, layer.shape.experts)
     step = kernel.begin(layer.experts, x, routing, weights)
     chosen = routing.experts.tolist()
-    kernel.wave(step, chosen, layer.slots_of(chosen))
+    kernel.compute_group(step, chosen, layer.slots_of(chosen))
     return kernel.combine(step)

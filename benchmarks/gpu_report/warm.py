@@ -10,7 +10,7 @@ from kernel_cells import compiled
 from kernel_layers import Layer, choices, inputs, whole_step
 from shapes import ENCODINGS, SMALL_KERNELS
 
-from greenroom.runtime.kernels.triton import Triton
+from greenroom.runtime.kernels.triton import TritonKernel
 
 
 @torch.inference_mode()
@@ -21,7 +21,7 @@ def small_steps() -> None:
         layer = Layer.make(shape, encoding, device, most=1 << 20)
         for tokens in (1, 40):
             x, weights = inputs(shape, tokens, device)
-            whole_step(Triton(), layer, x, weights, choices(shape, tokens, 1)[0])
+            whole_step(TritonKernel(), layer, x, weights, choices(shape, tokens, 1)[0])
     machine.synchronize(device)
     print("small steps: done")
 

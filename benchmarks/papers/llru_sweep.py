@@ -24,7 +24,7 @@ from common import (
 )
 
 from greenroom.policies import policy
-from greenroom.sim.curves import Curve, lru_curve, opt_curve
+from greenroom.sim.curves import MissCurve, lru_curve, opt_curve
 from greenroom.sim.replay import replay
 from greenroom.trace import Trace, stream
 
@@ -37,18 +37,18 @@ def longest(trace: Trace) -> Trace:
     return trace.select([int(np.argmax(np.diff(trace.request_starts)))])
 
 
-def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, Curve]:
+def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, MissCurve]:
     """Misses by capacity for each policy of the figure."""
     requests, offsets, total = stream(trace, order), trace.offsets, experts_of(trace)
     sizes = np.unique((total * np.linspace(0, 1, points + 1)[1:] ** 1.7).astype(int))
     sizes = sizes[sizes >= trace.layers]  # fewer slots cannot be shared out
 
-    def replayed(name: str) -> Curve:
+    def replayed(name: str) -> MissCurve:
         misses = [
             replay(requests, offsets, int(k), policy(name), pin="none", seed=seed).misses
             for k in sizes
         ]
-        return Curve(sizes, np.array(misses), requests.pieces.size)
+        return MissCurve(sizes, np.array(misses), requests.pieces.size)
 
     return {
         "OPT": opt_curve(requests, offsets),
@@ -59,11 +59,11 @@ def curves(trace: Trace, order: str, points: int, seed: int) -> dict[str, Curve]
     }
 
 
-def at(curve: Curve, capacities: np.ndarray) -> np.ndarray:
+def at(curve: MissCurve, capacities: np.ndarray) -> np.ndarray:
     return curve.misses[np.searchsorted(curve.capacities, capacities)]
 
 
-def row(model: str, trace: Trace, order: str, found: dict[str, Curve]) -> list[object]:
+def row(model: str, trace: Trace, order: str, found: dict[str, MissCurve]) -> list[object]:
     """What the paper says of the figure, in numbers, over the sizes at which LLRU was replayed."""
     sizes = found["LLRU"].capacities
     misses = {name: at(curve, sizes) for name, curve in found.items()}

@@ -27,8 +27,8 @@ from split import CHUNK, EXPERT, costs, halves
 
 from common import options, table  # isort: skip
 from greenroom.core.cost import Costs
-from greenroom.plan.configurator import Choice, Latency, configure, layers_of
-from greenroom.plan.recorded import foreseen
+from greenroom.plan.configurator import LayerAllocation, TokenLatency, configure, layer_statistics
+from greenroom.plan.sizing import predicted_activity
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
 from greenroom.sim.study import capacities
@@ -48,7 +48,7 @@ def timed(
     )  # fmt: skip
 
 
-def ways(chosen: list[Choice]) -> dict[str, Any]:
+def ways(chosen: list[LayerAllocation]) -> dict[str, Any]:
     """What Algorithm 1 chose, as options of a simulation."""
     found: dict[str, Any] = {"scope": tuple(c.budget for c in chosen)}
     if any(round(8 * c.ratio) < 8 for c in chosen):
@@ -100,7 +100,7 @@ def granularity(
     trace: Trace, capacity: int, machine: Costs, args: Any, layers: Any, name: str
 ) -> None:
     """Figure 9b."""
-    latency, rows = Latency.of(machine, EXPERT, trace.top_k), []
+    latency, rows = TokenLatency.of(machine, EXPERT, trace.top_k), []
     for zeta in ZETAS:
         chosen = configure(layers, float(capacity), latency, zeta=zeta)
         found = timed(trace, capacity, machine, args.prefetch, "lcp", args.seed, **ways(chosen))
@@ -113,8 +113,8 @@ def main(args: argparse.Namespace) -> None:
     machine, tokens = costs(args.ratio), 60 if args.quick else args.tokens
     for model in args.models:
         made, trace = halves(args.traces / f"{model}.npz", tokens)
-        layers = layers_of(foreseen(made, args.prefetch))
-        latency = Latency.of(machine, EXPERT, trace.top_k)
+        layers = layer_statistics(predicted_activity(made, args.prefetch))
+        latency = TokenLatency.of(machine, EXPERT, trace.top_k)
         for capacity in capacities(args.capacity, int(trace.offsets[-1])):
             chosen = configure(layers, float(capacity), latency)
             thetas = [c.ratio for c in chosen]

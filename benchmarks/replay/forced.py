@@ -183,4 +183,4 @@ def forced(model: Any, trace: Trace, layers: Sequence[str] | None = None) -> Ite
 
 def model_layers(model: Any) -> tuple[str, ...]:
     """Names of the experts modules of a model that Greenroom has loaded."""
-    return model.greenroom.parts.catalog.layers
+    return model.greenroom.setup.catalog.layers

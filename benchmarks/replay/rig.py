@@ -57,8 +57,8 @@ class Rig:
             readers=READERS, prefetch="off",
         )[0]  # fmt: skip
         # without a fingerprint nothing is remembered from one cache to the next
-        self.parts = replace(self.model.greenroom.parts, fingerprint="")
-        self.catalog = self.parts.catalog
+        self.setup = replace(self.model.greenroom.setup, fingerprint="")
+        self.catalog = self.setup.catalog
         layers, vocabulary = len(self.catalog.layers), self.model.config.vocab_size
         whole = prepared(load(recording), layers, vocabulary)
         self.trace = whole.select(range(whole.requests - LESSONS))  # what is played
@@ -85,7 +85,7 @@ class Rig:
         chosen = choose(policy, capacity, self.catalog.experts)
         compile_for(chosen)
         parts = replace(
-            self.parts, capacity=capacity, policy=chosen.name, guard=guard,
+            self.setup, capacity=capacity, policy=chosen.name, guard=guard,
             prefetch="off" if prefetch == "off" else ANY,
         )  # fmt: skip
         store = None if bandwidth is None else self.ram
@@ -184,7 +184,7 @@ def experts_s(
     A cache with a slot for every expert computes whole layers as one, in which experts have no time
     of their own: the cache must have at least one slot less.
     """
-    assert made.capacity < made.parts.catalog.experts
+    assert made.capacity < made.setup.catalog.experts
     seconds, of_experts, of_one = [], [], []
     for number in passes:
         computed, before = made.driver.meter.computed_s, made.stats().expert_requests

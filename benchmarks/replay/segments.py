@@ -51,9 +51,9 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load.load import load_with
 from greenroom.hf.memory.split import split_experts
-from greenroom.plan.budgets import miss_tables, optimal
-from greenroom.plan.configurator import Latency, configure, layers_of, split
-from greenroom.plan.recorded import foreseen
+from greenroom.plan.budgets import miss_tables, optimal_slots
+from greenroom.plan.configurator import TokenLatency, configure, expert_split, layer_statistics
+from greenroom.plan.sizing import predicted_activity
 from greenroom.policies import policy
 from greenroom.predictors import OFF
 from greenroom.runtime.fakes import FakeStore
@@ -88,8 +88,8 @@ class Hall:
         self.args = args
         config = LoadConfig(cache=1 << 26, context=1024, prefetch="off", threads=args.threads)
         self.model: Any = load_with(str(args.pack), config, remember=False)[0]
-        self.parts = replace(self.model.greenroom.parts, fingerprint="", guard=False)
-        self.catalog = self.parts.catalog
+        self.setup = replace(self.model.greenroom.setup, fingerprint="", guard=False)
+        self.catalog = self.setup.catalog
         layers = len(self.catalog.layers)
         whole = prepared(load(args.trace), layers, self.model.config.vocab_size)
         self.trace = whole.select(range(whole.requests - LESSONS))
@@ -108,7 +108,7 @@ class Hall:
         compile_for(chosen)
         ahead = session is not None and self.args.prefetch != OFF
         parts = replace(
-            self.parts, catalog=catalog, split=cut_at, scope=way.get("scope", "shared"),
+            self.setup, catalog=catalog, split=cut_at, scope=way.get("scope", "shared"),
             capacity=capacity, policy=chosen.name, prefetch=ANY if ahead else OFF,
         )  # fmt: skip
         store = FakeStore(DiskStore(catalog), bandwidth=bandwidth)
@@ -145,14 +145,19 @@ class Hall:
     def ways(self, capacity: int, bandwidth: float) -> dict[str, dict[str, Any]]:
         """Every way at this size, on this line."""
         token, experts = self.resident
-        layers, n = layers_of(foreseen(self.lessons, self.args.prefetch)), self.trace.layers
-        latency = Latency((token - experts) / n, experts / n, 0.0, self.expert_bytes / bandwidth)
-        equal = split(layers, [capacity / n] * n, latency)
+        layers, n = (
+            layer_statistics(predicted_activity(self.lessons, self.args.prefetch)),
+            self.trace.layers,
+        )
+        latency = TokenLatency(
+            (token - experts) / n, experts / n, 0.0, self.expert_bytes / bandwidth
+        )
+        equal = expert_split(layers, [capacity / n] * n, latency)
         chosen = configure(layers, float(capacity), latency)
         tables = miss_tables(stream(self.lessons, "runtime"), self.lessons.offsets)
         return {
             "whole": {},
-            "budgets": {"scope": tuple(map(float, optimal(tables, capacity)))},
+            "budgets": {"scope": tuple(map(float, optimal_slots(tables, capacity)))},
             "split": {"scope": "per-layer", "split": tuple(c.ratio for c in equal)},
             "half": {"split": 0.5},
             "all": {

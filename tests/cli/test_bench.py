@@ -13,7 +13,7 @@ from greenroom.config import BUDGETS, LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.measure import calibration
 from greenroom.hf.measure.entries import Entry
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from tests.cli.conftest import Run
 from tests.hf.memory.test_split import packed
 from tests.options import needs_option
@@ -59,22 +59,24 @@ def test_parts_that_are_given_go_to_the_rows_that_have_them(files: dict[str, str
         "hobbit": ("shared", None, "int4", 0.3),
         "llru": ("shared", None, "off", None),
     }
-    assert [e.wants for e in found.values()] == [(), (), (), ()]
+    assert [e.calibrated_options for e in found.values()] == [(), (), (), ()]
     assert {e.config.readers for e in found.values()} == {3}
-    assert not any(e.without for e in found.values())
+    assert not any(e.skip_reason for e in found.values())
 
 
 def test_sizes_and_splits_go_together(files: dict[str, str]):
     words = ("--system", "adapmoe,moepic", "--scope", files["sizes"])
     _, found = settings(*words)
-    assert [e.wants for e in found.values()] == [(), ("scope", "split")]
+    assert [e.calibrated_options for e in found.values()] == [(), ("scope", "split")]
     _, found = settings(*words, "--split", files["sizes"])
     moepic = found["moepic"]
-    assert (moepic.wants, moepic.config.scope, moepic.config.split) == (
+    assert (moepic.calibrated_options, moepic.config.scope, moepic.config.split) == (
         (), files["sizes"], files["sizes"]
     )  # fmt: skip
     _, found = settings(*words, "--split", "auto")
-    assert found["moepic"].wants == ("split",)  # what was found, not where Algorithm 1 begins
+    assert found["moepic"].calibrated_options == (
+        "split",
+    )  # what was found, not where Algorithm 1 begins
 
 
 def test_what_overrides_every_row():
@@ -176,7 +178,7 @@ def test_no_row_is_left(cli: Run, folder: Path):
 
 def test_splits_are_those_of_algorithm_1(cli: Run, monkeypatch: pytest.MonkeyPatch):
     """Of a machine whose link takes two layers' time for an expert, whatever this one's takes."""
-    latency = Latency(attention=1e-3, moe=2e-4, head=0.0, load=2.4e-3)
+    latency = TokenLatency(attention=1e-3, moe=2e-4, head=0.0, load=2.4e-3)
     monkeypatch.setattr(calibration, "latency_of", lambda driver, head: latency)
     ran = cli("bench", packed(), "--cache", "60%", "--system", "llru,moepic", *SHORT, "--json")
     assert ran.code == 0, ran.err

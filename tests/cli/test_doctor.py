@@ -106,7 +106,7 @@ def test_what_a_model_would_do(cli: Run, fast: Path, folder: Path):
     ran = cli("doctor", folder)
     assert ran.code == 0, ran.err
     assert "measuring it quickly" in ran.err
-    for shown in ("all of it fits", "tokens/s", "take: greenroom run", "synthetic stand-ins"):
+    for shown in ("all of it fits", "tokens/s", "take: greenroom run", "synthetic, with typical"):
         assert shown in ran.out
     again = cli("doctor", folder, "--json")
     assert "measuring" not in again.err

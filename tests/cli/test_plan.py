@@ -17,7 +17,7 @@ from greenroom.core.cost import Link
 from greenroom.core.machine import Machine, Processor, Route, Table, name_of
 from greenroom.errors import UsageError
 from greenroom.hf.load.describe import describe
-from greenroom.plan.costs import Observed
+from greenroom.plan.costs import RunMeasurement
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.history import files
 from greenroom.plan.planner import Plan
@@ -73,7 +73,7 @@ def test_a_plan_of_stand_ins_on_another_machine(cli: Run, folder: Path, home: Pa
               "--target-tpot", "0.0001ms")  # fmt: skip
     assert ran.code == 0, ran.err
     assert "abacus, 2 cores, 1 GiB (another machine than this one)" in ran.out
-    assert "synthetic stand-ins of its shape" in ran.out
+    assert "synthetic, with typical" in ran.out
     assert "out of reach" in ran.out
     assert "the nearest is" in ran.out
     assert "take: greenroom run" in ran.out
@@ -81,7 +81,7 @@ def test_a_plan_of_stand_ins_on_another_machine(cli: Run, folder: Path, home: Pa
 
 def test_runs_of_this_model_are_what_a_plan_goes_by(cli: Run, folder: Path, home: Path):
     model = describe(str(folder), LoadConfig())
-    run = Observed(0.5, 0.1, 1.0, 1e9, 1.0)
+    run = RunMeasurement(0.5, 0.1, 1.0, 1e9, 1.0)
     files.update_records(
         model.fingerprint, name_of(host()), lambda records: records.with_runs((run,))
     )
@@ -189,7 +189,9 @@ def test_what_tune_measures(monkeypatch: pytest.MonkeyPatch):
     cut = replace(DEFAULT, scope="6,6", split="0.5,0.75")
     others = [cut, DEFAULT, replace(PLAIN, split="0.5"), PLAIN, Setting("lcp", "shared", "off")]
     found = [Estimate(s, 8, 0, 1.0, 1.0, 1.0, None, 0.5, 1.0, 0.5, np.ones(1)) for s in others]
-    monkeypatch.setattr("greenroom.plan.planner.compare", lambda estimator, capacity: found)
+    monkeypatch.setattr(
+        "greenroom.plan.planner.compare_settings", lambda estimator, capacity: found
+    )
     chosen = candidates(None, 8)
     assert chosen == [PLAIN, DEFAULT, cut, replace(PLAIN, split="0.5")]
     entries = [tuned(setting, LoadConfig(cache="50%")) for setting in chosen]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from tests.cli.conftest import Run
 
 FEW = ("--cache", "25%", "--max-new-tokens", 3, "--prompt", "The green room")
@@ -50,13 +50,13 @@ def test_other_kernels_are_judged(cli: Run, folder: Path) -> None:
 def test_failure(
     cli: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]
 ) -> None:
-    right = Eager.combine
+    right = EagerKernel.combine
 
-    def wrong(self: Eager, step: Any) -> Any:
+    def wrong(self: EagerKernel, step: Any) -> Any:
         real = isinstance(step.layer.module, nn.Module)  # not the toy that a class is tried on
         return right(self, step) * (1.01 if real else 1)
 
-    monkeypatch.setattr(Eager, "combine", wrong)
+    monkeypatch.setattr(EagerKernel, "combine", wrong)
     ran = cli("verify", folder, *FEW, *json)
     assert ran.code == 1
     assert "comparisons failed" in ran.line

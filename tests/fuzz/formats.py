@@ -388,7 +388,7 @@ def learned_join(pieces: Pieces) -> bytes:
 def read_learned(data: bytes, folder: Path) -> None:
     """A cache too."""
     from greenroom.plan.history.files import load_routing, routing_path
-    from greenroom.plan.history.recent import trace_of
+    from greenroom.plan.history.recent import recent_trace
 
     with _cache(folder):
         path = routing_path("abc")
@@ -397,7 +397,7 @@ def read_learned(data: bytes, folder: Path) -> None:
         known = _quietly(lambda: load_routing("abc"))
         if known is not None:
             _quietly(lambda: known.hot_set([0, 4, 7], 3))
-            _quietly(lambda: trace_of(known, [4, 3]))
+            _quietly(lambda: recent_trace(known, [4, 3]))
 
 
 OWN = {

@@ -10,10 +10,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 from greenroom.core.layout import SlotLayout
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.triton import Triton, unread
+from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 from tests.runtime.kernels.toys import CLASSES, EXPERTS, ToySlots, experts, inputs, matrices
 from tests.runtime.kernels.triton.test_kernel import ENCODED, distance, encoded
 
@@ -57,7 +57,7 @@ def step(kernel, layer, places, case, waves=None) -> torch.Tensor:
     state = kernel.begin(layer, x.cuda(), routing, weights.cuda())
     for wave in [range(len(routing.experts))] if waves is None else waves:
         chosen = [int(routing.experts[i]) for i in wave]
-        kernel.wave(state, chosen, [places[e] for e in chosen])
+        kernel.compute_group(state, chosen, [places[e] for e in chosen])
     return kernel.combine(state)
 
 
@@ -72,11 +72,11 @@ def test_as_near_to_eager_as_grouped_mm(family, dtype):
             case = inputs(dtype, tokens, seed=tokens, hidden=layer.hidden)
             gpu = [t.cuda() for t in case]
             want = module(*gpu)
-            assert torch.equal(step(Eager(), layer, places, case), want)
+            assert torch.equal(step(EagerKernel(), layer, places, case), want)
             module.config._experts_implementation = "grouped_mm"
             theirs = max(theirs, distance(module(*gpu), want))
             module.config._experts_implementation = "eager"
-            ours = max(ours, distance(step(Triton(), layer, places, case), want))
+            ours = max(ours, distance(step(TritonKernel(), layer, places, case), want))
         assert ours <= max(2 * theirs, torch.finfo(dtype).eps / 10), sizes
 
 
@@ -85,12 +85,12 @@ def test_waves_order_and_slots_do_not_change_a_bit(family):
     for tokens in (1, 3, 70):
         case = inputs(torch.bfloat16, tokens, seed=3)
         layer, places = placed(experts(family, torch.bfloat16))
-        want, count = step(Triton(), layer, places, case), len(case[1].unique())
+        want, count = step(TritonKernel(), layer, places, case), len(case[1].unique())
         for seed in range(1, 6):
             order = np.random.default_rng(seed).permutation(count).tolist()
             other, slots = placed(experts(family, torch.bfloat16), seed=seed)
             waves = [[i] for i in order] if seed % 2 else [order[: count // 2], order[count // 2 :]]
-            assert torch.equal(step(Triton(), other, slots, case, waves), want)
+            assert torch.equal(step(TritonKernel(), other, slots, case, waves), want)
 
 
 @pytest.mark.parametrize("name", ENCODED)
@@ -98,13 +98,13 @@ def test_encodings_are_as_near_as_expanded_weights(name):
     for family in ("qwen3_moe", "gpt_oss"):
         host, places, plain, where = encoded(family, name)
         layer, expanded = on_gpu(host, places), on_gpu(plain, where)
-        assert unread(layer) is None
+        assert fallback_reason(layer) is None
         for tokens in (1, 4, 40):
             case = inputs(torch.bfloat16, tokens, hidden=layer.hidden, seed=tokens)
-            got = step(Triton(), layer, places, case)
+            got = step(TritonKernel(), layer, places, case)
             assert got.isfinite().all()
-            assert distance(got, step(Eager(), layer, places, case)) < 4e-3
-            assert distance(got, step(Triton(), expanded, where, case)) < 1e-3
+            assert distance(got, step(EagerKernel(), layer, places, case)) < 4e-3
+            assert distance(got, step(TritonKernel(), expanded, where, case)) < 1e-3
             assert torch.equal(
-                step(Eager(), layer, places, case), step(Eager(), expanded, where, case)
+                step(EagerKernel(), layer, places, case), step(EagerKernel(), expanded, where, case)
             )

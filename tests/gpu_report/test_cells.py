@@ -69,7 +69,7 @@ def test_every_encoding_is_filled_as_its_decoder_reads_it(report) -> None:
         assert layer.capacity == 2 * shape.top_k < shape.experts  # some share a slot
         x, weights = layers.inputs(shape, 1, device)
         choice = layers.choices(shape, 1, 1)[0][:, :1]
-        cells.distance(cells.Triton(), layer, x, weights[:, :1], choice)
+        cells.distance(cells.TritonKernel(), layer, x, weights[:, :1], choice)
 
 
 def test_choices_of_single_tokens_share_no_expert(report) -> None:
@@ -100,8 +100,8 @@ def test_the_kernel_part(report, args, monkeypatch) -> None:
 def test_a_wrong_kernel_fails_its_cell(report, args, monkeypatch) -> None:
     cells, shapes = report("kernel_cells"), report("shapes")
     monkeypatch.setattr(shapes, "tokens", lambda smoke: (1,))
-    combine = cells.Triton.combine
-    monkeypatch.setattr(cells.Triton, "combine", lambda self, step: combine(self, step) * 2)
+    combine = cells.TritonKernel.combine
+    monkeypatch.setattr(cells.TritonKernel, "combine", lambda self, step: combine(self, step) * 2)
     with pytest.raises(RuntimeError, match="from eager"):
         cells.Cells(args, None).measure("gpt-oss-120b:mxfp4")
 

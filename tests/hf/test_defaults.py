@@ -20,7 +20,7 @@ from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory import budget
 from greenroom.plan.history import files
 from greenroom.plan.history.records import StoredSetting
-from greenroom.plan.quick import Quick
+from greenroom.plan.quick import QuickPlan
 from greenroom.plan.settings import DEFAULT
 from greenroom.runtime.measure.bandwidth import host
 from tests.hf.memory.test_split import packed
@@ -42,11 +42,11 @@ def folder() -> str:
 def test_a_run_says_that_it_took_lru(
     monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
 ):
-    lru = Quick(replace(DEFAULT, policy="lru"), 1.0, 1.0)
+    lru = QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
     monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     assert parts.policy == "lru"
     assert parts.prefetch == "auto"
@@ -69,15 +69,17 @@ def test_a_plan_foretells_slots_and_settings(
     def run() -> tuple[int, int]:
         model, _ = load_with(folder, replace(config, memory=memory))
         made = model.greenroom
-        found = made.capacity, made.growth.least
-        sizes = tuple(b - a for a, b in pairwise(made.parts.catalog.offsets))
+        found = made.capacity, made.slot_budget.full_context_slots
+        sizes = tuple(b - a for a, b in pairwise(made.setup.catalog.offsets))
         made.detach()
         assert sizes == before.experts_per_layer
         return found
 
     first = run()
     expected = at_first + describing.COMPILERS - (whole - before.dense_bytes)
-    assert first[0] == min(before.experts, (memory - before.needs + expected) // before.slot_bytes)
+    assert first[0] == min(
+        before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
+    )
     known = files.load_records(before.fingerprint, name_of(host()))
     assert known.process == whole - before.dense_bytes
     after = describe(folder, config)
@@ -93,7 +95,7 @@ def keep(fingerprint: str, capacity: int, machine: str | None = None, **options:
 def test_a_run_takes_what_was_measured_and_says_so(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
-    digest = model.greenroom.parts.fingerprint
+    digest = model.greenroom.setup.fingerprint
     assert "settings" not in startup_line(folder, model, config, verbose=True)
     model.greenroom.detach()
     keep(digest, 8, policy="lcp", scope="per-layer", prefetch="off")
@@ -110,12 +112,12 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     folder = str(packed())
     config = LoadConfig(cache="60%", device="cpu", kernels="eager")
     model, _ = load_with(folder, config, remember=True)
-    made, capacity = model.greenroom.parts, model.greenroom.capacity
+    made, capacity = model.greenroom.setup, model.greenroom.capacity
     model.greenroom.detach()
     assert made.split is None
     keep(made.fingerprint, capacity, policy="lru", scope="per-layer", prefetch="off", split="0.5")
     model, _ = load_with(folder, config, remember=True)
-    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.parts
+    line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.setup
     model.greenroom.detach()
     assert parts.split is not None
     assert parts.split.tops[0] < parts.split.whole
@@ -125,7 +127,7 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     if "skip_below" in option_names():
         skipping = replace(config, skip_below=0.1)
         model, _ = load_with(folder, skipping, remember=True)
-        assert model.greenroom.parts.split is None  # misses of split experts are not judged
+        assert model.greenroom.setup.split is None  # misses of split experts are not judged
         model.greenroom.detach()
 
 
@@ -143,11 +145,11 @@ def test_what_is_kept_stays_out_of_the_way(
     folder: str, config: LoadConfig, capacity: int, machine: str | None, no_threads_left: None
 ):
     model, _ = load_with(folder, LoadConfig(cache="50%", device="cpu"), remember=False)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     keep(parts.fingerprint, capacity, machine, policy="lcp", prefetch="off")
     model, _ = load_with(folder, config, remember=True)
-    assert model.greenroom.parts.chosen == ""
+    assert model.greenroom.setup.chosen == ""
     assert model.greenroom.driver.scheduler.placement.cache.policy.name != "lcp"
     model.greenroom.detach()
 
@@ -155,7 +157,7 @@ def test_what_is_kept_stays_out_of_the_way(
 def test_nothing_is_taken_where_nothing_is_remembered(folder: str, no_threads_left: None):
     config = LoadConfig(cache="50%", device="cpu")
     model, _ = load_with(folder, config, remember=False)
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     model.greenroom.detach()
     keep(parts.fingerprint, 8, policy="lcp")
     assert with_defaults(parts, config, 8, 2) is parts

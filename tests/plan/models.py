@@ -21,7 +21,7 @@ MODEL = Model(
     slot_bytes=MIB,
     dense_bytes=8 * MIB,
     read_bytes=4 * MIB,
-    beside_bytes=20 * MIB,
+    overhead_bytes=20 * MIB,
     kv_bytes=2 * MIB,
     context=128,
 )

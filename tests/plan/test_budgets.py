@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import BudgetError
-from greenroom.plan.budgets import METHODS, exposed_tables, marginal, miss_tables, optimal
+from greenroom.plan.budgets import (
+    METHODS,
+    exposed_tables,
+    marginal_slots,
+    miss_tables,
+    optimal_slots,
+)
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from greenroom.trace import stream
@@ -32,7 +38,7 @@ def cost(tables, slots):
 @settings(deadline=None)
 def test_optimal_is_the_best_of_all(tables, more):
     capacity = len(tables) + more
-    found = optimal(tables, capacity)
+    found = optimal_slots(tables, capacity)
     assert sum(found) == min(capacity, sum(table.size - 1 for table in tables))
     every = product(*(range(1, table.size) for table in tables))
     least = min(cost(tables, each) for each in every if sum(each) == sum(found))
@@ -45,16 +51,16 @@ def test_marginal_is_optimal_where_gains_fall(tables, more):
     """Each further slot gains less: differences in descending order make such tables."""
     convex = [np.cumsum([t[0], *-np.sort(t[:-1] - t[1:])[::-1]]) for t in tables]
     capacity = len(tables) + more
-    found = marginal(convex, capacity)
-    assert cost(convex, found) == pytest.approx(cost(convex, optimal(convex, capacity)))
+    found = marginal_slots(convex, capacity)
+    assert cost(convex, found) == pytest.approx(cost(convex, optimal_slots(convex, capacity)))
     assert sum(found) == min(capacity, sum(table.size - 1 for table in convex))
 
 
 def test_marginal_looks_beyond_a_flat_part():
     """Layer 0 gains 30 with three slots more, nothing with one: 10 each, more than layer 1's 8."""
     tables = [np.array([99.0, 40, 40, 40, 10]), np.array([99.0, 30, 22, 14, 6])]
-    assert marginal(tables, 5) == [4, 1]
-    assert optimal(tables, 5) == [4, 1]
+    assert marginal_slots(tables, 5) == [4, 1]
+    assert optimal_slots(tables, 5) == [4, 1]
 
 
 @pytest.mark.parametrize("method", METHODS.values())

@@ -8,15 +8,22 @@ from hypothesis import strategies as st
 from greenroom.core.activity import Activity
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import BudgetError, UsageError
-from greenroom.plan.configurator import Latency, Layer, best, configure, layers_of, split
+from greenroom.plan.configurator import (
+    LayerStatistics,
+    TokenLatency,
+    best_split,
+    configure,
+    expert_split,
+    layer_statistics,
+)
 
-SECONDS = Latency(attention=1.0, moe=1.0, head=0.0, load=4.0)
+SECONDS = TokenLatency(attention=1.0, moe=1.0, head=0.0, load=4.0)
 
 
-def unpredicted(*hits: float) -> Layer:
+def unpredicted(*hits: float) -> LayerStatistics:
     """A layer with K = 1 and H(1), H(2), ..., of which nothing is predicted."""
     n = len(hits) + 1
-    return Layer(1.0, np.array([0.0, *hits]), np.zeros(n), np.zeros((n, n)))
+    return LayerStatistics(1.0, np.array([0.0, *hits]), np.zeros(n), np.zeros((n, n)))
 
 
 def test_equation_11_splits_where_only_the_bottom_fits_the_window():
@@ -26,15 +33,17 @@ def test_equation_11_splits_where_only_the_bottom_fits_the_window():
     C = 2: theta = 0.5, it takes (1 - 0.5) * 4 = 2: m = 1 * 0.5 + 0.5 * 0.8 = 0.9.
     """
     both = np.array([[0, 0, 0], [0, 0.25, 1], [0, 0.75, 1.0]])
-    layer = Layer(1.0, np.array([0, 0.4, 1]), np.array([0, 0.8, 0.2]), both)
-    assert best(layer, 1.0, 2.0, SECONDS) == (2, 0.5, pytest.approx(0.9))
+    layer = LayerStatistics(1.0, np.array([0, 0.4, 1]), np.array([0, 0.8, 0.2]), both)
+    assert best_split(layer, 1.0, 2.0, SECONDS) == (2, 0.5, pytest.approx(0.9))
     # With a window of 3 it fits as a whole, and more than K cannot be there.
-    assert best(layer, 1.0, 3.0, SECONDS) == (1, 1.0, pytest.approx(1.0))
+    assert best_split(layer, 1.0, 3.0, SECONDS) == (1, 1.0, pytest.approx(1.0))
 
 
 def test_equations_5_to_7_lead_from_layer_to_layer():
     """m = 0.5: hidden 0.5 * 1, missed 0.5 * 4; what is left of moe is 1 - 0.5, and attention 1."""
-    first, second = split([unpredicted(0.5, 1.0), unpredicted(1.0, 1.0)], [1.0, 1.0], SECONDS)
+    first, second = expert_split(
+        [unpredicted(0.5, 1.0), unpredicted(1.0, 1.0)], [1.0, 1.0], SECONDS
+    )
     assert (first.cached, first.ratio, first.loaded) == (1, 1.0, 0.5)
     assert (first.exposed, first.window) == (1.5, 1.5)
     assert (second.loaded, second.exposed, second.window) == (1.0, 0.0, 2.0)
@@ -55,7 +64,7 @@ def test_algorithm_1_step_by_step():
         ([1.25, 0.75], [0.875, 0.25]),
         ([1.5, 0.5], [0.25, 1.5]),
     ):
-        assert [each.exposed for each in split(layers, budgets, SECONDS)] == exposed
+        assert [each.exposed for each in expert_split(layers, budgets, SECONDS)] == exposed
     found = configure(layers, 2.0, SECONDS, zeta=0.125)
     assert [each.budget for each in found] == [1.25, 0.75]
     assert [(each.cached, each.ratio) for each in found] == [(2, 0.625), (1, 0.75)]
@@ -69,9 +78,9 @@ def test_never_worse_than_uniform_and_within_the_budget(seed, budget, zeta):
     for _ in range(30):
         for layer in range(3):
             activity.token(layer, rng.choice(4, 2, replace=False), rng.permutation(4))
-    layers = layers_of(activity)
+    layers = layer_statistics(activity)
     found = configure(layers, budget, SECONDS, zeta)
-    uniform = split(layers, [budget / 3] * 3, SECONDS)
+    uniform = expert_split(layers, [budget / 3] * 3, SECONDS)
     assert sum(c.exposed for c in found) <= sum(c.exposed for c in uniform) + 1e-9
     assert sum(c.budget for c in found) == pytest.approx(budget)
     for choice in found:
@@ -82,7 +91,7 @@ def test_never_worse_than_uniform_and_within_the_budget(seed, budget, zeta):
 
 def test_latencies_of_a_machine():
     costs = Costs((Link(100.0), Link(50.0)), Work.constant(0.5), Work.constant(0.25))
-    assert Latency.of(costs, 200, top_k=2, head=3.0) == Latency(0.25, 1.0, 3.0, 4.0)
+    assert TokenLatency.of(costs, 200, top_k=2, head=3.0) == TokenLatency(0.25, 1.0, 3.0, 4.0)
 
 
 def test_what_activity_counts():

@@ -13,7 +13,7 @@ from greenroom.plan.defaults import default_setting
 from greenroom.plan.history import files, recent
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.history.routing import RoutingHistory
-from greenroom.plan.quick import Quick
+from greenroom.plan.quick import QuickPlan
 from greenroom.plan.settings import DEFAULT
 from tests.sim import small
 
@@ -32,9 +32,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of what each quick plan went by; LRU wins all of them."""
     tokens: list[int] = []
 
-    def quick(trace, room: int) -> Quick:
+    def quick(trace, room: int) -> QuickPlan:
         tokens.append(trace.tokens)
-        return Quick(replace(DEFAULT, policy="lru"), 1.0, 1.0)
+        return QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
 
     monkeypatch.setattr(defaults, "quick", quick)
     return tokens

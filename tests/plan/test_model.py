@@ -9,7 +9,7 @@ from tests.plan.models import MIB, MODEL
 
 
 def test_slots_and_memory_are_each_others_inverse():
-    assert MODEL.needs == 30 * MIB
+    assert MODEL.fixed_bytes == 30 * MIB
     assert [MODEL.slots(MODEL.memory(n)) for n in (2, 7, 64)] == [2, 7, 64]
     assert MODEL.slots(MODEL.memory(7) + MIB - 1) == 7
     assert MODEL.slots(1 << 40) == MODEL.experts == 64
@@ -30,4 +30,4 @@ def test_a_full_context_takes_slots():
 def test_a_budget_that_is_too_small_says_what_would_do():
     with pytest.raises(BudgetError, match="--memory 32MiB would do"):
         MODEL.slots(31 * MIB)
-    assert MODEL.slots(32 * MIB) == MODEL.least == 2
+    assert MODEL.slots(32 * MIB) == MODEL.least_slots == 2

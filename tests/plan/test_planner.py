@@ -12,28 +12,36 @@ import pytest
 from greenroom.core.cost import Link, Work
 from greenroom.errors import BudgetError, UsageError
 from greenroom.plan import estimate, planner
-from greenroom.plan.configurator import Choice
+from greenroom.plan.configurator import LayerAllocation
 from greenroom.plan.estimate import BAND, UNMEASURED, Estimate, Estimator
-from greenroom.plan.evidence import Evidence, recorded, stand_ins
-from greenroom.plan.page import page, said
-from greenroom.plan.planner import Plan, aim, choice, compare, outlook, plan, surely_faster
-from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SPLITS, Setting, grid
+from greenroom.plan.page import plan_page, target_message
+from greenroom.plan.planner import (
+    Plan,
+    choose_setting,
+    compare_settings,
+    default_curve,
+    plan,
+    reach_target,
+    surely_faster,
+)
+from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SPLITS, Setting, candidate_settings
+from greenroom.plan.workload import Workload, recorded_workload, synthetic_workload
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
-from greenroom.sim.timed import times
+from greenroom.sim.timed import time_trace
 from greenroom.trace import Trace, stream
 from tests.options import needs_option
 from tests.plan.models import COSTS, MIB, MODEL, trace
 
 
 @cache
-def evidence() -> Evidence:
-    return recorded(trace(), MODEL, "it")
+def workload() -> Workload:
+    return recorded_workload(trace(), MODEL, "it")
 
 
 @cache
 def estimator(measured: bool = True) -> Estimator:
-    return Estimator(MODEL, COSTS, evidence(), measured=measured)
+    return Estimator(MODEL, COSTS, workload(), measured=measured)
 
 
 @cache
@@ -43,8 +51,8 @@ def made() -> Plan:
 
 def test_an_estimate_is_what_the_simulator_says():
     found = estimator().of(PLAIN, 24)
-    own = evidence().traces[0]
-    ran = times(own, stream(own, "runtime"), 24, policy("lru"), COSTS, MIB)
+    own = workload().traces[0]
+    ran = time_trace(own, stream(own, "runtime"), 24, policy("lru"), COSTS, MIB)
     assert found.tpot == pytest.approx(ran.gaps.mean())
     assert (found.low, found.high) == pytest.approx(
         (found.tpot * (1 - BAND), found.tpot * (1 + BAND))
@@ -58,7 +66,7 @@ def test_ranges_are_wider_where_nothing_was_measured_or_recorded():
     narrow, wide = (estimator(flag).of(PLAIN, 24) for flag in (True, False))
     assert wide.high == pytest.approx(wide.tpot * (1 + UNMEASURED))
     assert narrow.high < wide.high
-    guessed = Estimator(MODEL, COSTS, stand_ins(MODEL)).of(PLAIN, 24)
+    guessed = Estimator(MODEL, COSTS, synthetic_workload(MODEL)).of(PLAIN, 24)
     assert guessed.low < guessed.tpot * (1 - UNMEASURED)
     assert guessed.high > guessed.tpot * (1 + UNMEASURED)
 
@@ -67,14 +75,14 @@ def test_everything_in_memory_has_one_setting():
     found = estimator().of(DEFAULT, MODEL.experts)
     assert found.setting == PLAIN
     assert found.tpot == pytest.approx(4 * (2e-3 + 2 * 1e-3), rel=0.35)  # and cold misses
-    assert compare(estimator(), MODEL.experts) == (found,)
+    assert compare_settings(estimator(), MODEL.experts) == (found,)
 
 
 def test_a_guarded_predictor_never_costs_time():
     guarded, still = (estimator().of(replace(DEFAULT, prefetch=p), 24) for p in ("auto", OFF))
     assert guarded.tpot <= still.tpot
     slow = replace(COSTS, links=(Link(MIB / 100e-3, 0.0, 2),))  # saturated: nothing can be gained
-    busy = Estimator(MODEL, slow, evidence(), measured=True)
+    busy = Estimator(MODEL, slow, workload(), measured=True)
     guarded, still = (busy.of(replace(DEFAULT, prefetch=p), 16) for p in ("auto", OFF))
     assert guarded.tpot == pytest.approx(still.tpot, rel=0.02)
 
@@ -89,9 +97,9 @@ def test_predictors_by_name():
 
 def test_what_is_compared():
     found = made().compared
-    assert {PLAIN, DEFAULT, *grid()} <= {each.setting for each in found}
+    assert {PLAIN, DEFAULT, *candidate_settings()} <= {each.setting for each in found}
     assert [each.tpot for each in found] == sorted(each.tpot for each in found)
-    small = compare(estimator(), 3)  # fewer slots than layers: no cache for each
+    small = compare_settings(estimator(), 3)  # fewer slots than layers: no cache for each
     assert {each.setting.scope for each in small} == {"shared"}
 
 
@@ -100,16 +108,16 @@ def test_sizes_of_layers_are_among_them_where_routing_is_recorded():
     slots = [int(number) for number in sized.scope.split(",")]
     assert len(slots) == MODEL.layers
     assert sum(slots) == 24
-    guessed = compare(Estimator(MODEL, COSTS, stand_ins(MODEL)), 24)
+    guessed = compare_settings(Estimator(MODEL, COSTS, synthetic_workload(MODEL)), 24)
     assert not any("," in each.setting.scope for each in guessed)
 
 
 def test_splits_are_among_them_where_experts_are_packed_for_it():
-    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
-    found = {e.setting.split: e for e in compare(packed, 24) if e.setting.split != OFF}
+    packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
+    found = {e.setting.split: e for e in compare_settings(packed, 24) if e.setting.split != OFF}
     assert set(found) == set(SPLITS)
     assert "--split 0.5" in found["0.5"].setting.flags()
-    own = evidence().traces[0]
+    own = workload().traces[0]
     first = estimate._first(own, estimate.PLAYED)
     still = packed.of(replace(found["0.5"].setting, prefetch=OFF), 24)
     part = own.head(first)
@@ -124,15 +132,15 @@ def test_splits_are_among_them_where_experts_are_packed_for_it():
 def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch):
     """What it makes of the first half of the recording, as options of a run."""
     half = trace().select(range(3))
-    made = [Choice(6.0, 8, share, 1.0, 0.0, 0.0) for share in (0.75, 0.5, 1.0, 0.75)]
+    made = [LayerAllocation(6.0, 8, share, 1.0, 0.0, 0.0) for share in (0.75, 0.5, 1.0, 0.75)]
     seen = []
 
     def chosen(layers, budget, latency):
         seen.append((len(layers), budget, int(layers[0].top_k)))
         return made
 
-    monkeypatch.setattr("greenroom.plan.recorded.configure", chosen)
-    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
+    monkeypatch.setattr("greenroom.plan.sizing.configure", chosen)
+    packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
     *alike, own = planner._cut(packed, DEFAULT, 24)
     assert [each.split for each in alike] == list(SPLITS)
     assert own == replace(DEFAULT, scope="6,6,6,6", split="0.75,0.5,1,0.75")
@@ -141,34 +149,34 @@ def test_algorithm_1_is_among_them_where_it_cuts(monkeypatch: pytest.MonkeyPatch
     assert seen == [(half.layers, 24.0, MODEL.top_k)]
     made[:] = [replace(each, ratio=0.99) for each in made]  # nothing is cut
     assert planner._cut(packed, DEFAULT, 24) == alike
-    guessed = Estimator(replace(MODEL, segments=True), COSTS, stand_ins(MODEL))
+    guessed = Estimator(replace(MODEL, segments=True), COSTS, synthetic_workload(MODEL))
     assert planner._cut(guessed, DEFAULT, 24) == alike
 
 
 def test_what_has_no_room_for_its_bottoms_is_left_out():
-    packed = Estimator(replace(MODEL, segments=True), COSTS, evidence(), measured=True)
+    packed = Estimator(replace(MODEL, segments=True), COSTS, workload(), measured=True)
     assert not packed.fits(replace(PLAIN, split="0.5"), 2)  # four bottoms take all of it
     assert packed.fits(replace(PLAIN, split="0.5"), 3)
     assert not packed.fits(replace(PLAIN, scope="per-layer"), 3)
-    assert {e.setting.split for e in compare(packed, 2)} == {OFF, "0.75"}
+    assert {e.setting.split for e in compare_settings(packed, 2)} == {OFF, "0.75"}
 
 
 @needs_option("miss_precision")
 def test_low_precision_is_among_them_where_it_is_allowed():
     own = with_weights()
     model = replace(MODEL, low=0.25)
-    lower = Estimator(model, COSTS, recorded(own, model, "it"), measured=True, precision="int4",
-                      low_below=0.6)  # fmt: skip
-    found = [e for e in compare(lower, 24) if e.setting.miss_precision == "int4"]
+    workload = recorded_workload(own, model, "it")
+    lower = Estimator(model, COSTS, workload, measured=True, precision="int4", low_below=0.6)
+    found = [e for e in compare_settings(lower, 24) if e.setting.miss_precision == "int4"]
     assert len(found) == 2
     assert all("--miss-precision int4 --low-below 0.6" in e.setting.flags() for e in found)
     still = next(e for e in found if e.setting.prefetch == OFF)
     exact = lower.of(replace(still.setting, miss_precision=OFF, low_below=None), 24)
     assert still.tpot < exact.tpot
-    assert all(point.setting.miss_precision == OFF for point in planner.curve(
+    assert all(point.setting.miss_precision == OFF for point in planner.memory_curve(
         lower, still.setting, MODEL.memory(24)))  # fmt: skip
     with pytest.raises(UsageError, match="misses are judged by gate weights"):
-        Estimator(model, COSTS, evidence(), precision="int4")
+        Estimator(model, COSTS, workload(), precision="int4")
 
 
 def with_weights() -> Trace:
@@ -183,16 +191,16 @@ def test_computing_on_the_host_is_among_them_where_it_was_asked_for():
     """An expert comes in 4 ms from host memory too, and the host computes it in 2."""
     costs = replace(COSTS, links=(Link(1e12), *COSTS.links), host=Work.constant(2e-3))
     alone, both = (
-        Estimator(MODEL, costs, evidence(), measured=True, host=64, both=both)
+        Estimator(MODEL, costs, workload(), measured=True, host=64, co_compute=both)
         for both in (False, True)
     )
-    shared = [e for e in compare(both, 24) if e.setting.co_compute != OFF]
+    shared = [e for e in compare_settings(both, 24) if e.setting.co_compute != OFF]
     assert PLAIN.policy in {e.setting.policy for e in shared}
     assert all("--co-compute auto" in e.setting.flags() for e in shared)
     moved = alone.of(PLAIN, 24)
     assert both.of(replace(PLAIN, co_compute=AUTO), 24).tpot < 0.9 * moved.tpot
-    assert {e.setting.co_compute for e in compare(alone, 24)} == {OFF}
-    assert moved.tpot < Estimator(MODEL, costs, evidence(), measured=True).of(PLAIN, 24).tpot
+    assert {e.setting.co_compute for e in compare_settings(alone, 24)} == {OFF}
+    assert moved.tpot < Estimator(MODEL, costs, workload(), measured=True).of(PLAIN, 24).tpot
 
 
 def fake(setting: Setting, gaps: np.ndarray) -> Estimate:
@@ -208,10 +216,13 @@ def test_another_than_the_default_only_where_that_is_sure():
     assert surely_faster(faster, usual)
     assert not surely_faster(little, usual)  # sure, and not worth it
     assert not surely_faster(lucky, usual)  # worth it, and not sure
-    assert choice(estimator(), (faster, usual)) == (faster, True)
-    assert choice(estimator(), (little, usual)) == (usual, False)
-    guessed = Estimator(MODEL, COSTS, stand_ins(MODEL))
-    assert choice(guessed, (faster, usual)) == (usual, False)  # stand-ins are never sure
+    assert choose_setting(estimator(), (faster, usual)) == (faster, True)
+    assert choose_setting(estimator(), (little, usual)) == (usual, False)
+    guessed = Estimator(MODEL, COSTS, synthetic_workload(MODEL))
+    assert choose_setting(guessed, (faster, usual)) == (
+        usual,
+        False,
+    )  # synthetic
 
 
 def test_the_curve_falls_and_ends_with_everything_in_memory():
@@ -220,29 +231,29 @@ def test_the_curve_falls_and_ends_with_everything_in_memory():
     assert all(b.tpot < a.tpot * 1.02 for a, b in pairwise(points))
     assert points[-1].capacity == MODEL.experts
     assert MODEL.memory(24) in [p.memory for p in points]
-    assert outlook(estimator(), 1)[0].capacity == MODEL.least
+    assert default_curve(estimator(), 1)[0].capacity == MODEL.least_slots
 
 
 def test_the_least_memory_for_a_target():
     best, whole = made().best, estimator().of(PLAIN, MODEL.experts)
     middle = (best.tpot + whole.tpot) / 2
-    found = aim(estimator(), best, MODEL.memory(MODEL.experts), middle)
+    found = reach_target(estimator(), best, MODEL.memory(MODEL.experts), middle)
     assert found.blocked is None
     assert found.least is not None
     assert found.least.tpot <= middle
     fewer = estimator().of(best.setting, found.least.capacity - 2)
     assert fewer.tpot > middle * 0.97  # no size far below it would do
-    assert "takes at least" in said(found)
+    assert "takes at least" in target_message(found)
 
 
 def test_targets_out_of_reach():
-    within = aim(estimator(), made().best, MODEL.memory(24), 0.9 * made().best.tpot)
+    within = reach_target(estimator(), made().best, MODEL.memory(24), 0.9 * made().best.tpot)
     assert within.blocked is not None
     assert "the link blocks it" in within.blocked
     assert within.nearest.memory == MODEL.memory(24)
-    never = aim(estimator(), made().best, MODEL.memory(24), 1e-6)
+    never = reach_target(estimator(), made().best, MODEL.memory(24), 1e-6)
     assert never.least is None
-    assert "the processor blocks it" in said(never)
+    assert "the processor blocks it" in target_message(never)
     assert never.nearest.memory == MODEL.memory(MODEL.experts)
     with pytest.raises(UsageError, match="must be more than 0"):
         plan(estimator(), MODEL.memory(24), 0.0)
@@ -251,7 +262,7 @@ def test_targets_out_of_reach():
 
 
 def test_the_page_is_complete_in_itself():
-    html = page("small", [("model", "<one>")], made(), "greenroom plan small")
+    html = plan_page("small", [("model", "<one>")], made(), "greenroom plan small")
     assert "&lt;one&gt;" in html
     assert made().best.setting.flags() in html
     assert html.count("<svg") == 1
@@ -261,7 +272,7 @@ def test_the_page_is_complete_in_itself():
 
 
 def test_what_was_simulated_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch):
-    mine = Estimator(MODEL, COSTS, evidence(), measured=True)
+    mine = Estimator(MODEL, COSTS, workload(), measured=True)
     first = mine.of(PLAIN, 24)
     monkeypatch.setattr(estimate, "times", None)
     assert mine.of(PLAIN, 24) is first

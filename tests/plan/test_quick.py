@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from greenroom.plan import quick as quickly
-from greenroom.plan.quick import quick
+from greenroom.plan.quick import quick_plan
 from greenroom.plan.settings import DEFAULT, PLAIN
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
-from greenroom.sim.timed import step_by_step
+from greenroom.sim.timed import replay_steps
 from greenroom.trace import stream
 from tests.plan.models import trace
 from tests.sim import small
@@ -20,14 +20,14 @@ from tests.sim import small
 def test_step_by_step_misses_what_the_compiled_loop_does(name: str):
     own = trace()
     steps = stream(own, "runtime")
-    missed, _ = step_by_step(steps, own.offsets, 24, policy(name))
+    missed, _ = replay_steps(steps, own.offsets, 24, policy(name))
     whole = replay(steps, own.offsets, 24, policy(name), detail=True)
     np.testing.assert_array_equal(missed, whole.missed)
 
 
 def test_counts_are_misses_a_token_of_both():
     own = trace()
-    found, steps = quick(own, 24), stream(own, "runtime")
+    found, steps = quick_plan(own, 24), stream(own, "runtime")
     counted = {
         name: replay(steps, own.offsets, 24, policy(name)).misses / own.tokens
         for name in ("lru", "next-use")
@@ -40,7 +40,7 @@ def test_counts_are_misses_a_token_of_both():
 
 def test_lru_wins_a_tie(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quickly, "step_by_step", lambda *_: (np.ones(7, np.bool_), None))
-    found = quick(trace(), 24)
+    found = quick_plan(trace(), 24)
     assert (found.setting.policy, found.setting.scope) == ("lru", "shared")
     assert found.misses == found.plain == 7 / trace().tokens
 
@@ -55,5 +55,5 @@ def test_only_the_latest_requests_are_looked_at(monkeypatch: pytest.MonkeyPatch)
         return np.zeros(1, np.bool_), None
 
     monkeypatch.setattr(quickly, "step_by_step", looked)
-    quick(own, 8)
+    quick_plan(own, 8)
     assert seen == [2, 2]  # the last has four passes: that before makes it six

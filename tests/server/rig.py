@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from greenroom.config import ServeConfig
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv.sizes import kv_bytes
-from greenroom.hf.memory.budget import Needs, Workspace
-from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.budget import MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.draft import Draft
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store.disk import DiskStore
@@ -115,11 +115,11 @@ class Served:
             model: Any = draft.load()
             model.greenroom = Greenroom(model, made, store=self.store)
             if leaving is not None:
-                growth = Growth(
-                    1 << 40, Needs(0, 0, 0, 0, 0), draft.catalog, sizes, Workspace(0, 0, 0, 0),
-                    context=context, at_least=1,
+                slot_budget = SlotBudget(
+                    1 << 40, MemoryNeeds(0, 0, 0, 0, 0), draft.catalog, sizes,
+                    Workspace(0, 0, 0, 0), context=context, min_slots=1,
                 )  # fmt: skip
-                model.greenroom.grow(growth.leaving(leaving))
+                model.greenroom.use_slot_budget(slot_budget.for_slots(leaving))
             return Loaded(model, AutoTokenizer.from_pretrained(folder))
 
         self.engine = ContinuousEngine(load, ServeConfig(**serve), context, journal)

@@ -11,8 +11,8 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, EventRun, simulate_events
-from greenroom.sim.foresight import chosen
-from greenroom.sim.timed import times
+from greenroom.sim.foresight import resolve_predictor
+from greenroom.sim.timed import time_trace
 from greenroom.trace import Prediction, stream
 from tests.sim import small
 
@@ -44,7 +44,7 @@ def test_without_slots_on_loan_times_are_those_without_prefetching(capacity, sco
     trace, how = small.trace(MIXED, seed=capacity), {"scope": scope, "reset": reset}
     links = (dataclasses.replace(COSTS.links[0], lanes=lanes), Link(9000.0, 0.01))
     costs = dataclasses.replace(COSTS, links=links)
-    plain = times(
+    plain = time_trace(
         trace, stream(trace, "runtime"), capacity, policy("lru"), costs, NBYTES, chunk_bytes=300,
         **how,
     )  # fmt: skip
@@ -60,7 +60,9 @@ def test_without_slots_on_loan_times_are_those_without_prefetching(capacity, sco
 def test_decode_without_predictions_is_as_without_prefetching():
     """Slots that nobody borrows are the cache's: no prompt, no prediction, no difference."""
     trace = small.trace([[1] * 30], seed=2)
-    plain = times(trace, stream(trace, "runtime"), 8, policy("lru"), COSTS, NBYTES, chunk_bytes=300)
+    plain = time_trace(
+        trace, stream(trace, "runtime"), 8, policy("lru"), COSTS, NBYTES, chunk_bytes=300
+    )
     found = run(trace, "none", 8)
     assert found.ahead == 2
     assert (found.times.misses, found.times.bytes_moved) == (plain.misses, plain.bytes_moved)
@@ -86,7 +88,7 @@ def test_a_prefetch_hides_a_transfer_by_hand():
     """
     trace = small.of([[[0], [0]], [[1], [0]], [[1], [1]]], [[1, 1, 1]])
     asked = stream(trace, "runtime")
-    plain = times(trace, asked, 4, policy("lru"), WHOLE, NBYTES, chunk_bytes=NBYTES)
+    plain = time_trace(trace, asked, 4, policy("lru"), WHOLE, NBYTES, chunk_bytes=NBYTES)
     assert plain.ttft.tolist() == pytest.approx([5.5])
     assert plain.gaps.tolist() == pytest.approx([5.0, 5.0])
     found = run(trace, "oracle", 4, WHOLE, chunk_bytes=NBYTES)
@@ -127,7 +129,7 @@ def test_laws_of_accounting(name, links, capacity):
     costs = dataclasses.replace(COSTS, links=links)
     found = run(trace, name, capacity, costs)
     spent, counts = found.times, found.counts
-    plain = times(
+    plain = time_trace(
         trace, stream(trace, "runtime"), capacity, policy("lru"), costs, NBYTES, chunk_bytes=300
     )
     ended = counts.useful + counts.late + counts.wasted + counts.dropped + counts.displaced
@@ -228,11 +230,11 @@ def test_reset_begins_every_request_with_an_empty_cache():
 def test_what_is_recorded_is_found_by_kind_distance_and_options():
     right = Prediction(ANSWER.experts, 2)
     trace = dataclasses.replace(ANSWER, predictions={"next-gate:2": right, "somebody's": right})
-    assert chosen(trace, "next-gate:2").name == "recorded:of=next-gate:2"
-    assert chosen(trace, "auto").name == "markov"  # what a run would take has distance 1
-    assert chosen(trace, "markov:2").name == "markov:2"
+    assert resolve_predictor(trace, "next-gate:2").name == "recorded:of=next-gate:2"
+    assert resolve_predictor(trace, "auto").name == "markov"  # what a run would take has distance 1
+    assert resolve_predictor(trace, "markov:2").name == "markov:2"
     with pytest.raises(UsageError, match=r"next-gate runs .*; it holds next-gate:2, somebody's"):
-        chosen(trace, "next-gate")
+        resolve_predictor(trace, "next-gate")
     assert run(trace, "next-gate:2").accuracy == 1.0
 
 

@@ -9,7 +9,7 @@ from greenroom.core.cache.cache import Cache
 from greenroom.core.pieces import Pieces
 from greenroom.errors import BudgetError, UnknownName, UsageError
 from greenroom.policies import policy
-from greenroom.sim.pinned import hot, kept
+from greenroom.sim.pinned import hot_experts, pinned_by_step
 from greenroom.sim.replay import replay
 from greenroom.trace import stream
 from tests.sim import small
@@ -24,7 +24,7 @@ def labelled(seed: int = 0):
 def test_the_experts_that_a_task_uses_most():
     trace = small.of([[[0, 1]], [[0, 2]], [[3, 2]], [[3, 2]]], [[1, 1], [1, 1]])
     trace = dataclasses.replace(trace, labels=("a", "b"))
-    found = hot(trace, ["a", "b"], 0.25)
+    found = hot_experts(trace, ["a", "b"], 0.25)
     assert found.tasks["a"].experts.tolist() == [0]
     assert found.tasks["b"].experts.tolist() == [2]
     assert found.tasks["a"].pattern.tolist() == [1.0, 0.5, 0.5, 0.0]
@@ -36,10 +36,10 @@ def test_the_experts_that_a_task_uses_most():
 def test_a_replay_with_pins_is_what_the_cache_does(tasks, name, capacity):
     """The same steps served one by one, kept sets changed in between."""
     trace = labelled(capacity)
-    requests, pins = stream(trace, "runtime"), hot(labelled(capacity), tasks, 0.2)
-    changes = dict(kept(trace, requests, pins))
+    requests, pins = stream(trace, "runtime"), hot_experts(labelled(capacity), tasks, 0.2)
+    changes = dict(pinned_by_step(trace, requests, pins))
     done = replay(
-        requests, trace.offsets, capacity, policy(name), detail=True, kept=[*changes.items()]
+        requests, trace.offsets, capacity, policy(name), detail=True, pinned=[*changes.items()]
     )
     cache = Cache(Pieces.whole(trace.offsets.tolist(), [1, 1]), capacity, policy(name))
     for s in range(requests.layer.size):
@@ -61,21 +61,21 @@ def test_when_the_set_changes():
     """After each prompt; the fourth request has none, and is three tokens long."""
     trace = labelled()
     requests = stream(trace, "runtime")
-    found = kept(trace, requests, hot(trace, ["a", "b"], 0.2))
+    found = pinned_by_step(trace, requests, hot_experts(trace, ["a", "b"], 0.2))
     layers = trace.layers
     assert [step for step, _ in found] == [layers, 5 * layers, 8 * layers, 12 * layers]
-    assert [s for s, _ in kept(trace, requests, hot(trace, ["b"], 0.2))] == [0]
+    assert [s for s, _ in pinned_by_step(trace, requests, hot_experts(trace, ["b"], 0.2))] == [0]
 
 
 def test_mistakes():
     trace = labelled()
     requests = stream(trace, "runtime")
     with pytest.raises(UnknownName, match="unknown task 'c': choose one of a, b"):
-        hot(trace, ["c"], 0.1)
+        hot_experts(trace, ["c"], 0.1)
     with pytest.raises(UsageError, match="must be above 0 and below 1: 1"):
-        hot(trace, ["a"], 1.0)
-    stay = kept(trace, requests, hot(trace, ["a"], 0.5))
+        hot_experts(trace, ["a"], 1.0)
+    stay = pinned_by_step(trace, requests, hot_experts(trace, ["a"], 0.5))
     with pytest.raises(BudgetError, match="8 pinned experts leave no slot"):
-        replay(requests, trace.offsets, 8, policy("lru"), kept=stay)
+        replay(requests, trace.offsets, 8, policy("lru"), pinned=stay)
     with pytest.raises(UsageError, match="with an empty cache for each request nothing stays"):
-        replay(requests, trace.offsets, 9, policy("lru"), kept=stay, reset=True)
+        replay(requests, trace.offsets, 9, policy("lru"), pinned=stay, reset=True)

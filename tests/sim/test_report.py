@@ -4,7 +4,7 @@ import json
 import re
 from html.parser import HTMLParser
 
-from greenroom.sim.figures import Curve, chart, level
+from greenroom.sim.figures import PlottedCurve, chart, level
 from greenroom.sim.report import report as page_of
 
 ROW = {"order": "natural", "scope": "shared", "pin": "step", "requests": 1000}
@@ -110,7 +110,9 @@ def test_the_data_are_those_of_the_curves():
 def test_points_are_where_the_axes_say():
     """Half of the experts is half of the width; the top is 40 %, so 10 % is a quarter up."""
     drawn = chart(
-        [Curve("lru", [(4, 0.4), (8, 0.1)], 0)], Curve("opt", [(4, 0.2), (8, 0.1)], -1), 16
+        [PlottedCurve("lru", [(4, 0.4), (8, 0.1)], 0)],
+        PlottedCurve("opt", [(4, 0.2), (8, 0.1)], -1),
+        16,
     )
     assert 'd="M250.0 0.0L500.0 375.0"' in drawn
     assert "40 %</span>" in drawn

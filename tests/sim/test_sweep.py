@@ -8,7 +8,7 @@ from greenroom.policies import policy
 from greenroom.sim import sweep as sweeping
 from greenroom.sim.event_driven import EventOptions, simulate_events
 from greenroom.sim.replay import replay
-from greenroom.sim.study import Cell, Study, capacities, grid, names
+from greenroom.sim.study import Cell, Study, capacities, curve_capacities, split_names
 from greenroom.sim.sweep import sweep, sweep_on_ray
 from greenroom.trace import stream
 from tests.sim import small
@@ -127,11 +127,11 @@ def test_capacities_that_cannot_be(text: str, says: str):
 
 def test_names_keep_their_options():
     text = "lru,moe-infinity:matching=request,capacity=50,lfu, fifo"
-    assert names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
+    assert split_names(text) == ["lru", "moe-infinity:matching=request,capacity=50", "lfu", "fifo"]
 
 
 def test_a_grid_has_what_was_asked_for_and_ends_at_all_experts():
-    points = list(grid([7, 26], 100, 3))
+    points = list(curve_capacities([7, 26], 100, 3))
     assert points == sorted(set(points))
     assert {7, 26, 100} <= set(points)
     assert points[0] >= 3

@@ -10,7 +10,7 @@ import pytest
 from greenroom.core.cost import COOLED, Costs, Link, Work
 from greenroom.core.pieces import Pieces
 from greenroom.policies import policy
-from greenroom.sim.timed import Times, by_request, times
+from greenroom.sim.timed import SimulatedTimes, time_trace, times_by_request
 from greenroom.trace import stream
 from tests.sim import small
 from tests.sim.small import simulate
@@ -26,9 +26,9 @@ COSTS = Costs(
 )
 
 
-def run(trace, capacity: int = 8, costs: Costs = COSTS, name: str = "lru", **how) -> Times:
+def run(trace, capacity: int = 8, costs: Costs = COSTS, name: str = "lru", **how) -> SimulatedTimes:
     how = {"chunk_bytes": 300, **how}
-    return times(trace, stream(trace, "runtime"), capacity, policy(name), costs, NBYTES, **how)
+    return time_trace(trace, stream(trace, "runtime"), capacity, policy(name), costs, NBYTES, **how)
 
 
 def test_a_request_by_hand():
@@ -83,7 +83,7 @@ def test_what_follows_a_wait_takes_longer():
 def test_passes_of_requests():
     """TTFT: the passes of the prompt, or the first pass where there is none."""
     trace = small.trace([[-2, 1, 1], [1, 1], [-3, -1, 1], [-4]])
-    ttft, gaps = by_request(trace, np.array([1.0, 2, 3, 4, 5, 6, 7, 8, 9]))
+    ttft, gaps = times_by_request(trace, np.array([1.0, 2, 3, 4, 5, 6, 7, 8, 9]))
     assert ttft.tolist() == [1, 4, 6 + 7, 9]
     assert gaps.tolist() == [2, 3, 5, 8]
 
@@ -114,7 +114,7 @@ def test_times_are_those_of_the_event_machine(name, capacity, how, lanes):
     assert found.bytes_moved == whole.bytes_moved
     for field in ("seconds", "stall", "compute"):
         assert getattr(found, field) == pytest.approx(getattr(whole, field), rel=1e-9)
-    ttft, gaps = by_request(trace, np.diff(whole.pass_ends, prepend=0.0))
+    ttft, gaps = times_by_request(trace, np.diff(whole.pass_ends, prepend=0.0))
     assert found.ttft == pytest.approx(ttft)
     assert found.gaps == pytest.approx(gaps)
 

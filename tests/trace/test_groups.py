@@ -41,7 +41,7 @@ def test_activation_matrices_of_a_hand_worked_trace():
 
 def test_kinds_of_requests_are_found():
     which = [0, 1, 2, 0, 1, 2, 2, 1, 0, 0, 0, 1]
-    found = groups.groups(alike(which), most=8)
+    found = groups.group_requests(alike(which), most=8)
     assert found.number == 3
     names = {kind: found.of[which.index(kind)] for kind in range(3)}
     assert found.of.tolist() == [names[kind] for kind in which]
@@ -53,10 +53,10 @@ def test_kinds_of_requests_are_found():
 
 def test_requests_that_are_all_alike_are_one_group():
     trace = small().head(1)
-    assert groups.groups(trace).number == 1
+    assert groups.group_requests(trace).number == 1
     same = small().select([0, 0, 0, 0])
-    assert groups.groups(same).number == 1
-    assert groups.groups(same).transitions.tolist() == [[1.0]]
+    assert groups.group_requests(same).number == 1
+    assert groups.group_requests(same).transitions.tolist() == [[1.0]]
 
 
 def test_the_elbow_is_where_the_curve_bends_most():
@@ -69,7 +69,7 @@ def test_the_elbow_is_where_the_curve_bends_most():
 @SETTINGS
 @given(traces())
 def test_inertia_is_what_its_definition_says_and_never_rises(trace):
-    found = groups.groups(trace)
+    found = groups.group_requests(trace)
     assert (np.diff(found.inertia) <= 1e-9).all()
     counts = groups.activation_matrices(trace).astype(float)
     for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True):
@@ -85,6 +85,6 @@ def test_inertia_is_what_its_definition_says_and_never_rises(trace):
 def test_topics_are_groups():
     options = TopicsConfig(requests=40, topics=4, drift=0, tokens=4000, skew=2)
     trace = synth.topics(options)
-    found = groups.groups(trace, most=12)
+    found = groups.group_requests(trace, most=12)
     assert found.number == 4
     assert len(set(zip(trace.labels, found.of.tolist(), strict=True))) == 4

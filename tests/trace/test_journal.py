@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from greenroom.errors import OutputError, TraceError
 from greenroom.trace import load
-from greenroom.trace.journal import Journal, convert, journal_of
+from greenroom.trace.journal import Journal, convert, journal_path
 from greenroom.trace.segments import Header, Segment
 from tests.trace.strategies import SETTINGS, assert_same, traces
 
@@ -74,9 +74,9 @@ def test_a_journal_is_a_trace(tmp_path):
 
 def test_finishing_gives_the_same_trace_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "t"
-    write(journal_of(path))
-    before = load(journal_of(path))
-    Journal(journal_of(path), HEADER).finish(path)
+    write(journal_path(path))
+    before = load(journal_path(path))
+    Journal(journal_path(path), HEADER).finish(path)
     assert os.listdir(tmp_path) == ["t"]
     assert_same(load(path), before)
 
@@ -148,7 +148,7 @@ def test_a_damaged_segment_ends_the_trace_before_it(tmp_path):
 def test_finishing_holds_one_segment_in_memory(tmp_path):
     path, tokens = tmp_path / "t", 2000
     one = np.stack([np.arange(8)] * 10 * tokens).reshape(tokens, 10, 8)
-    journal = Journal(journal_of(path), Header((8,) * 10))
+    journal = Journal(journal_path(path), Header((8,) * 10))
     for number in range(40):
         journal.append(Segment(number, "", [(tokens, True)], True, {"experts": one}))
     tracemalloc.start()
@@ -228,7 +228,7 @@ def test_a_journal_of_another_version(tmp_path, monkeypatch):
 
 
 def test_a_recording_that_did_not_end_is_named(tmp_path):
-    write(journal_of(tmp_path / "t"))
+    write(journal_path(tmp_path / "t"))
     with pytest.raises(TraceError, match=r"a recording that did not end is at .*t\.journal"):
         load(tmp_path / "t")
     write(tmp_path / "empty", [])

@@ -16,7 +16,7 @@ from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress, quiet
 from greenroom.config import SCOPES, BenchmarkConfig, LoadConfig, show_bytes
 from greenroom.errors import UsageError
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 if TYPE_CHECKING:
     from greenroom.hf.measure.entries import Entry
@@ -52,7 +52,9 @@ def main(args: argparse.Namespace) -> None:
         check_early(load)
         harness = run_entries(args, load, how, entries, prompts_of(how), progress)
     measured = [entry for entry in entries if entry.rounds]
-    left_out = [f"{each.name} is left out: {each.without}" for each in entries if each.without]
+    left_out = [
+        f"{each.name} is left out: {each.skip_reason}" for each in entries if each.skip_reason
+    ]
     if not measured:
         raise UsageError("; ".join(left_out))
     rows = [entry.as_row(measured[0]) for entry in measured]
@@ -71,7 +73,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     single system takes all options, and UsageError names parts that are missing.
     """
     from greenroom.hf.measure.entries import Entry
-    from greenroom.plan.systems.table import check_parts, options, systems
+    from greenroom.plan.systems.table import check_parts, system_options, systems
 
     fields, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in configured(args).items() if name in fields}
@@ -91,7 +93,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
         except UsageError as error:
             if len(rows) == 1:
                 raise
-            entry.without = str(error)
+            entry.skip_reason = str(error)
         entries.append(entry)
     return load, entries
 
@@ -173,7 +175,7 @@ def table(rows: list[dict[str, Any]], harness: Harness) -> str:
             " rounds"
             ", interleaved; means with 95 % intervals",
             "",
-            columns(header, lines, left=4),
+            text_table(header, lines, left=4),
             *notes,
         ]
     )

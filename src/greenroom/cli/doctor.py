@@ -13,7 +13,7 @@ from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress, model_progress
 from greenroom.config import show_bytes
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 if TYPE_CHECKING:
     from greenroom.core.cost import Link
@@ -54,10 +54,10 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(machine.as_json()))
     else:
-        from greenroom.plan import words
+        from greenroom.plan import summary
 
         print(table(machine))
-        print("\n" + "\n".join(words.of_machine(machine)))
+        print("\n" + "\n".join(summary.machine_summary(machine)))
     print(
         f"saved to {args.output or default_profile()}, for greenroom plan and simulate --machine",
         file=sys.stderr,
@@ -71,9 +71,9 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.budget import budget_bytes
-    from greenroom.plan import words
-    from greenroom.plan.evidence import stand_ins
-    from greenroom.plan.planner import outlook
+    from greenroom.plan import summary
+    from greenroom.plan.planner import default_curve
+    from greenroom.plan.workload import synthetic_workload
     from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
     config = LoadConfig()
@@ -118,7 +118,7 @@ def table(machine: Machine) -> str:
         f" {show_bytes(host['memory_bytes'])} of memory, torch {host['torch']},"
         f" load {host['load']:.1f}",
         "",
-        columns(
+        text_table(
             ("memory read", "GB/s"),
             [(f"{n} thread{'s' * (n != '1')}", f"{rate / 1e9:.1f}") for n, rate in
              measured["memory"].items()],
@@ -128,7 +128,7 @@ def table(machine: Machine) -> str:
     lines += _disk(disk, link)
     if (device := measured.get("device")) is not None:
         lines += [
-            columns(
+            text_table(
                 (device["name"], "GB/s"),
                 [(name, "refused" if rate is None else f"{rate / 1e9:.1f}") for name, rate in (
                     ("from host memory, pinned", device["pinned"]),
@@ -148,7 +148,7 @@ def _disk(disk: dict[str, Any], link: Link) -> list[str]:
     threads = sorted({n for _, n in rates})
     kind = "past the page cache" if disk["direct"] else "through the page cache, cold"
     return [
-        columns(
+        text_table(
             ("disk, GB/s", *(f"{n} thread{'s' * (n > 1)}" for n in threads)),
             [
                 (show_bytes(size), *(f"{rates[size, n] / 1e9:.2f}" for n in threads))
@@ -184,7 +184,7 @@ def _processor(processor: Processor) -> list[str]:
 
 def _times(title: str, times: Table) -> str:
 
-    return columns(
+    return text_table(
         (f"{title}, ms", *(f"{n} token{'s' * (n > 1)}" for n in times.tokens)),
         [
             (show_bytes(size), *(f"{seconds * 1e3:.3f}" for seconds in row))

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from greenroom.cli.options.parser import Parser
 from greenroom.cli.terminal.files import add_json
 from greenroom.cli.terminal.progress import Progress
-from greenroom.sim.table import columns
+from greenroom.sim.table import text_table
 
 HELP = "list the supported architectures"
 
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps([asdict(row) for row in rows]))
         return
     print(
-        columns(
+        text_table(
             ("architecture", "how", "tested", "special"),
             [
                 (

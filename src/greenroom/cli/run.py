@@ -107,7 +107,7 @@ def _run(
     progress: Progress,
 ) -> None:
     from greenroom.cli.terminal.live import LiveLine, status
-    from greenroom.hf.check.loss import loss_line, loss_of
+    from greenroom.hf.check.loss import describe_loss, stored_loss
     from greenroom.hf.text.generate import answer
 
     out = _Out(shown=not args.json)
@@ -120,12 +120,12 @@ def _run(
                 out.write(text)
                 live.update()
 
-            context = greenroom.parts.context
+            context = greenroom.setup.context
             result = answer(
                 model, tokenizer, prompt, sampling, raw=args.raw, context=context, on_text=show
             )
         stats, timeline = greenroom.stats(), greenroom.timeline(False)
-        loss = loss_of(greenroom.parts)
+        loss = stored_loss(greenroom.setup)
     if verdict := stats.prefetch["verdict"]:
         print(verdict, file=sys.stderr)
     inexact = stats.lesser is not None
@@ -137,7 +137,7 @@ def _run(
             print(f"[{status(stats)}]", file=sys.stderr)
         print(closing_line(result, stats), file=sys.stderr)
         if inexact:
-            print(loss_line(args.model, loss), file=sys.stderr)
+            print(describe_loss(args.model, loss), file=sys.stderr)
     if timeline is not None:
         timeline.save(args.timeline)
 

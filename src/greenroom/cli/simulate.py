@@ -16,7 +16,7 @@ from greenroom.cli.terminal.files import add_json, check_target, command_of, wri
 from greenroom.cli.terminal.progress import Progress
 from greenroom.config import PINS, SimulateConfig
 from greenroom.errors import UsageError
-from greenroom.sim.table import heading, table_of, text
+from greenroom.sim.table import rows_text, table_of, trace_heading
 
 if TYPE_CHECKING:
     from greenroom.sim.study import Cell, Row, Study
@@ -67,10 +67,10 @@ def _simulate(
     from greenroom.plan.systems.cells import simulate_systems
     from greenroom.plan.systems.table import systems
     from greenroom.policies import policy
-    from greenroom.sim.study import Cell, capacities, names, predictors, study_of
+    from greenroom.sim.study import Cell, capacities, requested_predictors, split_names, study_of
     from greenroom.trace import load
 
-    policies = names(config.policy) if config.policy is not None else []
+    policies = split_names(config.policy) if config.policy is not None else []
     for name in policies:
         policy(name)
     if config.system is not None:
@@ -79,7 +79,7 @@ def _simulate(
     if config.limit is not None:
         trace = trace.head(config.limit)
     slots = capacities(config.capacity, int(trace.offsets[-1]))
-    ahead = predictors(config, trace)
+    ahead = requested_predictors(config, trace)
     study = study_of(config, trace, profile(config.machine))
     go = partial(run_cells, config.ray, progress)
     if config.system is not None:
@@ -104,7 +104,7 @@ def _show(args: argparse.Namespace, rows: list[Row], trace: Trace) -> None:
     if args.json:
         print(json.dumps(rows[0] if len(rows) == 1 else rows))
         return
-    print(text(heading(trace, rows[0]), *table_of(rows, int(trace.offsets[-1]))))
+    print(rows_text(trace_heading(trace, rows[0]), *table_of(rows, int(trace.offsets[-1]))))
     for row in rows:
         if row.get("without"):
             print(f"{row['system']}: without {'; '.join(row['without'])}", file=sys.stderr)

@@ -93,7 +93,7 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
         return int(model.slots(budget_bytes(load.memory)))
     amount = Amount.parse(load.cache, "--cache")
     slots = amount.of(model.experts) if amount.share else amount.of(0) // model.slot_bytes
-    return max(model.least, min(int(slots), model.experts))
+    return max(model.least_slots, min(int(slots), model.experts))
 
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:

@@ -105,7 +105,7 @@ def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], N
 
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
-    from greenroom.hf.check.loss import keep_loss
+    from greenroom.hf.check.loss import store_loss
     from greenroom.hf.check.quality import quality, text_in
 
     approximation = {name: value for name, value in configured(args).items() if name in APPROXIMATE}
@@ -185,7 +185,7 @@ def _difference(verdict: Verdict) -> str:
         f"{verdict.kernels} kernels, largest difference from transformers' eager{stored}:"
         f" {ours:.3g} in a layer's output (transformers' grouped_mm: {grouped_mm:.3g})"
     )
-    if not verdict.whole:
+    if not verdict.entire_model:
         return line
     return (
         f"{line}, {verdict.max_logit_difference:.3g} in logits"

@@ -14,7 +14,7 @@ from greenroom.hf.history.split_counts import SplitCounts
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import split_experts
-from greenroom.plan.configurator import TAU, Latency, configure, layers_of
+from greenroom.plan.configurator import TAU, TokenLatency, configure, layer_statistics
 from greenroom.plan.defaults import default_setting
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.history.routing import RoutingHistory
@@ -25,35 +25,35 @@ START = 0.5  # share of every expert before anything is known (Algorithm 1, line
 CHOICES = {"policy", "scope", "split", "pin", "prefetch", "predictor", "no_guard"}
 
 
-def with_defaults(parts: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
+def with_defaults(setup: ModelSetup, config: LoadConfig, room: int, top_k: int) -> ModelSetup:
     """The parts with the default settings for about `room` slots, if the user gave none."""
-    if CHOICES & changed_options(config).keys() or not parts.remember or not parts.fingerprint:
-        return parts
-    if room >= parts.catalog.experts:  # nothing to choose
-        return parts
-    sizes = parts.catalog.experts_per_layer
+    if CHOICES & changed_options(config).keys() or not setup.remember or not setup.fingerprint:
+        return setup
+    if room >= setup.catalog.experts:  # nothing to choose
+        return setup
+    sizes = setup.catalog.experts_per_layer
     found = default_setting(
-        parts.fingerprint, name_of(host()), sizes, top_k, room, device_of(parts)
+        setup.fingerprint, name_of(host()), sizes, top_k, room, device_of(setup)
     )
     if found is None:
-        return parts
+        return setup
     scope = scope_of(found.options.get("scope", config.scope))
-    shares, cut = split_of(found.options.get("split", config.split)), parts
+    shares, cut = split_of(found.options.get("split", config.split)), setup
     if shares is not None:
-        if parts.approximation is not None:  # experts that are split have no copies
-            return parts
+        if setup.approximation is not None:  # experts that are split have no copies
+            return setup
         assert not isinstance(shares, str)  # tune and plan have shares to split at
-        catalog, split = split_experts(parts.catalog, shares, top_k)
-        cut = replace(parts, catalog=catalog, split=split)
+        catalog, split = split_experts(setup.catalog, shares, top_k)
+        cut = replace(setup, catalog=catalog, split=split)
     least = least_capacity(pieces_of(cut), scope)
     if room < least:
-        return parts
+        return setup
     return replace(
         cut,
-        capacity=max(parts.capacity, least),
-        policy=found.options.get("policy", parts.policy),
+        capacity=max(setup.capacity, least),
+        policy=found.options.get("policy", setup.policy),
         scope=scope,
-        prefetch=found.options.get("prefetch", parts.prefetch),
+        prefetch=found.options.get("prefetch", setup.prefetch),
         chosen=_source(found),
     )
 
@@ -70,9 +70,9 @@ def _source(found: StoredSetting) -> str:
     )
 
 
-def device_of(parts: ModelSetup) -> str:
+def device_of(setup: ModelSetup) -> str:
     """The device that settings are stored for."""
-    return "cuda" if parts.cuda else "cpu"
+    return "cuda" if setup.cuda else "cpu"
 
 
 def auto_split(
@@ -85,7 +85,7 @@ def auto_split(
     enough = int(counts.activity.tokens.min()) >= TAU
     if known is None or SPLIT not in known.states or not enough:
         return (*split_experts(catalog, START, top_k), "per-layer")
-    latency = Latency(*known.states[SPLIT]["latency"].tolist())
-    chosen = configure(layers_of(counts.activity), float(capacity), latency)
+    latency = TokenLatency(*known.states[SPLIT]["latency"].tolist())
+    chosen = configure(layer_statistics(counts.activity), float(capacity), latency)
     cut, split = split_experts(catalog, [each.ratio for each in chosen], top_k)
     return cut, split, tuple(each.budget for each in chosen)

@@ -68,7 +68,7 @@ def exposed_tables(
     return tables
 
 
-def optimal(tables: Tables, capacity: int) -> list[int]:
+def optimal_slots(tables: Tables, capacity: int) -> list[int]:
     """Slots of each layer, at least one, whose costs have the least sum. Of equal sums the one that
     gives the later layers less. BudgetError where there are fewer slots than layers."""
     capacity = _check(tables, capacity)
@@ -90,7 +90,7 @@ def optimal(tables: Tables, capacity: int) -> list[int]:
     return found[::-1]
 
 
-def marginal(tables: Tables, capacity: int) -> list[int]:
+def marginal_slots(tables: Tables, capacity: int) -> list[int]:
     """Slots of each layer, at least one: the next ones go where each of them gains most.
 
     BudgetError where there are fewer slots than layers.
@@ -131,6 +131,6 @@ def _check(tables: Tables, capacity: int) -> int:
 
 
 METHODS: dict[str, Callable[[Tables, int], list[int]]] = {
-    "marginal": marginal,
-    "optimal": optimal,
+    "marginal": marginal_slots,
+    "optimal": optimal_slots,
 }

@@ -30,7 +30,7 @@ TAU = 5000  # tokens before a configuration (the paper's: between two)
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class TokenLatency:
     """Seconds of one token: T_att and T_moe of a layer, T_head, and T_load of a whole expert."""
 
     attention: float
@@ -39,7 +39,7 @@ class Latency:
     load: float
 
     @classmethod
-    def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> Latency:
+    def of(cls, costs: Costs, expert_bytes: int, top_k: int, head: float = 0.0) -> TokenLatency:
         """From the costs of a machine: `dense` is what a layer computes beside its experts, with
         its share of the head where `head` is 0."""
         slowest = min(link.bandwidth for link in costs.links)
@@ -48,7 +48,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerStatistics:
     """What was recorded of a layer of N experts, of which a token activates `top_k` (K).
 
     hits: H(C) [N + 1]; accuracy: P(y) [N + 1]; both: PH(y, C) [N + 1, N + 1]
@@ -65,7 +65,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayerAllocation:
     """Of one layer: budget V and cached experts C, ratio theta, m experts there after prefetching,
     the exposed latency, and the window of the next layer."""
 
@@ -77,10 +77,10 @@ class Choice:
     window: float
 
 
-def layers_of(activity: Activity) -> list[Layer]:
+def layer_statistics(activity: Activity) -> list[LayerStatistics]:
     """The layers as they were recorded."""
     return [
-        Layer(
+        LayerStatistics(
             activity.activated[i] / max(1, activity.tokens[i]),
             activity.hit_ratio(i),
             activity.accuracy(i),
@@ -90,7 +90,9 @@ def layers_of(activity: Activity) -> list[Layer]:
     ]
 
 
-def best(layer: Layer, budget: float, window: float, latency: Latency) -> tuple[int, float, float]:
+def best_split(
+    layer: LayerStatistics, budget: float, window: float, latency: TokenLatency
+) -> tuple[int, float, float]:
     """(C, theta, m) of the sub-problem, equation 11."""
     least = max(1, min(layer.experts, int(budget + 1e-9)))
     cached = np.arange(least, layer.experts + 1)
@@ -104,24 +106,24 @@ def best(layer: Layer, budget: float, window: float, latency: Latency) -> tuple[
     return int(cached[at]), float(ratio[at]), float(loaded[at])
 
 
-def split(
-    layers: Sequence[Layer], budgets: Sequence[float] | Floats, latency: Latency
-) -> list[Choice]:
+def expert_split(
+    layers: Sequence[LayerStatistics], budgets: Sequence[float] | Floats, latency: TokenLatency
+) -> list[LayerAllocation]:
     """The function ExpertSplit: each layer's ratio, in order, since one's window is left by the
     layer before."""
     window, found = latency.head + latency.attention, []
     for layer, budget in zip(layers, budgets, strict=True):
-        cached, ratio, loaded = best(layer, budget, window, latency)
+        cached, ratio, loaded = best_split(layer, budget, window, latency)
         hide = loaded * latency.moe / layer.top_k
         miss = (layer.top_k - loaded) * latency.load
         window = latency.moe - min(hide, miss) + latency.attention
-        found.append(Choice(budget, cached, ratio, loaded, max(0.0, miss - hide), window))
+        found.append(LayerAllocation(budget, cached, ratio, loaded, max(0.0, miss - hide), window))
     return found
 
 
 def configure(
-    layers: Sequence[Layer], budget: float, latency: Latency, zeta: float = ZETA
-) -> list[Choice]:
+    layers: Sequence[LayerStatistics], budget: float, latency: TokenLatency, zeta: float = ZETA
+) -> list[LayerAllocation]:
     """The function VramAllocation over `budget` experts (Ve) in all, from a uniform allocation.
 
     UsageError for a zeta outside (0, 1), BudgetError without a budget.
@@ -133,9 +135,9 @@ def configure(
     step = zeta * budget
     given = np.full(len(layers), budget / len(layers))
     while True:
-        now = split(layers, given, latency)
-        more = split(layers, given + step, latency)
-        less = split(layers, np.maximum(given - step, 1e-9), latency)
+        now = expert_split(layers, given, latency)
+        more = expert_split(layers, given + step, latency)
+        less = expert_split(layers, np.maximum(given - step, 1e-9), latency)
         gains = np.array([a.exposed - b.exposed for a, b in zip(now, more, strict=True)])
         losses = np.array([b.exposed - a.exposed for a, b in zip(now, less, strict=True)])
         to = int(np.argmax(gains))
@@ -146,7 +148,7 @@ def configure(
         moved = given.copy()
         moved[to] += step
         moved[giver] -= step
-        after = split(layers, moved, latency)
+        after = expert_split(layers, moved, latency)
         if sum(each.exposed for each in after) >= sum(each.exposed for each in now):
             return now
         given = moved

@@ -24,7 +24,7 @@ LEAST_BYTES = 8 << 20  # that a link must have carried to tell how fast it is
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class RunMeasurement:
     """A run, per token decoded: means. `carried` and `busy` are the link's bytes and seconds;
     `predicted` says that a predictor ran beside it."""
 
@@ -36,7 +36,7 @@ class Observed:
     predicted: bool = False
 
     @classmethod
-    def from_json(cls, found: Any, where: str = "a run") -> Observed:
+    def from_json(cls, found: Any, where: str = "a run") -> RunMeasurement:
         """Malformed where it is none."""
         return cls(**JsonObject(found, where).fields_of(cls))
 
@@ -46,7 +46,7 @@ class Observed:
         return self.seconds - self.stall - wake * min(self.stall, COOLED * self.fetched)
 
 
-def of_machine(
+def machine_costs(
     machine: Machine, model: Model, readers: int = 2, processor: str | None = None
 ) -> Costs:
     """The costs that the profile says, with as many reads at a time as a run has."""
@@ -56,7 +56,7 @@ def of_machine(
     return replace(costs, links=(replace(first, lanes=readers), *rest))
 
 
-def limited(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
+def throttled_costs(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
     """With a first link that is held to so many bytes a second (`--read-limit`).
 
     A reader waits for its turn, and reads then: each chunk takes both, but turns are waited for
@@ -70,7 +70,7 @@ def limited(costs: Costs, limit: float | None, expert_bytes: int) -> Costs:
     return replace(costs, links=(held, *rest))
 
 
-def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
+def calibrated_costs(costs: Costs, model: Model, runs: Sequence[RunMeasurement]) -> Costs:
     """The same as runs of this model on this machine have shown it to be; without runs unchanged.
 
     The base is what a token takes without any miss; all of it but the experts' own work is the
@@ -88,15 +88,15 @@ def calibrated(costs: Costs, model: Model, runs: Sequence[Observed]) -> Costs:
     own = max(base - experts, 0.1 * base)
     expert = costs.expert
     if base - own < experts:  # the profile's experts take longer than all there is
-        expert = scaled(expert, (base - own) / experts)
+        expert = scale_work(expert, (base - own) / experts)
     dense = costs.dense.seconds(1)
     layer = own / model.layers
-    work = scaled(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
+    work = scale_work(costs.dense, layer / dense) if dense > 0 else Work.constant(layer)
     first, *rest = costs.links
     return replace(costs, links=(_link(first, runs), *rest), expert=expert, dense=work, ahead=ahead)
 
 
-def scaled(work: Work, factor: float) -> Work:
+def scale_work(work: Work, factor: float) -> Work:
     """So many times as long."""
     return Work(tuple((tokens, seconds * factor) for tokens, seconds in work.points))
 
@@ -110,13 +110,13 @@ def _line(x: np.ndarray, y: np.ndarray, slope: float) -> tuple[float, float]:
     return (at, slope) if at > 0 else (float(np.min(y)), 0.0)
 
 
-def _ahead(runs: Sequence[Observed], base: float, model: Model, costs: Costs) -> float:
+def _ahead(runs: Sequence[RunMeasurement], base: float, model: Model, costs: Costs) -> float:
     """What a predictor takes of each layer: what its runs computed more than fetching explains."""
     more = [run.computed(costs.wake) - base - costs.handling * run.fetched for run in runs]
     return max(0.0, float(np.median(more)) / model.layers) if more else costs.ahead
 
 
-def _link(link: Link, runs: Sequence[Observed]) -> Link:
+def _link(link: Link, runs: Sequence[RunMeasurement]) -> Link:
     """As fast as it was while it carried: latencies are in that."""
     rates = [run.carried / run.busy for run in runs if run.carried >= LEAST_BYTES and run.busy > 0]
     return Link(float(np.median(rates)), 0.0, link.lanes) if rates else link

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from datetime import date
 
 from greenroom.errors import OutputError
-from greenroom.plan.evidence import decoded, enough, stand_in
 from greenroom.plan.history import files
-from greenroom.plan.history.recent import trace_of
+from greenroom.plan.history.recent import recent_trace
 from greenroom.plan.history.records import StoredSetting
-from greenroom.plan.quick import quick
+from greenroom.plan.quick import quick_plan
+from greenroom.plan.workload import decoded_tokens, has_enough_tokens, synthetic_trace
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ def default_setting(
     found = files.load_records(fingerprint, machine).nearest(slots, device)
     if (found is not None and found.by != "quick") or not files.enabled():
         return found
-    own = trace_of(files.load_routing(fingerprint), sizes)
-    tokens = decoded(own) if own is not None and enough(own) else 0
+    own = recent_trace(files.load_routing(fingerprint), sizes)
+    tokens = decoded_tokens(own) if own is not None and has_enough_tokens(own) else 0
     if found is not None and (not tokens or tokens < 2 * found.tokens):  # that has half of it seen
         return found
-    trace = own if own is not None and tokens else stand_in(sizes, top_k)
+    trace = own if own is not None and tokens else synthetic_trace(sizes, top_k)
     if slots < max(top_k, trace.top_k):
         return None
-    made = quick(trace, slots)
+    made = quick_plan(trace, slots)
     entry = StoredSetting(
         slots, made.setting.options(), "quick", made.misses, max(made.plain, 1e-9),
         date.today().isoformat(), device, tokens,

@@ -1,4 +1,4 @@
-"""What a setting will do: simulated over the evidence, with the range that it will lie in."""
+"""What a setting will do: simulated over the workload, with the range that it will lie in."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from greenroom.core.config.scheduler import NO_OPTIONS, option_names, with_optio
 from greenroom.core.cost import Costs
 from greenroom.core.stream import Stream
 from greenroom.errors import BudgetError
-from greenroom.plan.evidence import Evidence
 from greenroom.plan.model import Model
 from greenroom.plan.settings import AUTO, OFF, Setting
+from greenroom.plan.workload import Workload
 from greenroom.policies import choose, policy
-from greenroom.sim.event_driven import EventOptions, parts_of, simulate_events
-from greenroom.sim.foresight import automatic, chosen
-from greenroom.sim.lesser import check_weights
-from greenroom.sim.timed import Times, times
+from greenroom.sim.approximation import check_weights
+from greenroom.sim.event_driven import EventOptions, simulate_events, split_pieces
+from greenroom.sim.foresight import automatic_predictor, resolve_predictor
+from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
 
 Floats = NDArray[np.float64]
@@ -72,32 +72,38 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates over one model, machine and evidence; what was simulated is not simulated again."""
+    """Estimates over one model, machine and workload; what was simulated is not simulated again."""
 
     def __init__(
         self,
         model: Model,
         costs: Costs,
-        evidence: Evidence,
+        workload: Workload,
         *,
         measured: bool = False,
         precision: str = OFF,
         low_below: float | None = None,
         host: int = 0,
-        both: bool = False,
+        co_compute: bool = False,
     ) -> None:
-        """`measured`: the costs are those of runs of this model on this machine. `precision` is
-        that of copies which misses may be served from, below `low_below` of the gate weights.
-        `host` slots between two links keep experts, and `both`: settings that compute there are
-        compared. UsageError where the evidence does not say how much experts matter."""
-        self.host, self.both = host, both
-        self.model, self.costs, self.evidence = model, costs, evidence
+        """Prepare to simulate `workload` on a machine with these costs.
+
+        measured:   the costs come from runs of this model on this machine
+        precision:  of the low-precision copies that may serve misses
+        low_below:  the tail weight below which a copy serves
+        host:       slots in host memory, between two links
+        co_compute: also compare settings that compute misses in host memory
+
+        UsageError where `precision` is on and the workload has no gate weights.
+        """
+        self.host, self.co_compute = host, co_compute
+        self.model, self.costs, self.workload = model, costs, workload
         self.band = BAND if measured else UNMEASURED
         self.precision, self.low_below = precision, low_below
         if precision != OFF:
-            for trace in evidence.traces:
+            for trace in workload.traces:
                 check_weights(trace)
-        self._streams = [stream(trace, "runtime") for trace in evidence.traces]
+        self._streams = [stream(trace, "runtime") for trace in workload.traces]
         self._known: dict[tuple[Setting, int, bool], Estimate] = {}
 
     def of(self, setting: Setting, capacity: int, bracket: bool = True) -> Estimate:
@@ -116,17 +122,17 @@ class Estimator:
             return scope == "shared" or capacity >= self.model.layers
         assert not isinstance(shares, str)  # a plan has shares to split at
         try:
-            cut = parts_of(self.evidence.traces[0], self.model.expert_bytes, shares)
+            cut = split_pieces(self.workload.traces[0], self.model.expert_bytes, shares)
             group_sizes(cut, capacity, scope)
         except BudgetError:
             return False
         return True
 
     def _estimate(self, setting: Setting, capacity: int, bracket: bool) -> Estimate:
-        every = list(zip(self.evidence.traces, self._streams, strict=True))
+        every = list(zip(self.workload.traces, self._streams, strict=True))
         runs = [self._run(setting, capacity, *each) for each in every[: None if bracket else 1]]
         means = [float(run.gaps.mean()) for run, _ in runs]
-        (first, tokens), trace = runs[0], self.evidence.traces[0]
+        (first, tokens), trace = runs[0], self.workload.traces[0]
         return Estimate(
             setting,
             capacity,
@@ -143,11 +149,11 @@ class Estimator:
 
     def _run(
         self, setting: Setting, capacity: int, trace: Trace, steps: Stream
-    ) -> tuple[Times, int]:
+    ) -> tuple[SimulatedTimes, int]:
         """(times of a simulation, of which gaps and TTFT are of the whole trace; the tokens that
         the rest is of)."""
         made = choose(setting.policy, capacity, self.model.experts)
-        reactive = times(
+        reactive = time_trace(
             trace, steps, capacity, made, self.costs, self.model.expert_bytes,
             scope=scope_of(setting.scope),
         )  # fmt: skip
@@ -161,8 +167,8 @@ class Estimator:
         return found if guarded and ahead[0].gaps.sum() >= found[0].gaps.sum() else ahead
 
     def _played(
-        self, setting: Setting, capacity: int, trace: Trace, other: Times
-    ) -> tuple[Times, int]:
+        self, setting: Setting, capacity: int, trace: Trace, other: SimulatedTimes
+    ) -> tuple[SimulatedTimes, int]:
         """Event by event: what the first passes gain over another run is taken of all."""
         part = trace.head(_first(trace, PLAYED))
         name = OFF if setting.prefetch == OFF else self._predictor(setting.prefetch, part)
@@ -184,12 +190,12 @@ class Estimator:
 
     def _predictor(self, prefetch: str, trace: Trace) -> str:
         """What stands for a run's predictor over a trace: its recording where there is one."""
-        if prefetch == AUTO and self.evidence.own:
-            name = automatic(trace)
+        if prefetch == AUTO and self.workload.recorded:
+            name = automatic_predictor(trace)
             return name if name != "markov" else STAND_IN
         if prefetch == AUTO:
             return STAND_IN
-        return chosen(trace, prefetch).name
+        return resolve_predictor(trace, prefetch).name
 
 
 def _config(setting: Setting) -> SchedulerConfig:

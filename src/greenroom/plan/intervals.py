@@ -9,7 +9,7 @@ import numpy as np
 DRAWS, LEVEL = 2000, 0.05
 
 
-def mean(values: Sequence[float]) -> tuple[float, float, float]:
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """(mean, low, high): the 95 % interval of a bootstrap over the values; of one value there is
     none, and all three are it."""
     taken = np.asarray(values, np.float64)
@@ -18,7 +18,7 @@ def mean(values: Sequence[float]) -> tuple[float, float, float]:
     return float(taken.mean()), low, high
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+def ratio_interval(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
     """(geometric mean of one / other, low, high) over pairs of the same repetition."""
-    middle, low, high = np.exp(mean(np.log(np.divide(ones, others)).tolist())).tolist()
+    middle, low, high = np.exp(mean_interval(np.log(np.divide(ones, others)).tolist())).tolist()
     return middle, low, high

@@ -20,7 +20,7 @@ class Model:
     slot_bytes:   what an expert takes in memory
     dense_bytes:  all that stays in memory
     read_bytes:   what of it one token reads: all but the input embedding, unless the head is tied
-    beside_bytes: Python, libraries, compiled kernels, activations, staging
+    overhead_bytes: Python, libraries, compiled kernels, activations, staging
     kv_bytes:     keys and values of the first block of a prompt
     full_bytes:   what keys, values and activations of `context` tokens take more than these; slots
                   make room for it as the context grows
@@ -34,7 +34,7 @@ class Model:
     slot_bytes: int
     dense_bytes: int
     read_bytes: int
-    beside_bytes: int
+    overhead_bytes: int
     kv_bytes: int
     context: int
     full_bytes: int = 0
@@ -56,23 +56,23 @@ class Model:
         return np.array([0, *accumulate(self.experts_per_layer)], np.int64)
 
     @property
-    def needs(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes beside the experts' slots, with a short context."""
-        return self.dense_bytes + self.beside_bytes + self.kv_bytes
+        return self.dense_bytes + self.overhead_bytes + self.kv_bytes
 
     @property
-    def least(self) -> int:
+    def least_slots(self) -> int:
         """Slots without which nothing can be computed: the experts of one token in one layer."""
         return min(self.top_k, self.experts)
 
     @property
     def least_memory(self) -> int:
         """With a full context."""
-        return self.needs + self.full_bytes + self.least * self.slot_bytes
+        return self.fixed_bytes + self.full_bytes + self.least_slots * self.slot_bytes
 
     def memory(self, slots: int) -> int:
         """The budget that leaves so many slots."""
-        return max(self.needs + slots * self.slot_bytes, self.least_memory)
+        return max(self.fixed_bytes + slots * self.slot_bytes, self.least_memory)
 
     def slots(self, memory: int) -> int:
         """What a budget leaves with a short context; BudgetError says what would do for a full
@@ -81,13 +81,13 @@ class Model:
             raise BudgetError(
                 f"{self.name} does not fit into {show_bytes(memory)}: dense parts"
                 f" {show_bytes(self.dense_bytes)}, process and workspace"
-                f" {show_bytes(self.beside_bytes)}, a KV cache and activations of {self.context}"
-                f" tokens {show_bytes(self.kv_bytes + self.full_bytes)} and {self.least} experts"
-                f" need {show_bytes(self.least_memory)}; --memory"
+                f" {show_bytes(self.overhead_bytes)}, a KV cache and activations of {self.context}"
+                f" tokens {show_bytes(self.kv_bytes + self.full_bytes)} and"
+                f" {self.least_slots} experts need {show_bytes(self.least_memory)}; --memory"
                 f" {-(-self.least_memory // (1 << 20))}MiB would do"
             )
-        return min((memory - self.needs) // self.slot_bytes, self.experts)
+        return min((memory - self.fixed_bytes) // self.slot_bytes, self.experts)
 
     def slots_when_full(self, memory: int) -> int:
         """What it leaves when the context is full."""
-        return min((memory - self.needs - self.full_bytes) // self.slot_bytes, self.experts)
+        return min((memory - self.fixed_bytes - self.full_bytes) // self.slot_bytes, self.experts)

@@ -8,13 +8,13 @@ from html import escape
 from greenroom.config import show_bytes
 from greenroom.plan.estimate import Estimate
 from greenroom.plan.planner import Plan, Target
-from greenroom.plan.words import COMPARED, HEADER, compared_line, line_of
+from greenroom.plan.summary import COMPARISON_HEADER, CURVE_HEADER, comparison_row, curve_row
 from greenroom.sim.figures import HIGH, WIDE, plot
-from greenroom.sim.report import card, document, made_by, wide
+from greenroom.sim.report import card, html_page, provenance_card, scrollable
 from greenroom.sim.table import html_table, show_time
 
 
-def page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
+def plan_page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str) -> str:
     """`facts` are (name, value) of model, machine and evidence."""
     sections = [
         card("Take", "", _flags(plan.best)),
@@ -22,16 +22,16 @@ def page(title: str, facts: Sequence[tuple[str, str]], plan: Plan, command: str)
         card(
             "What was compared",
             "",
-            wide(html_table(COMPARED, list(map(compared_line, plan.compared)))),
+            scrollable(html_table(COMPARISON_HEADER, list(map(comparison_row, plan.compared)))),
         ),
-        made_by(command, facts),
+        provenance_card(command, facts),
     ]
     if plan.target is not None:
-        sections.insert(1, card("Target", "", f"<p>{escape(said(plan.target))}</p>"))
-    return document(f"{title}: plan", f"<h1>{escape(title)}</h1>{''.join(sections)}")
+        sections.insert(1, card("Target", "", f"<p>{escape(target_message(plan.target))}</p>"))
+    return html_page(f"{title}: plan", f"<h1>{escape(title)}</h1>{''.join(sections)}")
 
 
-def said(target: Target) -> str:
+def target_message(target: Target) -> str:
     """What became of a target, in one line."""
     asked = show_time(target.seconds)
     if target.blocked is not None:
@@ -94,5 +94,5 @@ def _curve(plan: Plan) -> str:
 
 
 def _points(points: Sequence[Estimate]) -> str:
-    rows = [(*line_of(p)[:4], f"{p.miss_ratio:.1%}") for p in points]
-    return wide(html_table((*HEADER[:4], "miss ratio"), rows))
+    rows = [(*curve_row(p)[:4], f"{p.miss_ratio:.1%}") for p in points]
+    return scrollable(html_table((*CURVE_HEADER[:4], "miss ratio"), rows))

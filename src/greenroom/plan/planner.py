@@ -15,11 +15,20 @@ import numpy as np
 
 from greenroom.config import show_bytes
 from greenroom.errors import UsageError
-from greenroom.plan.budgets import marginal, miss_tables
-from greenroom.plan.configurator import Latency
+from greenroom.plan.budgets import marginal_slots, miss_tables
+from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.estimate import Estimate, Estimator
-from greenroom.plan.recorded import Configured, activity_of
-from greenroom.plan.settings import AUTO, DEFAULT, OFF, PLAIN, SCOPES, SPLITS, Setting, grid
+from greenroom.plan.settings import (
+    AUTO,
+    DEFAULT,
+    OFF,
+    PLAIN,
+    SCOPES,
+    SPLITS,
+    Setting,
+    candidate_settings,
+)
+from greenroom.plan.sizing import CacheConfiguration, recorded_activity
 from greenroom.trace import Trace, stream
 
 MARGIN = 0.03  # of a token's time: what is less is not worth another setting
@@ -47,7 +56,7 @@ class Plan:
     memory: int
     capacity: int
     best: Estimate
-    sure: bool  # whether `best` is another than what a run took, because it is surely faster
+    overrides_default: bool  # `best` is surely faster than the default setting
     compared: tuple[Estimate, ...]
     curve: tuple[Estimate, ...]
     target: Target | None
@@ -65,22 +74,24 @@ def plan(
         raise UsageError(f"--target-tpot must be more than 0: {target:g} s")
     capacity = estimator.model.slots(memory)
     usual, measured = taken(capacity)
-    compared = compare(estimator, capacity, usual)
-    best, sure = choice(estimator, compared, usual, beaten=not measured)
-    points = curve(estimator, best.setting, memory)
-    found = None if target is None else aim(estimator, best, memory, target)
+    compared = compare_settings(estimator, capacity, usual)
+    best, sure = choose_setting(estimator, compared, usual, beaten=not measured)
+    points = memory_curve(estimator, best.setting, memory)
+    found = None if target is None else reach_target(estimator, best, memory, target)
     return Plan(memory, capacity, best, sure, compared, points, found)
 
 
-def compare(estimator: Estimator, capacity: int, usual: Setting = DEFAULT) -> tuple[Estimate, ...]:
+def compare_settings(
+    estimator: Estimator, capacity: int, usual: Setting = DEFAULT
+) -> tuple[Estimate, ...]:
     """The grid and `usual` at one size, fastest first; prefetching is added to the best of it."""
     if capacity >= estimator.model.experts:
         return (estimator.of(PLAIN, capacity),)
-    found = [estimator.of(s, capacity) for s in grid() if estimator.fits(s, capacity)]
+    found = [estimator.of(s, capacity) for s in candidate_settings() if estimator.fits(s, capacity)]
     found.sort(key=lambda each: each.tpot)
     best = [replace(each.setting, prefetch=AUTO) for each in found[:FINALISTS]]
     more = [*best, DEFAULT, usual, *_sized(estimator, best[0], capacity)]
-    if estimator.both:
+    if estimator.co_compute:
         more += [replace(each, co_compute=AUTO) for each in (PLAIN, best[0])]
     more += [each for each in _cut(estimator, best[0], capacity) if estimator.fits(each, capacity)]
     if estimator.precision != OFF:
@@ -96,7 +107,7 @@ def _sized(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     half = _first_half(estimator)
     if half is None or capacity < estimator.model.layers:
         return []
-    slots = marginal(miss_tables(stream(half, "runtime"), half.offsets), capacity)
+    slots = marginal_slots(miss_tables(stream(half, "runtime"), half.offsets), capacity)
     return [Setting(best.policy, ",".join(map(str, slots)), OFF)]
 
 
@@ -109,8 +120,8 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
     half = _first_half(estimator)
     if half is None or half.pass_prefill.all():
         return found
-    latency = Latency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
-    chosen = Configured.of(activity_of(half.head(WATCHED)), capacity, latency)
+    latency = TokenLatency.of(estimator.costs, estimator.model.expert_bytes, half.top_k)
+    chosen = CacheConfiguration.of(recorded_activity(half.head(WATCHED)), capacity, latency)
     if chosen.split is None:
         return found
     scope = ",".join(f"{budget:.4g}" for budget in chosen.scope)
@@ -119,13 +130,13 @@ def _cut(estimator: Estimator, best: Setting, capacity: int) -> list[Setting]:
 
 def _first_half(estimator: Estimator) -> Trace | None:
     """The first half of the requests of the model's own routing, where there is one."""
-    trace = estimator.evidence.traces[0]
-    if not estimator.evidence.own or trace.requests < 2:
+    trace = estimator.workload.traces[0]
+    if not estimator.workload.recorded or trace.requests < 2:
         return None
     return trace.select(range(trace.requests // 2))
 
 
-def choice(
+def choose_setting(
     estimator: Estimator,
     compared: tuple[Estimate, ...],
     usual: Setting = DEFAULT,
@@ -135,7 +146,7 @@ def choice(
     can have it `beaten`, it is taken."""
     now = next((each for each in compared if each.setting == usual), compared[0])
     first = compared[0]
-    if first is now or not estimator.evidence.own or not beaten:
+    if first is now or not estimator.workload.recorded or not beaten:
         return now, False
     return (first, True) if surely_faster(first, now) else (now, False)
 
@@ -150,10 +161,10 @@ def surely_faster(one: Estimate, other: Estimate) -> bool:
     return bool(np.quantile(ratios, 1 - LEVEL) < 1 - MARGIN)
 
 
-def curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
+def memory_curve(estimator: Estimator, setting: Setting, memory: int) -> tuple[Estimate, ...]:
     """One setting over memory, exact, and without what prefetching may add."""
     model, setting = estimator.model, _of_any_size(setting)
-    sizes = {max(model.least, int(share * model.experts)) for share in SHARES}
+    sizes = {max(model.least_slots, int(share * model.experts)) for share in SHARES}
     sizes.add(model.slots(memory))
     still = replace(setting, prefetch=OFF, split=OFF, miss_precision=OFF, low_below=None)
     fits = [n for n in sorted(sizes) if setting.scope == "shared" or n >= model.layers]
@@ -165,19 +176,19 @@ def _of_any_size(setting: Setting) -> Setting:
     return setting if setting.scope in SCOPES else replace(setting, scope="shared")
 
 
-def outlook(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
+def default_curve(estimator: Estimator, available: int) -> tuple[Estimate, ...]:
     """The default over memory, with the memory that is there among the points if it is enough."""
     model = estimator.model
-    return curve(estimator, DEFAULT, max(available, model.least_memory))
+    return memory_curve(estimator, DEFAULT, max(available, model.least_memory))
 
 
-def aim(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
+def reach_target(estimator: Estimator, best: Estimate, memory: int, target: float) -> Target:
     """The least memory that meets a target with this setting, and what blocks it otherwise.
 
     More slots are never slower but for noise, so it is found by halving.
     """
     model, setting = estimator.model, _of_any_size(best.setting)
-    least = model.layers if setting.scope == "per-layer" else model.least
+    least = model.layers if setting.scope == "per-layer" else model.least_slots
     whole = estimator.of(setting, model.experts)
     if whole.tpot > target:
         blocked = (

@@ -13,14 +13,14 @@ import numpy as np
 
 from greenroom.plan.settings import DEFAULT, PLAIN, Setting
 from greenroom.policies import choose
-from greenroom.sim.timed import step_by_step
+from greenroom.sim.timed import replay_steps
 from greenroom.trace import Trace, stream
 
 STEPS = 12_000  # that are looked at, the latest: tens of microseconds each
 
 
 @dataclass(frozen=True, slots=True)
-class Quick:
+class QuickPlan:
     """What to take, and misses a token of it and of plain LRU."""
 
     setting: Setting
@@ -28,7 +28,7 @@ class Quick:
     plain: float
 
 
-def quick(trace: Trace, capacity: int) -> Quick:
+def quick_plan(trace: Trace, capacity: int) -> QuickPlan:
     """The default, or LRU in its place where that misses no more."""
     latest = _latest(trace, max(1, STEPS // trace.layers))
     steps = stream(latest, "runtime")
@@ -36,7 +36,7 @@ def quick(trace: Trace, capacity: int) -> Quick:
     counted = {
         name: int(
             np.count_nonzero(
-                step_by_step(steps, latest.offsets, capacity, choose(name, capacity, experts))[0]
+                replay_steps(steps, latest.offsets, capacity, choose(name, capacity, experts))[0]
             )
         )
         / tokens
@@ -44,8 +44,8 @@ def quick(trace: Trace, capacity: int) -> Quick:
     }
     ours, plain = counted[DEFAULT.policy], counted[PLAIN.policy]
     if ours < plain:
-        return Quick(DEFAULT, ours, plain)
-    return Quick(replace(DEFAULT, policy=PLAIN.policy), plain, plain)
+        return QuickPlan(DEFAULT, ours, plain)
+    return QuickPlan(replace(DEFAULT, policy=PLAIN.policy), plain, plain)
 
 
 def _latest(trace: Trace, passes: int) -> Trace:

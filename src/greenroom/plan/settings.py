@@ -50,7 +50,7 @@ DEFAULT = Setting()  # of a run without options
 PLAIN = Setting("lru", "shared", OFF)
 
 
-def grid() -> Iterator[Setting]:
+def candidate_settings() -> Iterator[Setting]:
     """All of them without prefetching; what is fetched ahead is decided for the best of these."""
     for policy, scope in product(POLICIES, SCOPES):
         yield Setting(policy, scope, OFF)

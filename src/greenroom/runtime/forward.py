@@ -175,21 +175,21 @@ def _step(
     step.residual = residual
 
     def wave(experts: Any, slots: Any, *part: int) -> None:
-        kernel.wave(step, experts.tolist(), slots.tolist(), *part)
+        kernel.compute_group(step, experts.tolist(), slots.tolist(), *part)
         if binding.computed is not None:
             binding.computed(slots.tolist())
 
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
-        return kernel.on_host(step, experts.tolist(), slots.tolist())
+        return kernel.host_job(step, experts.tolist(), slots.tolist())
 
     def seen(inputs: bool) -> Seen:
         given = binding.inputs() if inputs and binding.inputs is not None else None
         return Seen(binding.layer, chosen, inputs=given)
 
-    both = kernel.on_host is not None
-    rows, sums = (None, None) if weights is None else routing.counted(weights)
+    both = kernel.host_job is not None
+    rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)
     if both and rows is None:
-        rows = routing.counts()
+        rows = routing.row_counts()
     binding.driver.step(
         binding.layer,
         routing.experts,

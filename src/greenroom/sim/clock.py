@@ -34,7 +34,7 @@ class TraceStep(NamedTuple):
     `step` is the number of the pass, `tokens` how many it has, `rows[i]` how many of them chose
     experts[i] (one each where it is not given), `weights[i]` the sum of their gate weights.
     `chosen` [tokens, K] is what predictors are told: each token's experts, ids within the layer.
-    `tails` say how much each expert matters, where misses may be served with less.
+    `tail_weights` say how much each expert matters (core/gates.py), where misses are approximated.
     """
 
     step: int
@@ -46,7 +46,7 @@ class TraceStep(NamedTuple):
     weights: Weights | None = None
     prefill: bool = False
     chosen: Ids | None = None
-    tails: Weights | None = None
+    tail_weights: Weights | None = None
 
 
 class Clock:
@@ -97,7 +97,7 @@ class Clock:
         finished = self._tell(
             Routed(
                 step.step, step.layer, step.experts, step.request, step.rows, step.weights,
-                step.prefill, step.tails,
+                step.prefill, step.tail_weights,
             )
         )  # fmt: skip
         if self.foresight is not None and step.chosen is not None:

@@ -16,11 +16,11 @@ from greenroom.core.cache.scope import Scope, split_capacity
 from greenroom.core.pieces import Ints
 from greenroom.core.stream import Stream
 from greenroom.policies.opt import next_uses
-from greenroom.sim.replay import layers_of, step_parts
+from greenroom.sim.replay import layer_of_ids, step_ranges
 from greenroom.trace.kernels import stack_depths
 
 
-class Curve(NamedTuple):
+class MissCurve(NamedTuple):
     """`misses[i]` of `requests` requests miss with `capacities[i]` slots, the capacities rising."""
 
     capacities: Ints
@@ -35,14 +35,14 @@ def _curve(
     scope: Scope = "shared",
     reset: bool = False,
     future: bool,
-) -> Curve:
+) -> MissCurve:
     """Misses at every capacity that the scope allows, up to all experts; with the `future` OPT's,
     else LRU's.
 
     `offsets` [layers + 1] are dense ids; `reset` empties the cache before every prompt. Equal to
     `replay` with pin="none". Releases the GIL. UsageError as there.
     """
-    layer = layers_of(offsets)
+    layer = layer_of_ids(offsets)
     layers, most = len(offsets) - 1, np.diff(offsets).tolist()
     per_layer = scope != "shared"
     least = layers if per_layer else 1
@@ -60,7 +60,7 @@ def _curve(
     given = [split_capacity(n, layers, scope, most) for n in capacities.tolist()]
     slots = np.minimum(np.array(given, np.int64), layer.size)
     found = below[np.arange(groups), slots].sum(axis=1)
-    return Curve(capacities, requests - found, requests)
+    return MissCurve(capacities, requests - found, requests)
 
 
 lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=True)
@@ -69,12 +69,12 @@ lru_curve, opt_curve = partial(_curve, future=False), partial(_curve, future=Tru
 def lru_depths(stream: Stream, offsets: Ints, *, reset: bool = False) -> Ints:
     """The slots with which each request is a hit where every layer has LRU of its own, [N]; 0 where
     it never is. Arguments as for `_curve`."""
-    return _depths(stream, layers_of(offsets), reset, future=False)
+    return _depths(stream, layer_of_ids(offsets), reset, future=False)
 
 
 def _depths(stream: Stream, group_of: Ints, reset: bool, future: bool) -> Ints:
     found = np.empty(stream.pieces.size, np.int64)
-    for steps in step_parts(stream, reset):
+    for steps in step_ranges(stream, reset):
         part = slice(*stream.starts[list(steps)])
         pieces = stream.pieces[part]
         following = next_uses(pieces, group_of.size) if future else np.empty(0, pieces.dtype)

@@ -28,10 +28,10 @@ from greenroom.core.stream import Stream
 from greenroom.core.transfers.tiers import HostTier
 from greenroom.errors import UsageError
 from greenroom.predictors import OFF
+from greenroom.sim.approximation import CopySizes, check_weights, tail_weights_of
 from greenroom.sim.clock import Clock, TraceStep
 from greenroom.sim.foresight import foresight_of
-from greenroom.sim.lesser import CopySizes, check_weights, tails_of
-from greenroom.sim.timed import Floats, Times, by_request
+from greenroom.sim.timed import Floats, SimulatedTimes, times_by_request
 from greenroom.trace import Trace
 
 ELSEWHERE = ("steps", "requests", "hits")  # counts that a row has by other names
@@ -83,7 +83,7 @@ class EventRun:
     """Times, and what became of the prefetches. `ahead` slots could be on loan at a time;
     `accuracy` and `goodpred` are shares, None where nothing was predicted."""
 
-    times: Times
+    times: SimulatedTimes
     counts: Counts
     ahead: int
     accuracy: float | None
@@ -147,13 +147,13 @@ def simulate_events(
         return made
 
     foresight = None if prefetch == OFF else foresight_of(trace, prefetch, options.seed)
-    every = passes(trace, stream, tails=options.approximation is not None)
+    every = passes(trace, stream, tail_weights=options.approximation is not None)
     clock = Clock(empty(), costs, foresight)
     spent = _play(every, clock, empty if options.reset else None)
     view = clock.scheduler.view
     counts = view.counted()
-    found = Times(
-        counts.requests, counts.misses, *by_request(trace, spent), clock.now, clock.stall,
+    found = SimulatedTimes(
+        counts.requests, counts.misses, *times_by_request(trace, spent), clock.now, clock.stall,
         clock.compute, clock.bytes_moved,
     )  # fmt: skip
     accuracy = view.accuracy
@@ -196,7 +196,7 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
     elif options.split is not None:
         if devices > 1:
             raise UsageError("split experts are on one device: leave out --devices")
-        found = parts_of(trace, expert_bytes, options.split, chunk_bytes)
+        found = split_pieces(trace, expert_bytes, options.split, chunk_bytes)
     if found is not None:
         return found
     chunks, experts = max(1, -(-expert_bytes // chunk_bytes)), int(trace.offsets[-1])
@@ -204,7 +204,7 @@ def _pieces(trace: Trace, expert_bytes: int, capacity: int, options: EventOption
     return Pieces.whole(trace.offsets.tolist(), nbytes, [chunks] * experts, devices)
 
 
-def parts_of(
+def split_pieces(
     trace: Trace, expert_bytes: int, split: float | Sequence[float], chunk_bytes: int = CHUNK_BYTES
 ) -> Pieces:
     """A trace's experts, cut in two. UsageError where no layer is, or it has other layers."""
@@ -224,10 +224,12 @@ def check_policy(policy: Policy) -> None:
 
 
 def passes(
-    trace: Trace, stream: Stream, tails: bool = False
+    trace: Trace, stream: Stream, tail_weights: bool = False
 ) -> Iterator[tuple[PassBegins, list[TraceStep]]]:
-    """A trace in runtime order, pass by pass, as the event machine takes it; with `tails` it is
-    told how much each expert matters."""
+    """Yield the passes of a trace and their steps, in runtime order, for the event machine.
+
+    `tail_weights`: add to each step how much its experts matter.
+    """
     tokens = np.diff(trace.pass_starts)
     firsts = np.searchsorted(stream.token, np.arange(trace.passes + 1))
     for number in range(trace.passes):
@@ -248,7 +250,9 @@ def passes(
                     stream.weights[part] if stream.weights.size else None,
                     prefill,
                     trace.experts[begin:end, layer].astype(np.int64),
-                    tails_of(trace, begin, end, int(layer)) if tails and not prefill else None,
+                    tail_weights_of(trace, begin, end, int(layer))
+                    if tail_weights and not prefill
+                    else None,
                 )
             )
         yield PassBegins(request, begin, end - begin, prefill, ids), steps

@@ -20,7 +20,7 @@ WIDE, HIGH = 1000, 500
 Points = Sequence[tuple[int, float]]
 
 
-class Curve(NamedTuple):
+class PlottedCurve(NamedTuple):
     """Miss ratios by capacity. `style` is its number, -1 for the floor."""
 
     name: str
@@ -37,7 +37,7 @@ def style(number: int) -> str:
     return f'class="curve" stroke="var(--c{number % COLOURS})"{dashed}'
 
 
-def keys(curves: Sequence[Curve]) -> str:
+def keys(curves: Sequence[PlottedCurve]) -> str:
     """The names of the curves beside a piece of each."""
     items = (
         '<li><svg viewBox="0 0 26 12" aria-hidden="true">'
@@ -47,7 +47,7 @@ def keys(curves: Sequence[Curve]) -> str:
     return f'<ul class="keys">{"".join(items)}</ul>'
 
 
-def chart(curves: Sequence[Curve], floor: Curve, experts: int) -> str:
+def chart(curves: Sequence[PlottedCurve], floor: PlottedCurve, experts: int) -> str:
     """Miss ratio over capacity; below `floor` no policy can come."""
     highest = max(y for c in (*curves, floor) for _, y in c.points)
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2) if highest / s <= 6 or s == 0.2)

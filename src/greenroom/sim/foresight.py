@@ -16,7 +16,7 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
 
     UsageError where the trace has not what they need.
     """
-    choice = chosen(trace, prefetch)
+    choice = resolve_predictor(trace, prefetch)
     shape = Shape(tuple(trace.experts_per_layer.tolist()), trace.top_k)
     if "token_ids" in choice.kind.needs and trace.token_ids is None:
         raise UsageError(
@@ -27,11 +27,11 @@ def foresight_of(trace: Trace, prefetch: str, seed: int = 0) -> Foresight:
     return Foresight(choice.make(setting), trace.offsets.tolist())
 
 
-def chosen(trace: Trace, prefetch: str) -> Choice:
+def resolve_predictor(trace: Trace, prefetch: str) -> Choice:
     """What a name stands for over this trace: itself, or the recording of it."""
     choice = predictor(prefetch)
     if choice.kind is AUTO:
-        return chosen(trace, automatic(trace))
+        return resolve_predictor(trace, automatic_predictor(trace))
     if choice.kind.needs.isdisjoint(("inputs", "gates", "file")):
         return choice
     if (found := _recording(trace, choice)) is None:
@@ -43,17 +43,19 @@ def chosen(trace: Trace, prefetch: str) -> Choice:
     return predictor(f"recorded:of={found}")
 
 
-def tried(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
+def check_predictors(trace: Trace, names: Iterable[str], seed: int = 0) -> list[str]:
     """These predictors, each once, `auto` as what it is here. UsageError where the trace has not
     what one needs: before anything takes long."""
-    found = dict.fromkeys(automatic(trace) if name == AUTO.name else name for name in names)
+    found = dict.fromkeys(
+        automatic_predictor(trace) if name == AUTO.name else name for name in names
+    )
     for name in found:
         if name != OFF:
             foresight_of(trace, name, seed)
     return list(found)
 
 
-def automatic(trace: Trace) -> str:
+def automatic_predictor(trace: Trace) -> str:
     """What `auto` is here: what a run takes, as far as the trace says what it would expect."""
     first, last = AUTOMATIC
     return last if _recording(trace, predictor(first)) is None else first

@@ -16,7 +16,7 @@ from greenroom.trace import Trace
 WINDOW = 16  # tokens that stand in for the prompt where a trace has none
 
 
-def hot(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
+def hot_experts(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
     """Of each task (a label of the trace's requests) the experts that its tokens use most: this
     share of every layer's, at least one. UnknownName lists the labels."""
     if not 0 < share < 1:
@@ -37,7 +37,7 @@ def hot(trace: Trace, tasks: Sequence[str], share: float) -> Pins:
     return Pins(found, tuple(offsets))
 
 
-def kept(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
+def pinned_by_step(trace: Trace, stream: Stream, pins: Pins) -> list[tuple[int, Ints]]:
     """What stays from which step on, for `replay`; `stream` is the trace in `runtime` order.
 
     The only task's experts from the start; of several, those of the task that a request's prompt is

@@ -25,7 +25,7 @@ from greenroom.errors import BudgetError, UsageError
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """Counts in requests (one expert of one step each).
 
     `missed` [N] says which were misses, where that was asked for.
@@ -51,33 +51,33 @@ def replay(
     seed: int = 0,
     reset: bool = False,
     detail: bool = False,
-    kept: Sequence[tuple[int, Ints]] = (),
-) -> Replayed:
+    pinned: Sequence[tuple[int, Ints]] = (),
+) -> ReplayResult:
     """Serve a stream from an empty cache of `capacity` slots; `offsets` [layers + 1] are dense ids.
 
     `pin`: "step" protects the pieces of the step that is served, "none" protects nothing. `reset`
     starts every prompt with an empty cache and a policy that remembers nothing, as if it were run
-    alone. `detail` asks for `missed`. From step s on the pieces of each (s, pieces) of `kept`, and
-    no longer those of the one before, stay once they are there (not with `reset`). Releases the
+    alone. `detail` asks for `missed`. `pinned` are (s, pieces): from step s on these pieces, and no
+    longer those of the entry before, stay once they are loaded (not with `reset`). Releases the
     GIL. UsageError for a capacity, scope or pin that cannot be; a stream is as `trace.stream` makes
     it.
     """
     check_pin(pin)
-    layer = layers_of(offsets)
+    layer = layer_of_ids(offsets)
     check_capacity(capacity, layer.size)
     sizes = split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist())
     loop = _bound_loop(policy)
     missed = np.zeros(stream.pieces.size if detail else 0, np.bool_)
     misses = 0
-    if reset and kept:
+    if reset and pinned:
         raise UsageError("with an empty cache for each request nothing stays: pin, or reset")
-    for begin, end in step_parts(stream, reset):
+    for begin, end in step_ranges(stream, reset):
         state = empty_state(layer, sizes)
         setup = policy.setup(layer, state.group_of, tuple(sizes), len(offsets) - 1, seed, stream)
         own = policy.memory(setup)
         if policy.preload is not None:
             preload(state, policy.preload(setup))
-        for first, last, stay in _keeping(kept, begin, end):
+        for first, last, stay in _pinned_ranges(pinned, begin, end):
             state.pinned[:] = 0
             state.pinned[stay] = 1
             open_to = np.array(sizes) - np.bincount(state.group_of[stay], minlength=len(sizes))
@@ -86,7 +86,7 @@ def replay(
             misses += loop(
                 state, own, stream, first, last, pin == "step", missed, open_to, first == begin
             )
-    return Replayed(stream.pieces.size, misses, missed if detail else None)
+    return ReplayResult(stream.pieces.size, misses, missed if detail else None)
 
 
 def check_capacity(capacity: int, experts: int) -> None:
@@ -95,12 +95,12 @@ def check_capacity(capacity: int, experts: int) -> None:
         raise UsageError(f"capacity must be between 1 and all {experts} experts: {capacity}")
 
 
-def layers_of(offsets: Ints) -> Ints:
+def layer_of_ids(offsets: Ints) -> Ints:
     """The layer of each dense id; `offsets` [layers + 1]."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
-def step_parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
+def step_ranges(stream: Stream, reset: bool) -> list[tuple[int, int]]:
     """Runs of steps [begin, end) that are served by one cache: all, or a prompt's each."""
     steps = stream.layer.size
     if not reset or steps == 0:
@@ -110,10 +110,12 @@ def step_parts(stream: Stream, reset: bool) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _keeping(kept: Sequence[tuple[int, Ints]], begin: int, end: int) -> list[tuple[int, int, Ints]]:
-    """Runs of steps [first, last) with what stays in them."""
+def _pinned_ranges(
+    pinned: Sequence[tuple[int, Ints]], begin: int, end: int
+) -> list[tuple[int, int, Ints]]:
+    """Ranges of steps [first, last) with the pieces that are pinned in them."""
     none = np.empty(0, np.int64)
-    changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in kept if s < end)]
+    changes = [(begin, none), *((max(begin, s), pieces) for s, pieces in pinned if s < end)]
     ends = [*(s for s, _ in changes[1:]), end]
     return [(s, e, pieces) for (s, pieces), e in zip(changes, ends, strict=True) if s < e]
 

@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from greenroom.sim.figures import Bar, Curve, Points, bars, chart, heat, keys
+from greenroom.sim.figures import Bar, PlottedCurve, Points, bars, chart, heat, keys
 from greenroom.sim.table import html_table, show_time, table_of
 
 FLOOR = "OPT, not pinned: the floor"
@@ -42,8 +42,8 @@ def report(
             the table and have their times drawn, and in no curve
     """
     ahead = any("prefetches" in row for row in rows)
-    drawn = [Curve(name, points, i) for i, (name, points) in enumerate(curves.items())]
-    least = Curve(FLOOR, floor, -1)
+    drawn = [PlottedCurve(name, points, i) for i, (name, points) in enumerate(curves.items())]
+    least = PlottedCurve(FLOOR, floor, -1)
     setting = ", ".join(f"{name} {value}" for name, value in settings.items())
     sections = [
         card("Miss ratio by capacity", f"{setting}{', without prefetching' * ahead}."
@@ -54,8 +54,8 @@ def report(
              " tokens chose it.", heat(counts)),
         card("Results", "The cells that were asked for. Above floor: misses beyond those of"
              " OPT without pinning, which knows the future." + AHEAD * ahead,
-             wide(html_table(*table_of(_above(rows, dict(floor)), experts)))),
-        made_by(command, facts),
+             scrollable(html_table(*table_of(_above(rows, dict(floor)), experts)))),
+        provenance_card(command, facts),
     ]  # fmt: skip
     points = {n for curve in drawn for n, _ in curve.points}
     beside = [point for point in floor if point[0] in points]
@@ -69,7 +69,7 @@ def report(
         "counts": [list(row) for row in counts],
     }
     about = " · ".join(f"<span>{escape(f'{n} {v}')}</span>" for n, v in facts[1:6])
-    return document(
+    return html_page(
         f"{title}: expert caching",
         f'<h1>{escape(title)}</h1><p class="about">{about}</p>'
         f"{_tiles(rows, dict(floor), experts)}{''.join(sections)}",
@@ -143,7 +143,7 @@ def _above(rows: Sequence[Mapping[str, Any]], floor: Mapping[int, float]) -> lis
     return found
 
 
-def document(title: str, main: str, tail: str = "") -> str:
+def html_page(title: str, main: str, tail: str = "") -> str:
     """A whole page, complete in itself."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -163,12 +163,12 @@ def card(title: str, note: str, body: str) -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{text}{body}</section>'
 
 
-def wide(table: str) -> str:
+def scrollable(table: str) -> str:
     """A table that may be wider than the page."""
     return f'<div class="wide">{table}</div>'
 
 
-def made_by(command: str, facts: Facts) -> str:
+def provenance_card(command: str, facts: Facts) -> str:
     """The section that says what a page was made by, and of what."""
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
     return card("Made by", "", f"<pre>{escape(command)}</pre><dl>{listed}</dl>")

@@ -12,9 +12,9 @@ from greenroom.core.machine import Machine
 from greenroom.errors import UnknownName, UsageError
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import OFF
-from greenroom.sim.study import Cell, Row, capacities, names, predictors, study_of
+from greenroom.sim.study import Cell, Row, capacities, requested_predictors, split_names, study_of
 from greenroom.sim.sweep import sweep
-from greenroom.sim.table import heading, html_table, table_of, text
+from greenroom.sim.table import html_table, rows_text, table_of, trace_heading
 from greenroom.trace import Trace, load
 
 
@@ -28,7 +28,7 @@ class Simulation(Sequence[Row]):
     def __init__(self, trace: Trace, rows: Sequence[Row]) -> None:
         """Of a trace, of which only the size is kept."""
         self._rows, self._experts = tuple(rows), int(trace.offsets[-1])
-        self._heading = heading(trace, rows[0])
+        self._heading = trace_heading(trace, rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,7 +60,7 @@ class Simulation(Sequence[Row]):
         return found
 
     def __repr__(self) -> str:
-        return text(self._heading, *table_of(self._rows, self._experts))
+        return rows_text(self._heading, *table_of(self._rows, self._experts))
 
     def _repr_html_(self) -> str:
         """For a notebook."""
@@ -130,10 +130,13 @@ def simulate(
 def _simulate(
     trace: Trace, config: SimulateConfig, machine: Machine | None, workers: int | None
 ) -> Simulation:
-    policies = list(dict.fromkeys(names(config.policy or "")))
+    policies = list(dict.fromkeys(split_names(config.policy or "")))
     for name in policies:
         named_policy(name)
-    slots, ahead = capacities(config.capacity, int(trace.offsets[-1])), predictors(config, trace)
+    slots, ahead = (
+        capacities(config.capacity, int(trace.offsets[-1])),
+        requested_predictors(config, trace),
+    )
     cells = [
         Cell(name, size, config.pin, each) for name in policies for each in ahead for size in slots
     ]

@@ -29,12 +29,12 @@ from greenroom.core.stream import Stream
 from greenroom.errors import UsageError
 from greenroom.policies import policy
 from greenroom.predictors import OFF
+from greenroom.sim.approximation import check_weights
 from greenroom.sim.event_driven import EventOptions, simulate_events
-from greenroom.sim.foresight import tried
-from greenroom.sim.lesser import check_weights
-from greenroom.sim.pinned import kept
-from greenroom.sim.replay import Replayed, replay
-from greenroom.sim.timed import Times, times
+from greenroom.sim.foresight import check_predictors
+from greenroom.sim.pinned import pinned_by_step
+from greenroom.sim.replay import ReplayResult, replay
+from greenroom.sim.timed import SimulatedTimes, time_trace
 from greenroom.trace import Trace, stream
 
 Row = dict[str, Any]
@@ -70,15 +70,15 @@ class Study(EventOptions):
         """A cell as `--json` prints it; with costs, how long it takes too."""
         chosen = policy(cell.policy)
         how = {"scope": self.scope, "pin": cell.pin, "seed": self.seed, "reset": self.reset}
-        done: Replayed | Times
+        done: ReplayResult | SimulatedTimes
         timed: dict[str, Any] = {}
         if self.costs is None:
-            stay = kept(self.trace, self.requests, self.pins) if self.pins else ()
+            stay = pinned_by_step(self.trace, self.requests, self.pins) if self.pins else ()
             done = replay(
-                self.requests, self.trace.offsets, cell.capacity, chosen, kept=stay, **how  # type: ignore[arg-type]
+                self.requests, self.trace.offsets, cell.capacity, chosen, pinned=stay, **how  # type: ignore[arg-type]
             )  # fmt: skip
         elif not self._played(cell):
-            done = times(
+            done = time_trace(
                 self.trace, self.requests, cell.capacity, chosen, self.costs, self.expert_bytes,
                 **how,  # type: ignore[arg-type]
             )  # fmt: skip
@@ -148,7 +148,7 @@ def _capacity(text: str, experts: int) -> int:
     return int(given * experts / 100)
 
 
-def names(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """`lru,moe-infinity:matching=request,capacity=50,opt`: an option belongs to the name before."""
     found: list[str] = []
     for item in text.split(","):
@@ -159,7 +159,7 @@ def names(text: str) -> list[str]:
     return found
 
 
-def grid(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
+def curve_capacities(asked: Sequence[int], experts: int, least: int) -> Iterator[int]:
     """Capacities of a curve: those that were asked for, and twelve more up to all experts."""
     shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     points = {int(share * experts) for share in shares} | set(asked)
@@ -179,9 +179,9 @@ def study_of(config: SimulateConfig, trace: Trace, machine: Machine | None) -> S
     )  # fmt: skip
 
 
-def predictors(config: SimulateConfig, trace: Trace) -> list[str]:
+def requested_predictors(config: SimulateConfig, trace: Trace) -> list[str]:
     """The predictors that were asked for, each tried on the trace before anything takes long."""
-    return tried(trace, names(config.prefetch or OFF), config.seed)
+    return check_predictors(trace, split_names(config.prefetch or OFF), config.seed)
 
 
 def timing(config: SimulateConfig, trace: Trace, machine: Machine | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def show_time(seconds: float | None) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.2f} s"
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A table for a terminal: the first `left` columns to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -45,7 +45,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: st
     return f"<table>{above}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
-def heading(trace: Trace, row: Mapping[str, Any]) -> str:
+def trace_heading(trace: Trace, row: Mapping[str, Any]) -> str:
     """What the rows of a simulation are of."""
     return (
         f"{trace.meta.get('model', 'trace')}: {trace.tokens:,} tokens of {trace.requests:,}"
@@ -54,9 +54,9 @@ def heading(trace: Trace, row: Mapping[str, Any]) -> str:
     )
 
 
-def text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def rows_text(above: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The rows of a simulation for a terminal, under their heading."""
-    return f"{above}\n\n{columns(header, rows, sum(title in LEFT for title in header))}"
+    return f"{above}\n\n{text_table(header, rows, sum(title in LEFT for title in header))}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], experts: int) -> tuple[list[str], list[list[str]]]:

@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class SimulatedTimes:
     """Seconds and bytes of a run of R requests, one after another.
 
     ttft [R]: from a request's start to the end of its prompt's passes (of its first pass, where
@@ -71,7 +71,7 @@ def _spread(name: str, values: Floats) -> dict[str, float | None]:
     }
 
 
-def times(
+def time_trace(
     trace: Trace,
     stream: Stream,
     capacity: int,
@@ -81,22 +81,22 @@ def times(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     **how: Any,
-) -> Times:
+) -> SimulatedTimes:
     """Time a trace; `stream` is its requests in `runtime` order, `expert_bytes` an expert's size.
 
     An expert comes in chunks of at most `chunk_bytes`. `how` is served (`scope`, `pin`, `seed`,
     `reset`), and UsageError, are as of `replay`.
     """
     missed, slots = _decisions(stream, trace.offsets, capacity, policy, **how)
-    each = Chunked(trace.offsets, expert_bytes, chunk_bytes, costs)
+    each = StepTimer(trace.offsets, expert_bytes, chunk_bytes, costs)
     seconds, stall, compute = _seconds(trace, stream, missed, slots, each).T
     ends = np.zeros(trace.passes + 1)
     np.add.at(ends, stream.token + 1, seconds)
     misses = int(missed.sum())
-    return Times(
+    return SimulatedTimes(
         missed.size,
         misses,
-        *by_request(trace, ends[1:]),
+        *times_by_request(trace, ends[1:]),
         float(seconds.sum()),
         float(stall.sum()),
         float(compute.sum()),
@@ -104,7 +104,7 @@ def times(
     )
 
 
-def by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
+def times_by_request(trace: Trace, passes: Floats) -> tuple[Floats, Floats]:
     """(TTFT of each request, time of each decode pass after it), from the time of each pass [P]."""
     ttft = np.zeros(trace.requests)
     first_tokens = np.zeros(trace.passes, np.bool_)
@@ -129,13 +129,13 @@ def _decisions(
     sizes = np.diff(stream.starts)
     least = min(split_capacity(capacity, len(offsets) - 1, scope, np.diff(offsets).tolist()))
     if pin != "step" or sizes.max(initial=0) > least:
-        return step_by_step(stream, offsets, capacity, policy, scope, pin, **how)
+        return replay_steps(stream, offsets, capacity, policy, scope, pin, **how)
     found = replay(stream, offsets, capacity, policy, scope=scope, pin=pin, detail=True, **how)
     assert found.missed is not None
     return found.missed, None
 
 
-def step_by_step(
+def replay_steps(
     stream: Stream,
     offsets: Ints,
     capacity: int,
@@ -172,7 +172,7 @@ def step_by_step(
     return missed, slots
 
 
-class Chunked:
+class StepTimer:
     """Times single steps: the scheduler and its clock; it stands in the place of their cache, and
     says what becomes of a step's requests."""
 
@@ -206,7 +206,7 @@ class Chunked:
 
 
 def _seconds(
-    trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: Chunked
+    trace: Trace, stream: Stream, missed: NDArray[np.bool_], slots: Ints | None, each: StepTimer
 ) -> Floats:
     """[S, 3]: seconds, stall and compute of each step."""
     tokens = np.diff(trace.pass_starts)[stream.token]

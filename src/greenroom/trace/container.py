@@ -60,7 +60,7 @@ class Tensor:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its final name when all is written, and leaves nothing when it fails."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -92,7 +92,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    with beside(path) as file:
+    with atomic_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in ordered:
             written = 0

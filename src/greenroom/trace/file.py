@@ -28,7 +28,7 @@ def load(path: str | Path) -> Trace:
         return to_trace(path, *container.read(path))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        grows = journal.journal_of(path)
+        grows = journal.journal_path(path)
         also = f"; a recording that did not end is at {grows}" if grows.is_file() else ""
         raise TraceError(f"{path}: cannot be read: {reason}{also}") from error
     except TraceError as error:  # of the trace's own checks, which do not know the file

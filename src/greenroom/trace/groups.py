@@ -28,7 +28,7 @@ def activation_matrices(trace: Trace) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class RequestGroups:
     """`number` groups, the elbow of `inertia` [most groups]: squared distances to the centres.
 
     `of` [requests] is each request's group; `transitions[a, b]` the share of the requests of group
@@ -46,7 +46,7 @@ class Groups:
         return float(np.bincount(self.of).max() / len(self.of))
 
 
-def groups(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> Groups:
+def group_requests(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> RequestGroups:
     """Group the requests of a trace; `most` bounds the number of groups that is tried."""
     counts = activation_matrices(trace).astype(np.float64)
     for layer in range(trace.layers):
@@ -56,12 +56,12 @@ def groups(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> Groups:
     inertia = np.array([distance for _, distance in found])
     number = elbow(inertia)
     of = found[number - 1][0]
-    return Groups(number, of, inertia, transitions(of, number))
+    return RequestGroups(number, of, inertia, transitions(of, number))
 
 
 def summary(trace: Trace, most: int = MOST_GROUPS, seed: int = 0) -> dict[str, Any]:
     """The figures that `trace info` prints: JSON types only."""
-    found = groups(trace, most, seed)
+    found = group_requests(trace, most, seed)
     left = found.transitions.sum(axis=1) > 0  # groups that another request follows
     chances = found.transitions[left]
     return {

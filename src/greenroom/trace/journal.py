@@ -24,9 +24,9 @@ from greenroom.trace.segments import (
     VERSION,
     Header,
     Segment,
-    packed,
+    pack_record,
     read_header,
-    segments,
+    read_segments,
 )
 from greenroom.trace.tensors import Contents, to_trace, with_metadata
 from greenroom.trace.trace import Trace, starts_of
@@ -35,7 +35,7 @@ from greenroom.trace.trace import Trace, starts_of
 _TITLES = {"sampled": "gate_inputs.tokens", "inputs": "gate_inputs.values"}
 
 
-def journal_of(path: Path) -> Path:
+def journal_path(path: Path) -> Path:
     """Where a recording grows until it is whole."""
     return path.with_name(path.name + ".journal")
 
@@ -67,7 +67,7 @@ class Journal:
         except OSError as error:
             raise OutputError(f"{self.path}: another recording is writing to it") from error
         if not os.fstat(self._file.fileno()).st_size:
-            self._write(MAGIC + packed({"version": VERSION, **asdict(self.header)}, b""))
+            self._write(MAGIC + pack_record({"version": VERSION, **asdict(self.header)}, b""))
             return
         found, end = read_header(self.path)
         if found != self.header:
@@ -76,7 +76,7 @@ class Journal:
                 " or delete it"
             )
         tokens = 0
-        for segment, stop in segments(self.path, found, end):
+        for segment, stop in read_segments(self.path, found, end):
             tokens += segment.tokens
             if segment.last:
                 self.requests, self.tokens, end = segment.request + 1, tokens, stop
@@ -95,7 +95,7 @@ class Journal:
             "shapes": [arrays[name].shape for name in names],
         }
         data = b"".join(arrays[name].astype(header.dtype(name)).tobytes() for name in names)
-        self._write(packed(info, data))
+        self._write(pack_record(info, data))
 
     def _write(self, data: bytes) -> None:
         begin, left = self._file.tell(), memoryview(data)
@@ -129,7 +129,7 @@ def read(path: Path) -> Trace:
     return _in_memory(path, _contents(path))
 
 
-def trace_of(header: Header, recorded: Iterable[Segment]) -> Trace:
+def trace_of_segments(header: Header, recorded: Iterable[Segment]) -> Trace:
     """The trace of segments in memory."""
     source = Path("recording")
     return _in_memory(source, contents(source, header, lambda: recorded))
@@ -142,7 +142,7 @@ def _in_memory(path: Path, found: Contents) -> Trace:
 
 def _contents(path: Path) -> Contents:
     header, begin = read_header(path)
-    return contents(path, header, lambda: (each for each, _ in segments(path, header, begin)))
+    return contents(path, header, lambda: (each for each, _ in read_segments(path, header, begin)))
 
 
 def contents(path: Path, header: Header, read: Callable[[], Iterable[Segment]]) -> Contents:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from greenroom.errors import UsageError
 from greenroom.trace import kernels
 from greenroom.trace.orders import stream
-from greenroom.trace.tensors import named
+from greenroom.trace.tensors import number_labels
 from greenroom.trace.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -44,7 +44,7 @@ def adjacent_overlap(trace: Trace) -> Floats:
 def overlap_by_label(trace: Trace) -> dict[str, float]:
     """The mean over layers of `adjacent_overlap`, for the requests of each label."""
     routing = replace(trace, weights=None, token_ids=None, gate_inputs=None, predictions={})
-    labels, numbers = named(trace.labels)
+    labels, numbers = number_labels(trace.labels)
     return {
         label: float(adjacent_overlap(routing.select(np.flatnonzero(numbers == n))).mean())
         for n, label in enumerate(labels)

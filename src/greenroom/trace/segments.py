@@ -87,7 +87,7 @@ class Segment:
         return sum(tokens for tokens, _ in self.passes)
 
 
-def packed(info: dict[str, Any], data: bytes) -> bytes:
+def pack_record(info: dict[str, Any], data: bytes) -> bytes:
     """A record."""
     text = json.dumps(info, separators=(",", ":")).encode()
     check = zlib.crc32(data, zlib.crc32(text))
@@ -128,7 +128,7 @@ def _experts(value: Any, where: str) -> int:
     return integer(value, where, 1, MOST_EXPERTS)
 
 
-def segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
+def read_segments(path: Path, header: Header, begin: int) -> Iterator[tuple[Segment, int]]:
     """Each whole segment, and where it ends. TraceError where one cannot be right."""
     due, last = 0, True  # requests ascend, and the segments of one lie together
     with open(path, "rb") as file:

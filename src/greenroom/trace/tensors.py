@@ -32,7 +32,7 @@ TYPES: dict[str, Any] = {
 Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and metadata
 
 
-def named(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
+def number_labels(labels: Iterable[str]) -> tuple[list[str], NDArray[np.int32]]:
     """(distinct labels by first appearance, the number of each label)."""
     numbers: dict[str, int] = {}
     found = [numbers.setdefault(label, len(numbers)) for label in labels]
@@ -54,7 +54,7 @@ def with_metadata(
     distances: Mapping[str, int],
 ) -> Contents:
     """These tensors with that of the labels, and the metadata of a trace file."""
-    names, numbers = named(labels)
+    names, numbers = number_labels(labels)
     tensors["request_labels"] = Tensor.of(numbers)
     return tensors, {
         "format": FORMAT,

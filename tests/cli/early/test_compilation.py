@@ -27,7 +27,7 @@ from greenroom.runtime.kernels import precompile
 )
 def test_what_a_model_probably_needs(tmp_path, monkeypatch, stored, options, wanted):
     started: list[str] = []
-    monkeypatch.setattr(precompile, "start", started.append)
+    monkeypatch.setattr(precompile, "start_compiling", started.append)
     monkeypatch.setattr("greenroom.runtime.memory.system.available_bytes", lambda: 8 << 30)
     (tmp_path / "config.json").write_text(json.dumps(stored))
     compile_ahead(str(tmp_path), LoadConfig(**options))
@@ -36,7 +36,7 @@ def test_what_a_model_probably_needs(tmp_path, monkeypatch, stored, options, wan
 
 def test_no_folder(monkeypatch):
     started: list[str] = []
-    monkeypatch.setattr(precompile, "start", started.append)
+    monkeypatch.setattr(precompile, "start_compiling", started.append)
     monkeypatch.setattr("greenroom.runtime.memory.system.available_bytes", lambda: 8 << 30)
     compile_ahead("demo", LoadConfig())
     assert started == ["bfloat16"]

@@ -11,7 +11,7 @@ from greenroom.core.cache.pins import Pins
 from greenroom.core.cost import Costs, Link, Work
 from greenroom.policies import policy
 from greenroom.sim.event_driven import EventOptions, simulate_events
-from greenroom.sim.pinned import kept
+from greenroom.sim.pinned import pinned_by_step
 from greenroom.sim.replay import replay
 from greenroom.trace import load, stream
 from tests.cli.conftest import Run
@@ -91,9 +91,9 @@ def test_budgets_and_pins_of_a_run_count_as_a_replay(
         trace = load(out)
         requests = stream(trace, "runtime")
         scope = tuple(map(float, json.loads(budgets.read_text())["slots"]))
-        stay = kept(trace, requests, Pins.load(pins, trace.offsets.tolist()))
+        stay = pinned_by_step(trace, requests, Pins.load(pins, trace.offsets.tolist()))
         capacity = int(trace.offsets[-1]) // 2
-        found = replay(requests, trace.offsets, capacity, policy("lru"), scope=scope, kept=stay)
+        found = replay(requests, trace.offsets, capacity, policy("lru"), scope=scope, pinned=stay)
         requests_asked, misses = asked(recorded.err)
         assert requests_asked == found.requests
         if tasks == "all":

@@ -16,7 +16,7 @@ import torch
 from greenroom.policies import policy
 from greenroom.sim.replay import replay
 from greenroom.trace import load, save, stream
-from greenroom.trace.journal import journal_of
+from greenroom.trace.journal import journal_path
 from tests.cli.conftest import Run, start
 from tests.trace.strategies import assert_same
 from tests.trace.test_file import write_npz
@@ -197,7 +197,7 @@ def test_what_was_recorded_outlives_a_kill(folder: Path, cli: Run, tmp_path: Pat
     options = ("--cache", "25%", "--max-new-tokens", 8, "--temperature", 0, "--threads", 1)
     command = ("trace", "record", folder, "--prompts", prompts, *options, "-o")
     process = start(*command, out)
-    journal = journal_of(out)
+    journal = journal_path(out)
     until = time.monotonic() + 90
     while not (journal.exists() and journal.stat().st_size > 1000):
         assert process.poll() is None, process.communicate()

@@ -18,7 +18,7 @@ from greenroom.errors import StoreError
 from greenroom.runtime.forward import FusedExperts
 from greenroom.runtime.kernels.codegen.entries import ties
 from greenroom.runtime.kernels.dense import stored
-from greenroom.runtime.kernels.dense.attention import OneToken
+from greenroom.runtime.kernels.dense.attention import OneTokenAttention
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
 from greenroom.runtime.kernels.resident.fused_layers import FusedLayers
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
@@ -105,11 +105,11 @@ def test_equal_scores_do_not_end_a_region(model, regions):
 def test_a_missing_expert_is_fetched_and_the_region_entered_again(regions):
     with served(NAME) as model:
         tokens(model, 3)
-        model.greenroom.resize(3 * model.greenroom.parts.catalog.slot_bytes)
-        model.greenroom.resize(24 * model.greenroom.parts.catalog.slot_bytes)
+        model.greenroom.resize(3 * model.greenroom.setup.catalog.slot_bytes)
+        model.greenroom.resize(24 * model.greenroom.setup.catalog.slot_bytes)
         wanted = one_by_one(model, count=6)
-        model.greenroom.resize(3 * model.greenroom.parts.catalog.slot_bytes)
-        model.greenroom.resize(24 * model.greenroom.parts.catalog.slot_bytes)
+        model.greenroom.resize(3 * model.greenroom.setup.catalog.slot_bytes)
+        model.greenroom.resize(24 * model.greenroom.setup.catalog.slot_bytes)
         regions.clear()
         assert torch.equal(tokens(model), wanted)
     assert any(done is not None and 0 <= done < layers for layers, done in regions)
@@ -209,12 +209,12 @@ def test_a_failure_leaves_no_token_in_the_layers_that_did_not_see_it(
 
 
 def test_a_cache_of_which_one_layer_has_no_room_is_left_alone(model, regions, monkeypatch):
-    wanted, room = one_by_one(model), OneToken.room
+    wanted, room = one_by_one(model), OneTokenAttention.room
 
-    def of_the_first_two(one: OneToken, cache: Any) -> Any:
+    def of_the_first_two(one: OneTokenAttention, cache: Any) -> Any:
         return room(one, cache) if one.module.layer_idx < 2 else None
 
-    monkeypatch.setattr(OneToken, "room", of_the_first_two)
+    monkeypatch.setattr(OneTokenAttention, "room", of_the_first_two)
     cache = model(ids(1, 7), use_cache=True).past_key_values
     layers = fused(model)
     assert layers(0, torch.zeros(1, 1, 64).bfloat16(), passed(model, cache)) is None
@@ -231,7 +231,7 @@ def test_no_regions_while_a_timeline_is_kept_or_the_cache_is_small(model, region
     model.greenroom.timeline(False)
     assert {done for _, done in regions} == {None}
     regions.clear()
-    model.greenroom.resize(4 * model.greenroom.parts.catalog.slot_bytes)
+    model.greenroom.resize(4 * model.greenroom.setup.catalog.slot_bytes)
     assert torch.equal(tokens(model), wanted)
     assert regions == []  # nobody asks
 

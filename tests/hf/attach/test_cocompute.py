@@ -27,7 +27,7 @@ from greenroom.hf.model.draft import Draft
 from greenroom.policies import policy
 from greenroom.runtime.cuda.both import HostPart
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.eager import Step
+from greenroom.runtime.kernels.eager import EagerStep
 from greenroom.sim.clock import TraceStep
 from tests.hf.memory.test_device import ids
 from tests.models import cached_tiny, reference
@@ -57,7 +57,7 @@ def both(name: str, host: float | None = None, **parts: Any) -> Iterator[Any]:
     model.greenroom = made = Greenroom(model, ModelSetup(draft.catalog, config=BOTH, **parts))
     option = made.driver.scheduler.option(CoCompute)
     if host is not None and option is not None:
-        devices = len(made.parts.devices)
+        devices = len(made.setup.devices)
         option.rates = rates(draft.catalog.slot_bytes, host, devices)
     try:
         yield model
@@ -93,7 +93,7 @@ def test_the_bits_are_the_same_wherever_an_expert_is_computed(name, kernels):
 def test_what_is_measured_decides_where_nothing_is_said():
     with both("qwen3_moe") as model:
         rates = model.greenroom.driver.scheduler.option(CoCompute).rates
-        nbytes = model.greenroom.parts.catalog.slot_bytes
+        nbytes = model.greenroom.setup.catalog.slot_bytes
         assert 0 < rates.processor(HOST, [1], nbytes) < 1
         assert 0 < rates.link(1, nbytes) < 1
         model.generate(ids(1, 7), **OPTIONS)
@@ -129,7 +129,7 @@ def test_counts_are_those_of_the_simulator():
     steps: list[TraceStep] = []
     with both("qwen3_moe", 0.9e-3, kernels="eager") as model:
         driver = model.greenroom.driver
-        tell, nbytes = driver._tell, model.greenroom.parts.catalog.slot_bytes
+        tell, nbytes = driver._tell, model.greenroom.setup.catalog.slot_bytes
         # Promotions depend on times.
         driver.scheduler.on(Resized(driver.scheduler.capacity, ahead=0))
 
@@ -180,14 +180,14 @@ def test_an_error_on_the_host_ends_that_answer_alone(monkeypatch):
 def test_an_error_on_the_device_waits_for_the_host(monkeypatch):
     with both("qwen3_moe", 0.9e-3, kernels="eager") as model:
         wanted = model.generate(ids(1, 4), **OPTIONS)
-        wave, failures = Step.wave, [ValueError("no such instruction")]
+        compute_group, failures = EagerStep.compute_group, [ValueError("no such instruction")]
 
         def failing(step, experts, slots):
             if failures:
                 raise failures.pop()
-            wave(step, experts, slots)
+            compute_group(step, experts, slots)
 
-        monkeypatch.setattr(Step, "wave", failing)
+        monkeypatch.setattr(EagerStep, "compute_group", failing)
         with pytest.raises(ValueError, match="no such instruction"):
             model.generate(ids(1, 4), **OPTIONS)
         assert torch.equal(model.generate(ids(1, 4), **OPTIONS), wanted)

@@ -152,7 +152,7 @@ def test_what_was_used_last_stays_when_the_cache_shrinks():
         with served("qwen3_moe") as model:
             tokens(model)
             way(model, count=2)
-            model.greenroom.resize(5 * model.greenroom.parts.catalog.slot_bytes)
+            model.greenroom.resize(5 * model.greenroom.setup.catalog.slot_bytes)
             residents.append(model.greenroom.driver.scheduler.residents().tolist())
             assert torch.equal(tokens(model), one_by_one(model))
     assert residents[0] == residents[1]

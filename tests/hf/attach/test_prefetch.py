@@ -228,12 +228,12 @@ def test_resized_between_all_and_some_while_it_answers(name, folder, wanted, tmp
     parts = ahead(name, folder, tmp_path)
     with streamed(folder, capacity=9, kernels="eager", fake=True, **parts) as model:
         room, stop = model.greenroom, threading.Event()
-        sizes = (room.parts.catalog.experts, 9, 3)
+        sizes = (room.setup.catalog.experts, 9, 3)
 
         def resize() -> None:
             while not stop.wait(0.003):
                 for size in sizes:
-                    room.resize(size * room.parts.catalog.slot_bytes)
+                    room.resize(size * room.setup.catalog.slot_bytes)
 
         thread = threading.Thread(target=resize)
         thread.start()

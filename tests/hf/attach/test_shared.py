@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from greenroom.core.events import Predicted, Routed
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.attach.shared import Shared
+from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.index.experts import expert_modules
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
@@ -48,7 +48,7 @@ class Standin:
 
     def __init__(self, model: nn.Module, inside: Callable[[int], None] | None = None) -> None:
         self.modules = list(expert_modules(model).values())
-        self.shared = Shared(model, self.modules)
+        self.shared = SharedModules(model, self.modules)
         self.inside = inside
         for layer, module in enumerate(self.modules):
             module.forward = self._forward(layer, module)
@@ -78,17 +78,17 @@ def standing_in(model: nn.Module, **options) -> Iterator[Standin]:
         standin.end()
 
 
-def used(shared: Shared) -> int:
+def used(shared: SharedModules) -> int:
     """Calls whose output was there already."""
     return sum(layer.used for layer in shared._layers)
 
 
-def wasted(shared: Shared) -> int:
+def wasted(shared: SharedModules) -> int:
     """Outputs that were computed ahead and not asked for."""
     return sum(layer.wasted for layer in shared._layers)
 
 
-def counts(shared: Shared) -> tuple[int, int]:
+def counts(shared: SharedModules) -> tuple[int, int]:
     return used(shared), wasted(shared)
 
 
@@ -121,10 +121,10 @@ def test_the_shared_experts_are_found_and_give_the_same_bits(name, mode):
     with mode():
         wanted = logits(model)
         with standing_in(model) as standin:
-            assert standin.shared.found == {}
+            assert standin.shared.modules == {}
             first = logits(model, PASSES[:1])
             assert used(standin.shared) == 0
-            found = standin.shared.found
+            found = standin.shared.modules
             names = {id(module): name for name, module in model.named_modules()}
             assert len(found) == layers
             known = {AFTER[name]} if name in AFTER else {"shared_experts", "shared_mlp"}
@@ -141,7 +141,7 @@ def test_what_runs_before_the_experts_is_left_alone(name):
         wanted = logits(model)
         with standing_in(model) as standin:
             assert all(map(torch.equal, logits(model), wanted))
-            assert standin.shared.found == {}
+            assert standin.shared.modules == {}
             assert used(standin.shared) == 0
             assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -160,19 +160,21 @@ def test_routers_with_something_between_them_and_the_experts():
     for name, early in (("afmoe", {"router"}), ("deepseek_v3", set()), ("qwen2_moe", set())):
         model = model_of(name)
         with torch.no_grad(), standing_in(model) as standin:
-            assert standin.shared.early == {}
+            assert standin.shared.early_routers == {}
             logits(model)
             names = {id(module): name for name, module in model.named_modules()}
-            found = {names[id(each)].split(".")[-1] for each in standin.shared.early.values()}
+            found = {
+                names[id(each)].split(".")[-1] for each in standin.shared.early_routers.values()
+            }
             assert found == early
-            assert len(standin.shared.early) == (len(standin.modules) if early else 0)
+            assert len(standin.shared.early_routers) == (len(standin.modules) if early else 0)
 
 
 def test_a_latent_projection_between_gate_and_experts_is_something():
     model = make("nemotron_h", moe_latent_size=24).eval()
     with torch.no_grad(), standing_in(model) as standin:
         wanted = logits(model)
-        assert [type(each).__name__ for each in standin.shared.early.values()] == [
+        assert [type(each).__name__ for each in standin.shared.early_routers.values()] == [
             "NemotronHTopkRouter"
         ] * len(standin.modules)
         assert all(map(torch.equal, logits(model), wanted))
@@ -209,7 +211,7 @@ def test_another_input_is_computed_as_usual():
         wanted = logits(model)
         logits(model, PASSES[:1])
         answers: list[Tensor] = []
-        holder: list[Shared] = []
+        holder: list[SharedModules] = []
 
         def ask(layer: int) -> None:
             if layer in holder[0].found:
@@ -218,7 +220,7 @@ def test_another_input_is_computed_as_usual():
         with standing_in(model, inside=ask) as standin:
             holder.append(standin.shared)
             assert all(map(torch.equal, logits(model), wanted))
-            found = dict(standin.shared.found)
+            found = dict(standin.shared.modules)
             assert used(standin.shared) == 0
             assert wasted(standin.shared) == len(answers) == 2 * len(found)
         expected = [found[layer](other) for layer in sorted(found)] * 2
@@ -304,7 +306,7 @@ def test_passes_of_shapes_only_teach_nothing():
     block = model.model.layers[1].mlp
     modules = list(expert_modules(model).values())
     model = nn.ModuleList([block])
-    shared = Shared(model, modules[:1])
+    shared = SharedModules(model, modules[:1])
 
     def forward(x: Tensor, *rest: Tensor) -> Tensor:  # as the streamed experts forward does
         shared.meanwhile[0]()
@@ -317,11 +319,11 @@ def test_passes_of_shapes_only_teach_nothing():
         modules[0].forward = forward
         model.to("meta")
         block(x.to("meta"))
-        assert shared.found == {}
+        assert shared.modules == {}
         model.to_empty(device="cpu")
         block.load_state_dict(weights)
         assert torch.equal(block(x), wanted)
-        assert shared.found == {0: block.shared_experts}
+        assert shared.modules == {0: block.shared_experts}
         assert torch.equal(block(x), wanted)
         assert counts(shared) == (1, 0)
     shared.detach()
@@ -341,7 +343,7 @@ def test_detaching_takes_everything_out():
     with torch.no_grad():
         wanted = logits(model)
         for passes in (0, 1):
-            shared = Shared(model, modules)
+            shared = SharedModules(model, modules)
             assert state() != before
             logits(model, PASSES[:passes])
             shared.detach()
@@ -419,7 +421,7 @@ def test_streamed_from_disk(name, kernels):
     step = model.greenroom.driver.step
     try:
         wanted = decoded(model)
-        shared = Shared(model, modules)
+        shared = SharedModules(model, modules)
 
         def stalling(layer: int, *args, **kwargs) -> None:
             shared.meanwhile[layer]()

@@ -28,18 +28,18 @@ def test_each_prompt_says_which_task_it_is_of():
     orders: Any = Orders()
     pins = TaskPins(Pins({"coding": task(0, 3), "math": task(1, 4)}, (0, 3, 6)), orders)
     for request, used in ((1, 1), (2, 0)):
-        pins.begins(request, True, 1)
+        pins.on_pass(request, True, 1)
         for layer in (0, 1):
-            pins.chosen(layer, np.array([[used, -1, 3]]))  # 3 is no expert of a layer
+            pins.on_choice(layer, np.array([[used, -1, 3]]))  # 3 is no expert of a layer
         for _ in range(2):
-            pins.begins(request, False, 1)
-            pins.chosen(0, np.array([[2]]))  # an answer says nothing of its task
+            pins.on_pass(request, False, 1)
+            pins.on_choice(0, np.array([[2]]))  # an answer says nothing of its task
     assert orders.given == [[], [1, 4], [0, 3]]
 
 
 def test_the_only_task_stays_from_the_start():
     orders: Any = Orders()
     pins = TaskPins(Pins({"coding": task(0, 3)}, (0, 3, 6)), orders)
-    pins.begins(1, True, 1)
-    pins.begins(1, False, 1)
+    pins.on_pass(1, True, 1)
+    pins.on_pass(1, False, 1)
     assert orders.given == [[0, 3]]

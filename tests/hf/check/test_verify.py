@@ -5,7 +5,7 @@ import pytest
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.attach import attach
 from greenroom.hf.check.verify import verify
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.slots.host import HostSlots
 from tests.models import WRAPPED, cached_tiny
 
@@ -21,7 +21,7 @@ def test_a_sound_model_passes(folder, layers):
     verdict = verify(folder, "13%", tokens=5, prompt="The", layers=layers, say=said.append)
     assert verdict.identical
     assert verdict.near
-    assert verdict.whole is not layers
+    assert verdict.entire_model is not layers
     assert verdict.tokens_compared > 5 - layers
     assert sum(line.startswith("ok") for line in said) == len(verdict.checks) >= 6
     assert sum("no prefetching" in line for line in said) == 1
@@ -38,18 +38,18 @@ def test_a_sound_model_passes(folder, layers):
 def test_a_text_model_in_a_wrapper(name):
     folder = str(cached_tiny(name, dtype="bfloat16", tokenizer=True))
     verdict = verify(folder, "30%", tokens=2, layers=False)
-    assert verdict.whole
+    assert verdict.entire_model
     assert verdict.identical
     assert verdict.near
 
 
 @pytest.mark.parametrize("layers", [False, True])
 def test_a_kernel_that_is_off_by_a_bit_fails(folder, layers, monkeypatch):
-    class Off(Eager):
+    class Off(EagerKernel):
         def combine(self, step):
             return super().combine(step) * (1 + 2**-6)
 
-    monkeypatch.setattr(attach, "kernel", lambda name: Off())
+    monkeypatch.setattr(attach, "make_kernel", lambda name: Off())
     assert not verify(folder, "13%", tokens=3, prompt="The", layers=layers).identical
 
 
@@ -73,11 +73,13 @@ def test_distance_beyond_twice_grouped_mm_is_not_near(folder):
 
 
 def test_a_default_kernel_that_is_wrong_but_consistent_is_not_near(folder, monkeypatch):
-    class Wrong(Eager):
+    class Wrong(EagerKernel):
         def combine(self, step):
             return super().combine(step) * 1.5
 
-    monkeypatch.setattr(attach, "kernel", lambda name: Eager() if name == "eager" else Wrong())
+    monkeypatch.setattr(
+        attach, "make_kernel", lambda name: EagerKernel() if name == "eager" else Wrong()
+    )
     verdict = verify(folder, "25%", tokens=2, prompt="The green room is")
     assert verdict.identical
     assert not verdict.near

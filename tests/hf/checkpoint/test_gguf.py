@@ -165,7 +165,7 @@ def test_what_llama_quantize_made(name: str) -> None:
             made = ENCODINGS[weight.encoding].decode(parts, weight.shape, torch.float32)
             assert torch.equal(made, whole[expert])
     verdict = verify(str(path), "50%", tokens=2, prompt="The")
-    assert verdict.whole
+    assert verdict.entire_model
     assert verdict.identical
     assert verdict.near
 
@@ -247,7 +247,7 @@ def test_qwen35moe_quantised(tmp_path: Path) -> None:
         for key, full in load_experts(Draft.of(path, "float32"), layer).items():
             assert torch.equal(full, whole.get_submodule(name).get_parameter(key))
     verdict = verify(str(path), "30%", tokens=2, prompt="The")
-    assert not verdict.whole
+    assert not verdict.entire_model
     assert verdict.identical
     assert verdict.near
 

@@ -18,7 +18,7 @@ from greenroom.hf.history import warm_start
 from greenroom.hf.load.load import load_with
 from greenroom.plan.history import files
 from greenroom.plan.history.files import load_routing, save_routing
-from greenroom.plan.history.recent import RecentRouting, trace_of
+from greenroom.plan.history.recent import RecentRouting, recent_trace
 from greenroom.plan.history.routing import RoutingHistory
 from tests.models import cached_tiny
 
@@ -65,11 +65,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_cache_begins_with_what_the_last_run_ended_with(folder, caplog):
     first, cold, before, nothing = answer(folder)
-    assert nothing.size == before.warmed == 0
+    assert nothing.size == before.warm_experts == 0
     assert kept()
     ended = before.driver.scheduler.residents()
     again, warm, after, began = answer(folder)
-    assert after.warmed == warm.capacity == 6
+    assert after.warm_experts == warm.capacity == 6
     np.testing.assert_array_equal(began, ended)
     assert torch.equal(again, first)
     assert warm.expert_requests == cold.expert_requests
@@ -87,7 +87,7 @@ def test_a_policy_takes_what_another_left_into_any_size(folder, policy, scope):
     for options in ({"cache": "13%"}, {"cache": "100%"}, {"device": "fake", "prefetch": "auto"}):
         again, stats, after, began = answer(folder, 3, policy=policy, scope=scope, **options)
         assert torch.equal(again, first[:, : again.shape[1]])
-        assert began.size == after.warmed <= stats.capacity
+        assert began.size == after.warm_experts <= stats.capacity
         if scope == "shared" and "cache" not in options:
             assert began.size == stats.capacity
 
@@ -134,15 +134,15 @@ def test_nothing_is_kept_or_read_where_it_is_not_wanted(folder, monkeypatch):
     monkeypatch.delenv(files.SWITCH)
     answer(folder)
     model, _ = load_with(folder, config, remember=False)
-    assert model.greenroom.warmed == 0
+    assert model.greenroom.warm_experts == 0
     model.greenroom.detach()
     monkeypatch.setenv(files.SWITCH, "off")
-    assert answer(folder)[2].warmed == 0
+    assert answer(folder)[2].warm_experts == 0
 
 
 def test_a_home_that_cannot_be_written_is_a_warning(folder, home, caplog):
     home.write_text("not a folder")
-    assert answer(folder)[2].warmed == 0
+    assert answer(folder)[2].warm_experts == 0
     assert len(warnings(caplog)) == 1
     assert "is not kept" in warnings(caplog)[0]
 
@@ -163,7 +163,7 @@ def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
 def test_another_models_memory_is_passed_over(folder):
     answer(folder)
     save_routing(kept().stem, RoutingHistory(np.arange(99), np.ones(99)))
-    assert answer(folder)[2].warmed == 0
+    assert answer(folder)[2].warm_experts == 0
     assert load_routing(kept().stem).popularity.size == EXPERTS
 
 
@@ -181,7 +181,7 @@ def test_a_slow_disk_gets_no_more_than_its_time(folder, monkeypatch):
     begin = time.perf_counter()
     model, _ = greenroom.load(folder, cache="100%", kernels="eager", readers=1)
     took = time.perf_counter() - begin
-    warmed = model.greenroom.warmed
+    warmed = model.greenroom.warm_experts
     assert 1 <= warmed < EXPERTS, took
     layers = model.greenroom.driver.scheduler.residents() // 8
     assert set(layers.tolist()) == {0, 1}
@@ -210,7 +210,7 @@ def test_a_disk_that_fails_meanwhile_is_a_warning(folder, monkeypatch, caplog):
 def test_a_run_leaves_its_routing(folder, monkeypatch):
     heard: list[tuple[int, np.ndarray]] = []
     model, _ = greenroom.load(folder, cache="40%", kernels="eager", prefetch="off")
-    chosen = RecentRouting.chosen
+    chosen = RecentRouting.on_choice
 
     def hear(self: RecentRouting, layer: int, experts: np.ndarray) -> None:
         heard.append((layer, experts.copy()))
@@ -219,9 +219,9 @@ def test_a_run_leaves_its_routing(folder, monkeypatch):
     monkeypatch.setattr(RecentRouting, "chosen", hear)
     for prompt in ([[5, 6, 7]], [[9, 8]]):
         model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    digest = model.greenroom.parts.fingerprint
+    digest = model.greenroom.setup.fingerprint
     model.greenroom.detach()
-    trace = trace_of(load_routing(digest), (8, 8))
+    trace = recent_trace(load_routing(digest), (8, 8))
     assert trace is not None
     assert trace.tokens == 3 + 11 + 2 + 11
     assert np.flatnonzero(trace.pass_prefill).tolist() == [0, 12]

@@ -14,7 +14,7 @@ from greenroom.core.predictor import PassBegins
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv import batch as together
 from greenroom.hf.kv.batch import Batch, causal
-from greenroom.hf.kv.kinds import Kind
+from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
@@ -87,7 +87,7 @@ def test_each_gets_what_it_gets_by_itself(name: str) -> None:
     ends = [[9, 3, 5], [10, 4, 17], [11, 5, 18], [12, 6, 19]]  # prompts, both, single tokens
     with served(name, **TOGETHER[name]) as model:
         batch = Batch(model)
-        assert batch.apart == ""
+        assert batch.sequential_reason == ""
         found = passes(batch, prompts, ends)
         for place in range(3):
             own = [[each[place]] for each in ends]
@@ -103,9 +103,9 @@ def test_each_gets_what_it_gets_by_itself(name: str) -> None:
 def test_what_cannot_lie_together_is_known(name: str) -> None:
     with served(name) as model:
         batch = Batch(model)
-        assert APART[name] in batch.apart
-        assert batch.goes_together([5])
-        assert not batch.goes_together([1, 1])
+        assert APART[name] in batch.sequential_reason
+        assert batch.can_batch([5])
+        assert not batch.can_batch([1, 1])
         own = [batch.cache()]
         with torch.inference_mode():
             for ids in draw(7, 1, 1):
@@ -114,9 +114,9 @@ def test_what_cannot_lie_together_is_known(name: str) -> None:
 
 
 def test_quantised_keys_and_values_are_not_each_token_s_own() -> None:
-    with served("qwen3_moe", parts={"keys_values": KVBytes((), Kind("fp8"))}) as model:
+    with served("qwen3_moe", parts={"keys_values": KVBytes((), CacheKind("fp8"))}) as model:
         batch = Batch(model)
-        assert "not kept token by token" in batch.apart
+        assert "not kept token by token" in batch.sequential_reason
         assert batch.cache() is None
 
 
@@ -131,7 +131,7 @@ def test_single_tokens_have_the_bits_of_one(threads: int, monkeypatch: Any) -> N
     try:
         with served("qwen3_moe", "bfloat16", **WIDE) as model:
             batch = Batch(model, exact=True)
-            assert batch.apart == ""
+            assert batch.sequential_reason == ""
             prompts = draw(14, 9, 40)
             alone, own = [], []
             for ids in prompts:
@@ -159,7 +159,7 @@ def test_they_do_where_many_of_a_stored_format_have_one_expert(tmp_path: Path) -
     with attached(path, stored=True) as model:
         for exact in (True, False):
             batch = Batch(model, exact=exact)
-            assert batch.apart == ""
+            assert batch.sequential_reason == ""
             own = caches(batch, count + 1)
             with torch.inference_mode():
                 for place in range(count + 1):
@@ -193,7 +193,10 @@ def test_a_sequence_may_begin_with_one_token_beside_others() -> None:
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
 def test_bits_are_not_promised_where_they_cannot_be_kept(name: str) -> None:
     with served(name) as model:  # float32, or another attention
-        assert "not every layer is computed token by token" in Batch(model, exact=True).apart
+        assert (
+            "not every layer is computed token by token"
+            in Batch(model, exact=True).sequential_reason
+        )
 
 
 def test_a_model_that_mixes_up_its_tokens_is_found_out(monkeypatch: Any) -> None:
@@ -202,7 +205,7 @@ def test_a_model_that_mixes_up_its_tokens_is_found_out(monkeypatch: Any) -> None
 
     with served("qwen3_moe") as model, monkeypatch.context() as patch:
         patch.setattr(together, "causal", everything)
-        assert "does not know whose token it is" in Batch(model).apart
+        assert "does not know whose token it is" in Batch(model).sequential_reason
 
 
 def test_a_trial_reads_nothing_and_leaves_no_trace() -> None:
@@ -229,13 +232,13 @@ def test_what_predictors_and_policies_are_told_of_a_batch(monkeypatch: Any) -> N
         own = caches(batch, 2)
         one, two = draw(6, 4)
         with torch.inference_mode():
-            model.greenroom.hooks.begins(2)
+            model.greenroom.hooks.announce_prompts(2)
             batch([one, two], own)
-            model.greenroom.hooks.begins(0)
+            model.greenroom.hooks.announce_prompts(0)
             batch([[7], [8]], own)
             third = caches(batch, 1)
             batch([[9]], third)  # nobody said: it begins, since it has no keys and values
-            model.greenroom.hooks.begins(1)
+            model.greenroom.hooks.announce_prompts(1)
             batch([[5], [6, 7, 8]], [own[0], third[0]])
     assert [(at.request, at.first, at.tokens, at.prefill) for at in told] == [
         (2, 0, 10, True), (2, 10, 2, False), (3, 12, 1, False), (4, 13, 4, True),

@@ -32,7 +32,7 @@ def filled(tokens: int, batch: int = 1) -> DynamicCache:
 
 
 def add(cache: DynamicCache, k: torch.Tensor, v: torch.Tensor) -> None:
-    room = kv.reserve(cache, 0)
+    room = kv.append_token(cache, 0)
     assert room is not None
     last = slice(room.tokens - 1, room.tokens)
     room.keys[:, :, last], room.values[:, :, last] = k, v
@@ -68,7 +68,7 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
     try:
         ours, kept = filled(3, batch), []
         theirs = copy.deepcopy(ours)
-        kv.adopt(ours, room, in_blocks)
+        kv.make_growing(ours, room, in_blocks)
         for move in moves:
             if move == "one" and batch == 1 and theirs.get_seq_length():
                 k, v = torch.randn(2, 1, 2, 1, 4).unbind()
@@ -82,7 +82,7 @@ def test_as_a_cache_that_copies(moves, room, in_blocks, batch):
                 ours.crop(-1)
                 theirs.crop(-1)
             elif move == "cut" and theirs.get_seq_length() > 3:
-                assert kv.cut(ours, theirs.get_seq_length() - 3)
+                assert kv.truncate(ours, theirs.get_seq_length() - 3)
                 theirs.crop(-3)
             elif move == "copy":
                 kept.append((ours, theirs))
@@ -117,29 +117,29 @@ def places(step: Callable[[DynamicCache], object], cache: DynamicCache, steps: i
 def test_nothing_is_copied_within_the_room():
     one = torch.randn(1, 2, 1, 4)
     cache = DynamicCache()
-    kv.adopt(cache, 300)
+    kv.make_growing(cache, 300)
     assert places(lambda c: c.update(one, one, 0), cache, 300) == 1
-    assert places(lambda c: kv.reserve(c, 0), cache, 200) == 1  # the room ends on a page
+    assert places(lambda c: kv.append_token(c, 0), cache, 200) == 1  # the room ends on a page
     cache = DynamicCache()
-    kv.adopt(cache, 300, in_blocks=True)
+    kv.make_growing(cache, 300, in_blocks=True)
     assert places(lambda c: c.update(one, one, 0), cache, 2 * kv.BLOCK) == 2
 
 
 def test_a_layer_made_later_grows_too_and_others_stay_as_they_are():
     cache = DynamicCache()
-    kv.adopt(cache)
+    kv.make_growing(cache)
     cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 1)
-    assert [type(layer) for layer in cache.layers] == [kv.Growing, kv.Growing]
+    assert [type(layer) for layer in cache.layers] == [kv.GrowingLayer, kv.GrowingLayer]
     quantised = QuantizedCache("fp8", CONFIG)
-    kv.adopt(quantised)
+    kv.make_growing(quantised)
     assert type(quantised.layers[0]) is Fp8QuantizedLayer
-    kv.adopt(None)
+    kv.make_growing(None)
 
 
 def test_written_in_inference_and_gone_on_with_outside():
     with torch.inference_mode():
         cache = filled(3)
-        kv.adopt(cache)
+        kv.make_growing(cache)
         cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 0)
     cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
     assert cache.layers[0].keys[0, 0, -2:, 0].tolist() == [1, 0]
@@ -147,7 +147,7 @@ def test_written_in_inference_and_gone_on_with_outside():
 
 def test_gradients_flow_as_through_a_plain_layer():
     cache = filled(3)
-    kv.adopt(cache)
+    kv.make_growing(cache)
     k = torch.ones(1, 2, 1, 4, requires_grad=True)
     cache.update(k, k, 0)[0].sum().backward()
     assert torch.equal(k.grad, torch.ones_like(k))
@@ -155,7 +155,7 @@ def test_gradients_flow_as_through_a_plain_layer():
 
 def test_pages_are_there_once_they_are_written_and_gone_with_the_cache():
     cache = DynamicCache()
-    kv.adopt(cache, 1 << 16)
+    kv.make_growing(cache, 1 << 16)
     states = torch.ones(1, 4, 512, 128)
     cache.update(states, states, 0)
     before = rss_bytes()
@@ -163,7 +163,7 @@ def test_pages_are_there_once_they_are_written_and_gone_with_the_cache():
         cache.update(states, states, 0)
     size = 31 * 2 * states.nbytes  # 31 MiB a tensor
     assert size * 0.9 < rss_bytes() - before < size * 1.2
-    assert kv.held(cache) == 32 * 2 * states.nbytes
+    assert kv.held_bytes(cache) == 32 * 2 * states.nbytes
     del cache
     gc.collect()
     assert rss_bytes() - before < size * 0.1
@@ -171,25 +171,25 @@ def test_pages_are_there_once_they_are_written_and_gone_with_the_cache():
 
 def test_what_a_cache_holds():
     plain = filled(3)
-    assert kv.held(plain) == 2 * 2 * 3 * 4 * 4
-    kv.adopt(plain)
-    kv.reserve(plain, 0)
-    assert kv.held(plain) == 4 * PAGESIZE  # heads, of keys and of values
+    assert kv.held_bytes(plain) == 2 * 2 * 3 * 4 * 4
+    kv.make_growing(plain)
+    kv.append_token(plain, 0)
+    assert kv.held_bytes(plain) == 4 * PAGESIZE  # heads, of keys and of values
     blocks = filled(3)
-    kv.adopt(blocks, in_blocks=True)
-    kv.reserve(blocks, 0)
-    assert kv.held(blocks) == 2 * 2 * kv.BLOCK * 4 * 4
-    assert kv.held(None) == 0
+    kv.make_growing(blocks, in_blocks=True)
+    kv.append_token(blocks, 0)
+    assert kv.held_bytes(blocks) == 2 * 2 * kv.BLOCK * 4 * 4
+    assert kv.held_bytes(None) == 0
     static = StaticCache(CONFIG, max_cache_len=8)
     static.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 0)
-    assert 2 * 2 * 8 * 4 * 4 <= kv.held(static) < 2 * 2 * 8 * 4 * 4 + 100
+    assert 2 * 2 * 8 * 4 * 4 <= kv.held_bytes(static) < 2 * 2 * 8 * 4 * 4 + 100
 
 
 @pytest.mark.parametrize("freed", [0, 1 << 40])
 def test_what_is_outgrown_goes_back_layer_by_layer(freed, monkeypatch):
     monkeypatch.setattr(kv, "FREED", freed)
     cache, released = DynamicCache(), []
-    kv.adopt(cache, in_blocks=True)
+    kv.make_growing(cache, in_blocks=True)
     for layer in range(3):
         cache.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4), layer)
     kv.make_room(cache, kv.BLOCK, lambda: released.append(1))
@@ -200,11 +200,11 @@ def test_what_is_outgrown_goes_back_layer_by_layer(freed, monkeypatch):
 
 
 def test_others_are_left_to_update():
-    assert kv.reserve(StaticCache(CONFIG, max_cache_len=8), 0) is None
-    assert kv.reserve(DynamicCache(), 0) is None  # nothing in it yet
-    assert kv.reserve(filled(3), 1) is None  # no such layer yet
-    assert kv.reserve(filled(3, batch=2), 0) is None
-    assert kv.reserve(None, 0) is None
+    assert kv.append_token(StaticCache(CONFIG, max_cache_len=8), 0) is None
+    assert kv.append_token(DynamicCache(), 0) is None  # nothing in it yet
+    assert kv.append_token(filled(3), 1) is None  # no such layer yet
+    assert kv.append_token(filled(3, batch=2), 0) is None
+    assert kv.append_token(None, 0) is None
 
 
 def sliding(tokens: int) -> DynamicCache:
@@ -219,42 +219,42 @@ def sliding(tokens: int) -> DynamicCache:
 
 def test_a_pass_that_failed_is_taken_back_in_place():
     cache = filled(9)
-    kv.adopt(cache, 64)
+    kv.make_growing(cache, 64)
     k, v = torch.randn(2, 1, 2, 3, 4)
     cache.update(k, v, 0)
     place, wanted = cache.layers[0].keys.data_ptr(), cache.layers[0].keys[:, :, :9].clone()
-    assert kv.cut(cache, 9)
+    assert kv.truncate(cache, 9)
     assert torch.equal(cache.layers[0].keys, wanted)
     cache.update(k, v, 0)
     assert cache.layers[0].keys.data_ptr() == place
     assert torch.equal(cache.layers[0].keys[:, :, 9:], k)
-    assert kv.cut(cache, 20)  # it has fewer
+    assert kv.truncate(cache, 20)  # it has fewer
     assert cache.get_seq_length() == 12
-    assert kv.cut(None, 0)
-    assert not kv.cut(None, 3)
+    assert kv.truncate(None, 0)
+    assert not kv.truncate(None, 3)
 
 
 def test_what_a_window_has_forgotten_cannot_be_taken_back():
     cache = sliding(4)
-    kv.adopt(cache)
-    assert kv.whole(cache, 3)
-    assert not kv.whole(cache, 5)
-    assert kv.cut(cache, 3)
+    kv.make_growing(cache)
+    assert kv.has_all_tokens(cache, 3)
+    assert not kv.has_all_tokens(cache, 5)
+    assert kv.truncate(cache, 3)
     assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
     cache = sliding(9)
-    kv.adopt(cache)
-    assert not kv.whole(cache, 3)
-    assert not kv.cut(cache, 8)
+    kv.make_growing(cache)
+    assert not kv.has_all_tokens(cache, 3)
+    assert not kv.truncate(cache, 8)
     assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]  # nothing was done
-    assert kv.cut(cache, 9)
-    assert not kv.cut(QuantizedCache("fp8", CONFIG), 1)
-    assert not kv.whole(QuantizedCache("fp8", CONFIG), 1)
+    assert kv.truncate(cache, 9)
+    assert not kv.truncate(QuantizedCache("fp8", CONFIG), 1)
+    assert not kv.has_all_tokens(QuantizedCache("fp8", CONFIG), 1)
 
 
 def test_the_first_tokens_of_one_can_begin_another():
     cache = sliding(5)
-    kv.adopt(cache)
-    other = kv.copied(cache, 4, sliding(0))
+    kv.make_growing(cache)
+    other = kv.copy_tokens(cache, 4, sliding(0))
     for mine, theirs in zip(other.layers, cache.layers, strict=True):
         assert mine.get_seq_length() == 4
         assert torch.equal(mine.keys, theirs.keys[:, :, :4])

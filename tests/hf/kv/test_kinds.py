@@ -10,9 +10,9 @@ import greenroom
 from greenroom.errors import BudgetError, UsageError
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv import kinds as kv_kinds
-from greenroom.hf.kv.kinds import Kind, kind_of
-from greenroom.hf.kv.sizes import KVBytes, Layer, kv_bytes
-from greenroom.hf.load.budget import with_host
+from greenroom.hf.kv.kinds import CacheKind, cache_kind
+from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
+from greenroom.hf.load.budget import with_host_tier
 from greenroom.hf.model.draft import Draft
 from tests.models import cached_tiny, reference
 
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_transformers_quantised_cache(folder, name):
     installed(name)
     model, _ = greenroom.load(str(folder), cache="50%", kernels="eager", kv=name)
     try:
-        told = model.greenroom.parts.keys_values.kind.implementation
+        told = model.greenroom.setup.keys_values.kind.generation_options
         wanted = reference(folder).generate(ids(1, 40), prefill_chunk_size=512, **told, **OPTIONS)
         assert torch.equal(model.generate(ids(1, 40), **OPTIONS), wanted)
         with torch.no_grad():  # without `generate`, too
@@ -64,11 +64,11 @@ def test_a_kind_that_saves_nothing_says_so(folder, caplog):
 
 
 def test_a_kind_saves_where_there_are_many_layers():
-    few, many = ((Layer(1024),) * n for n in (4, 48))
+    few, many = ((LayerSize(1024),) * n for n in (4, 48))
     stored = 1024 * 64 // 2  # half of 64 tokens
-    fp8 = Kind("fp8")
-    assert KVBytes(few, fp8, (stored,) * 4).saved(4096) < 0
-    assert KVBytes(many, fp8, (stored,) * 48).saved(4096) > 10 * 1024 * 4096
+    fp8 = CacheKind("fp8")
+    assert KVBytes(few, fp8, (stored,) * 4).saved_bytes(4096) < 0
+    assert KVBytes(many, fp8, (stored,) * 48).saved_bytes(4096) > 10 * 1024 * 4096
 
 
 def test_compiled_attention_goes_by_the_cache_s_own_update():
@@ -98,10 +98,13 @@ def test_what_a_quantised_cache_takes_is_counted(draft, folder, name):
     with torch.no_grad():
         for tokens in (64, 1, 191):
             model(ids(1, tokens), past_key_values=cache)
-    counted = sizes.held(256)
-    assert kv.held(cache) <= counted
-    assert counted < kv.held(cache) + kv_kinds.RESIDUAL * sum(x.token for x in sizes.layers) * 1.2
-    assert sizes.passing(256) > 4 * max(layer.held(256) for layer in sizes.layers)
+    counted = sizes.held_bytes(256)
+    assert kv.held_bytes(cache) <= counted
+    assert (
+        counted
+        < kv.held_bytes(cache) + kv_kinds.RESIDUAL * sum(x.token for x in sizes.layers) * 1.2
+    )
+    assert sizes.update_bytes(256) > 4 * max(layer.held_bytes(256) for layer in sizes.layers)
 
 
 @pytest.mark.parametrize(
@@ -114,37 +117,37 @@ def test_what_a_cache_takes_is_counted(name):
     answer = {"decoder_input_ids": ids(1, 60)} if seq2seq else {}
     with torch.no_grad():
         cache = model(ids(1, 60), **answer).past_key_values
-        kv.adopt(cache)
+        kv.make_growing(cache)
         if not seq2seq:
             for _ in range(3):
                 model(ids(1, 1), past_key_values=cache)
-    assert 0 < kv.held(cache) <= sizes.held(63)
+    assert 0 < kv.held_bytes(cache) <= sizes.held_bytes(63)
     pages = sum(layer.rows for layer in sizes.layers) * kv.PAGESIZE
     forgotten = sum(layer.token * 64 for layer in sizes.layers if layer.most is not None)
     written = 63 if not seq2seq else 60
-    assert sizes.held(written) <= kv.held(cache) + pages + forgotten
+    assert sizes.held_bytes(written) <= kv.held_bytes(cache) + pages + forgotten
 
 
 def test_what_a_gpu_s_cache_takes():
-    layers = (Layer(1000),) * 4
+    layers = (LayerSize(1000),) * 4
     plain = KVBytes(layers, on_a_gpu=True)
-    assert plain.held(257) == 4 * 1000 * 512
-    assert plain.passing(257) == 1000 * 257 + kv.FREED
-    assert plain.on_host(257) == 0
-    away = KVBytes(layers, Kind("offloaded"), on_a_gpu=True)
-    assert away.held(257) + away.passing(257) == 3 * 1000 * 257
-    assert away.on_host(257) == 4 * 1000 * 257
+    assert plain.held_bytes(257) == 4 * 1000 * 512
+    assert plain.update_bytes(257) == 1000 * 257 + kv.FREED
+    assert plain.host_bytes(257) == 0
+    away = KVBytes(layers, CacheKind("offloaded"), on_a_gpu=True)
+    assert away.held_bytes(257) + away.update_bytes(257) == 3 * 1000 * 257
+    assert away.host_bytes(257) == 4 * 1000 * 257
 
 
 def test_keys_and_values_on_the_host_are_of_its_budget(draft):
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.setup import ModelSetup
 
-    away = KVBytes((Layer(1 << 20),) * 8, Kind("offloaded"), on_a_gpu=True)
+    away = KVBytes((LayerSize(1 << 20),) * 8, CacheKind("offloaded"), on_a_gpu=True)
     parts = ModelSetup(draft.catalog, 4, fake=True, context=1024, keys_values=away)
     config = LoadConfig(device="fake", host_memory="7GiB")
     with pytest.raises(BudgetError, match="keys and values 8 GiB"):
-        with_host(parts, config)
+        with_host_tier(parts, config)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +163,14 @@ def test_what_cannot_be_had_is_said(name, architecture, words, monkeypatch):
     monkeypatch.setattr(kv_kinds, "is_optimum_quanto_available", lambda: False)
     model = Draft.of(cached_tiny(architecture)).model
     with pytest.raises(UsageError, match=words) as caught:
-        kind_of(name, model, [(2, 8, 8)], on_a_gpu=False)
+        cache_kind(name, model, [(2, 8, 8)], on_a_gpu=False)
     assert "\n" not in str(caught.value)
 
 
 def test_names_that_transformers_knows(draft):
-    assert Kind().implementation == {}
-    assert isinstance(Kind().cache(draft.model.config), DynamicCache)
-    away = kind_of("offloaded", draft.model, [], on_a_gpu=True)
-    assert away.implementation == {"cache_implementation": "offloaded"}
-    told = Kind("int2", 32).implementation["cache_config"]
+    assert CacheKind().generation_options == {}
+    assert isinstance(CacheKind().cache(draft.model.config), DynamicCache)
+    away = cache_kind("offloaded", draft.model, [], on_a_gpu=True)
+    assert away.generation_options == {"cache_implementation": "offloaded"}
+    told = CacheKind("int2", 32).generation_options["cache_config"]
     assert told == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}

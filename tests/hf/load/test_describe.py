@@ -106,7 +106,7 @@ def served(
 def test_a_description_is_what_a_run_finds(folder: Path):
     found = describe(str(folder), CONFIG)
     model, _ = greenroom.load(str(folder), cache="100%", device="cpu", context=64, prefetch="off")
-    parts = model.greenroom.parts
+    parts = model.greenroom.setup
     try:
         assert found.experts == parts.catalog.experts == found.offsets[-1]
         assert found.slot_bytes == parts.catalog.slot_bytes
@@ -131,7 +131,7 @@ def test_tied_heads_are_read():
 def test_a_hub_id_is_described_by_its_headers_alone(folder: Path, served: list[tuple[str, str]]):
     found = describe("tiny/moe", CONFIG)
     here = describe(str(folder), CONFIG)
-    alike = {"name": "", "beside_bytes": 0}  # the process grows as tests run
+    alike = {"name": "", "overhead_bytes": 0}  # the process grows as tests run
     assert replace(found, **alike) == replace(here, **alike)
     weights = [(name, bounds) for name, bounds in served if name.endswith(".safetensors")]
     assert weights

@@ -11,10 +11,15 @@ from greenroom.config import LoadConfig
 from greenroom.core.cache.pins import Pins
 from greenroom.errors import BudgetError, TraceError, UsageError
 from greenroom.hf.measure import calibration
-from greenroom.hf.measure.calibration import Calibration, calibrate, predicting, record
+from greenroom.hf.measure.calibration import (
+    Calibration,
+    calibrate,
+    entry_predictors,
+    record_warm_up,
+)
 from greenroom.hf.measure.entries import Entry
 from greenroom.hf.measure.harness import Harness
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from greenroom.trace.prompts import Prompt
 from tests.hf.measure.conftest import BASE
 from tests.sim import small
@@ -22,14 +27,14 @@ from tests.sim import small
 PROMPT = Prompt("a few words", "one")
 
 
-def entry(*wants: str, **options: Any) -> Entry:
-    return Entry("row", LoadConfig(cache="50%", **options), wants=wants)
+def entry(*calibrated_options: str, **options: Any) -> Entry:
+    return Entry("row", LoadConfig(cache="50%", **options), calibrated_options=calibrated_options)
 
 
 def test_the_recording_is_what_was_asked_for(harness: Harness):
     made = harness.attach(BASE)
-    by = predicting(harness, entry("split", prefetch="next-gate:1"))
-    found = record(harness, PROMPT, 16, True, by)
+    by = entry_predictors(harness, entry("split", prefetch="next-gate:1"))
+    found = record_warm_up(harness, PROMPT, 16, True, by)
     trace = found.trace
     assert trace.pass_prefill.tolist() == [True] + [False] * 15
     dense = trace.experts.astype(np.int64) + trace.offsets[:-1, None]
@@ -37,7 +42,7 @@ def test_the_recording_is_what_was_asked_for(harness: Harness):
     for begin, end in zip(trace.pass_starts[:-1], trace.pass_starts[1:], strict=True):
         asked[np.unique(dense[begin:end])] += 1
     harness.learn()
-    assert harness.asked.tolist() == asked.tolist()
+    assert harness.request_counts.tolist() == asked.tolist()
     assert trace.predictions["next-gate:1"].distance == 1
     latency = found.latency
     assert latency is not None
@@ -66,7 +71,7 @@ def test_a_set_leaves_the_slots_of_a_token():
 
 def test_budgets_come_with_splits_unless_they_are_given():
     trace = small.trace([[-6, *[1] * 8]], layers=2, experts=8, top_k=2)
-    warmed = Calibration(trace, Latency(1.0, 1.0, 0.5, 4.0))
+    warmed = Calibration(trace, TokenLatency(1.0, 1.0, 0.5, 4.0))
     row, given = entry("scope", "split"), entry("split", scope="per-layer")
     for each in (row, given):
         warmed.fill(each, capacity=8, least=8)
@@ -81,10 +86,10 @@ def test_one_that_cannot_be_found_leaves_the_others(harness: Harness):
     """A predictor without its file: its row says so, others have theirs."""
     rows = [entry("split", prefetch="learned"), entry("scope"), entry()]
     calibrate(harness, rows, PROMPT, 16, True)
-    assert "needs the file of `greenroom train-predictor`" in rows[0].without
+    assert "needs the file of `greenroom train-predictor`" in rows[0].skip_reason
     assert sum(map(float, rows[1].config.scope.split(","))) == 8
     assert rows[2].config == LoadConfig(cache="50%")
-    assert [row.without for row in rows[1:]] == ["", ""]
+    assert [row.skip_reason for row in rows[1:]] == ["", ""]
 
 
 def test_routing_that_cannot_be_recorded_leaves_out_those_that_want_it(
@@ -96,9 +101,9 @@ def test_routing_that_cannot_be_recorded_leaves_out_those_that_want_it(
     monkeypatch.setattr(calibration, "record", refused)
     rows = [entry("scope"), entry()]
     calibrate(harness, rows, PROMPT, 16, True)
-    assert [row.without for row in rows] == ["a pass has layers of different top-k", ""]
+    assert [row.skip_reason for row in rows] == ["a pass has layers of different top-k", ""]
     harness.learn()
-    assert harness.asked.sum() > 0  # it was played all the same
+    assert harness.request_counts.sum() > 0  # it was played all the same
 
 
 def test_a_stage_goes_on_after_an_error(harness: Harness):

@@ -17,12 +17,12 @@ def test_counts_are_of_the_passes_that_are_counted(harness: Harness):
     done = harness.play(PROMPTS[:1], 16, settle=6, raw=True)
     tokens = len(done.tokens[0])
     assert len(done.gaps) == tokens - 1 - 6
-    layers, top_k = len(harness.parts.catalog.layers), 2
+    layers, top_k = len(harness.setup.catalog.layers), 2
     assert done.requests == len(done.gaps) * layers * top_k
     assert 0 < done.misses <= done.requests
     counts = greenroom.driver.scheduler.counts
     assert counts.requests > done.requests  # the prompt, and the first tokens after it
-    assert done.bytes_read == done.misses * harness.parts.catalog.expert_bytes // harness.experts
+    assert done.bytes_read == done.misses * harness.setup.catalog.expert_bytes // harness.experts
 
 
 def test_an_answer_shorter_than_what_is_not_counted(harness: Harness):

@@ -21,7 +21,7 @@ def test_settings_take_turns_and_give_the_same_tokens(harness: Harness):
         Entry("apart", replace(BASE, policy="lcp", scope="per-layer")),
     ]
     said: list[str] = []
-    run_rounds(harness, entries, prompts=PROMPTS, tokens=16, rounds=2, raw=True, said=said.append)
+    run_rounds(harness, entries, prompts=PROMPTS, tokens=16, rounds=2, raw=True, report=said.append)
     assert said == [
         "warming up",
         "round 1: plain", "round 1: ours", "round 1: apart",

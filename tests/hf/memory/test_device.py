@@ -21,7 +21,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load import resolve
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory import devices as places
-from greenroom.hf.memory.budget import DeviceBudget, Needs, host_slots
+from greenroom.hf.memory.budget import DeviceBudget, MemoryNeeds, host_slots
 from greenroom.hf.memory.devices import kernels_of
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
@@ -81,7 +81,7 @@ def test_the_triton_kernel_computes_from_slots_in_segments(monkeypatch):
         torch.inference_mode(),
     ):
         got = model(ids(1, 2)).logits
-        model.greenroom.resize(4 * model.greenroom.parts.catalog.slot_bytes)
+        model.greenroom.resize(4 * model.greenroom.setup.catalog.slot_bytes)
         assert torch.equal(model(ids(1, 2)).logits, got)
         theirs = reference(cached_tiny("qwen3_moe", dtype="bfloat16"))(ids(1, 2)).logits
     assert (got.float() - theirs.float()).abs().max() < 0.1 * theirs.abs().max()
@@ -174,16 +174,16 @@ def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
     budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
     description = Description.of(draft, LoadConfig(context=64), on_a_gpu=True)
     with pytest.raises(BudgetError, match=r"100 MiB of the GPU's memory is too small: dense") as e:
-        description.growth(2, budget.nbytes, 2, of=DeviceBudget.OF)
+        description.slot_budget(2, budget.nbytes, 2, label=DeviceBudget.LABEL)
     enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
-    assert description.growth(2, enough, 2).least >= 2
+    assert description.slot_budget(2, enough, 2).full_context_slots >= 2
 
 
 def test_what_is_left_of_a_gpu_becomes_slots():
     free = iter([10 * GIB, 7 * GIB])
     budget = DeviceBudget("5GiB", lambda: (next(free), 24 * GIB))
     need = budget.after(slots=GIB)
-    assert need == Needs(2 * GIB, 0, 0, 0, 0)
+    assert need == MemoryNeeds(2 * GIB, 0, 0, 0, 0)
     assert budget.nbytes - need.total == 3 * GIB
 
 
@@ -212,6 +212,6 @@ def test_the_fake_device_keeps_experts_in_host_memory_too():
         stats = model.greenroom.stats()
         assert stats.host["capacity"] == stats.experts
         assert stats.host["hits"] > 0
-        assert model.greenroom.parts.host_bytes == 4 * GIB
+        assert model.greenroom.setup.host_bytes == 4 * GIB
     finally:
         model.greenroom.detach()

@@ -15,7 +15,7 @@ from greenroom.errors import BudgetError, DeviceError, UnknownName, UsageError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load import resolve
 from greenroom.hf.memory import devices as places
-from greenroom.hf.memory.budget import Needs, capacity_for
+from greenroom.hf.memory.budget import MemoryNeeds, capacity_for
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.draft import Draft
 from greenroom.runtime.cuda.engine import Engine
@@ -55,11 +55,11 @@ def test_the_bits_are_those_of_one_device(kept, monkeypatch):
             both = links["host -> cuda:0"], links["host -> cuda:1"]
             assert min(both) > 0.3 * sum(both)
             assert links["disk -> host"] == sum(both) or kept
-            model.greenroom.resize(7 * model.greenroom.parts.catalog.slot_bytes)
+            model.greenroom.resize(7 * model.greenroom.setup.catalog.slot_bytes)
             assert [s.capacity for s in model.greenroom.driver.slots.pools] == [4, 3]
             assert torch.equal(model.generate(ids(1, 7), **OPTIONS), wanted)
             with pytest.raises(BudgetError, match="2 devices need a slot each, there are 1"):
-                model.greenroom.resize(model.greenroom.parts.catalog.slot_bytes)
+                model.greenroom.resize(model.greenroom.setup.catalog.slot_bytes)
 
 
 @pytest.mark.interpreted
@@ -174,7 +174,7 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch):
 
 def test_a_budget_is_of_each_gpu_and_slots_are_as_many_on_all():
     catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
-    need, slot = Needs(0, 1 << 20, 0, 0, 0), catalog.slot_bytes
+    need, slot = MemoryNeeds(0, 1 << 20, 0, 0, 0), catalog.slot_bytes
     budget = need.total + 3 * slot + 5
     assert capacity_for(budget, need, catalog) == 3
     assert capacity_for(budget, need, catalog, devices=2) == 6
@@ -205,7 +205,7 @@ def test_an_answer_that_a_gpu_breaks_off_is_one_line_and_the_next_goes_on(error,
     try:
         wanted = answer(model, tokenizer, "The green", asked, context=64)
         for place in (model.greenroom.kernel, model.lm_head):  # in the experts, and elsewhere
-            name = "wave" if place is model.greenroom.kernel else "forward"
+            name = "compute_group" if place is model.greenroom.kernel else "forward"
 
             def fail(*_: Any, **__: Any) -> None:
                 raise error

@@ -65,7 +65,7 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
             asked.append(
                 TraceStep(
                     event.step, event.layer, event.experts.copy(), prefill=event.prefill,
-                    tails=event.tails, weights=event.weights, rows=event.rows,
+                    tail_weights=event.tails, weights=event.weights, rows=event.rows,
                 )
             )  # fmt: skip
         tell(event)
@@ -243,7 +243,7 @@ def test_several_sequences_get_what_the_neediest_needs():
         model.generate(ids(3, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
         for step in asked:
             if not step.prefill:
-                assert step.tails.max() == 1.0
+                assert step.tail_weights.max() == 1.0
                 assert step.rows.sum() == 3 * 2
     finally:
         model.greenroom.detach()
@@ -260,12 +260,12 @@ def test_a_loaded_model_says_what_it_does(of):
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
         lesser = model.greenroom.stats().lesser
         assert lesser["precision"] == "int4"
-        assert lesser["seats"] == model.greenroom.parts.copies.seats
+        assert lesser["seats"] == model.greenroom.setup.copies.seats
         assert 0 < lesser["inexact_share"] < 1
         model.greenroom.resize("50%")
         model.generate(ids(1, 5), max_new_tokens=8, do_sample=False)
         with pytest.raises(BudgetError, match="low-precision copies take that of"):
-            model.greenroom.resize(model.greenroom.parts.catalog.slot_bytes)
+            model.greenroom.resize(model.greenroom.setup.catalog.slot_bytes)
     finally:
         model.greenroom.detach()
 
@@ -275,7 +275,7 @@ def test_a_budget_has_room_for_copies():
     model, _ = greenroom.load(folder, memory="100%", miss_precision="int4", low_share="50%")
     try:  # every expert fits: all is exact
         assert model.greenroom.stats().lesser is None
-        assert model.greenroom.parts.copies is None
+        assert model.greenroom.setup.copies is None
     finally:
         model.greenroom.detach()
 

@@ -151,7 +151,7 @@ def test_a_run_says_how_it_is_split(tmp_path):
         str(packed()), cache="60%", split=str(file), scope=str(file), prefetch="off"
     )
     try:
-        split = model.greenroom.parts.split
+        split = model.greenroom.setup.split
         assert [n / split.whole for n in split.tops] == pytest.approx([0.25, 0.75], abs=0.1)
         stats = model.greenroom.stats()
         assert stats.split == {
@@ -168,7 +168,7 @@ def test_a_run_says_how_it_is_split(tmp_path):
 def test_with_room_for_all_nothing_is_split():
     model, _ = greenroom.load(str(packed()), cache="100%", split="0.5")
     try:
-        assert model.greenroom.parts.split is None
+        assert model.greenroom.setup.split is None
     finally:
         model.greenroom.detach()
 
@@ -289,7 +289,7 @@ def test_auto_is_loaded_and_kept_like_what_else_is_learned(monkeypatch, tmp_path
     options = {"cache": "60%", "split": "auto", "prefetch": "off"}
     model, _ = greenroom.load(str(packed()), **options)
     try:
-        assert model.greenroom.parts.scope == "per-layer"
+        assert model.greenroom.setup.scope == "per-layer"
         model.generate(ids(1, 7), max_new_tokens=20, min_new_tokens=20, do_sample=False)
     finally:
         model.greenroom.detach()

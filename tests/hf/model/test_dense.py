@@ -20,7 +20,7 @@ from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.dense import _stored, _used_by_code
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.reference import whole_model
-from greenroom.runtime.kernels.dense.stored import stored_of
+from greenroom.runtime.kernels.dense.stored import stored_matrix
 from tests.gguf_models import write
 from tests.hf.check.test_parity import ids
 from tests.hf.conftest import one_line
@@ -76,7 +76,7 @@ def test_the_bits_of_expanded_ones_and_less_memory(checkpoint: Path) -> None:
     with served(checkpoint, False, kernels="rounded") as model:
         wanted, counts = logits(model), model.greenroom.bindings.accelerated.counts
     with served(checkpoint, True, kernels="rounded") as model:
-        kept = [name for name, module in model.named_modules() if stored_of(module) is not None]
+        kept = [name for name, module in model.named_modules() if stored_matrix(module) is not None]
         assert torch.equal(logits(model), wanted)
         mine = model.greenroom.bindings.accelerated.counts
         assert {key: mine.get(key) for key in counts} == counts
@@ -125,7 +125,7 @@ def test_load_keeps_them_where_compiled_kernels_compute(tmp_path: Path) -> None:
         given = {} if "memory" in options else {"cache": "30%"}
         model, tokenizer = load(path, **given, **options)
         try:
-            assert (stored_of(model.lm_head) is not None) == there
+            assert (stored_matrix(model.lm_head) is not None) == there
             assert (model.lm_head.weight is None) == there
             prompt = tokenizer("The green room", return_tensors="pt")
             out = model.generate(**prompt, max_new_tokens=3, do_sample=False)

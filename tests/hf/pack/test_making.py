@@ -66,7 +66,7 @@ def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_p
                 streamed(where, capacity=capacity, kernels="rounded") as model,
                 torch.inference_mode(),
             ):
-                assert not any(layer.unfused for layer in _layers(model))
+                assert not any(layer.fallback_reason for layer in _layers(model))
                 outputs.append(model(input_ids=batch, use_cache=False).logits)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
@@ -74,7 +74,7 @@ def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_p
 def _layers(model: Any) -> list[Any]:
     from greenroom.runtime.forward import BINDING
 
-    modules = [model.get_submodule(name) for name in model.greenroom.parts.catalog.layers]
+    modules = [model.get_submodule(name) for name in model.greenroom.setup.catalog.layers]
     return [getattr(module, BINDING).experts for module in modules]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.hf.text.calls import written
+from greenroom.hf.text.calls import find_call_format
 from greenroom.hf.text.dialogue import Dialogue
 from tests.server.conftest import thinker_tokenizer
 
@@ -27,7 +27,9 @@ def dialogue(template: str | None = None, model_type: str = "qwen3_moe") -> Dial
 
 
 def found(one: Dialogue, **told: Any) -> Any:
-    return written(one, one.chat([{"role": "user", "content": "Hi"}], [TOOL], **told), [TOOL])
+    return find_call_format(
+        one, one.chat([{"role": "user", "content": "Hi"}], [TOOL], **told), [TOOL]
+    )
 
 
 def test_a_call_is_what_the_template_writes_of_one() -> None:
@@ -53,7 +55,7 @@ TAIL = (
 def test_a_tool_may_have_a_name_that_calls_are_written_with(name: str) -> None:
     one, tool = dialogue(), {**TOOL, "function": {**TOOL["function"], "name": name}}
     prompt = one.chat([{"role": "user", "content": "Hi"}], [tool])
-    assert written(one, prompt, [tool]) == found(one)
+    assert find_call_format(one, prompt, [tool]) == found(one)
 
 
 JSON = "<tool_call>{{ c.function | tojson }}</tool_call>"

@@ -13,7 +13,7 @@ from transformers.cli.serving import utils as serving
 from transformers.utils.chat_parsing import ResponseParser
 
 from greenroom.errors import UsageError
-from greenroom.hf.text.dialogue import Dialogue, Said, Spoken, ToolCall
+from greenroom.hf.text.dialogue import Dialogue, ReplyParser, ReplyPart, ToolCall
 from tests.server.conftest import demo_tokenizer, thinker_tokenizer
 
 ASKED = [{"role": "user", "content": "Hello"}]
@@ -41,17 +41,17 @@ def spoken(dialogue: Dialogue, text: str) -> list[int]:
     return list(dialogue.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def said(dialogue: Dialogue, text: str, **options: Any) -> list[Said]:
+def said(dialogue: Dialogue, text: str, **options: Any) -> list[ReplyPart]:
     """What comes of an answer, neighbours of one kind joined."""
-    speaker = dialogue.spoken(dialogue.chat(ASKED, **options))
+    speaker = dialogue.reply_parser(dialogue.chat(ASKED, **options))
     parts = [part for token in spoken(dialogue, text) for part in speaker.feed(token)]
-    joined: list[Said] = []
+    joined: list[ReplyPart] = []
     for part in [*parts, *speaker.end()]:
         last = joined[-1] if joined else None
         if last and part.text and last.text:
-            joined[-1] = Said(last.text + part.text)
+            joined[-1] = ReplyPart(last.text + part.text)
         elif last and part.reasoning and last.reasoning:
-            joined[-1] = Said(reasoning=last.reasoning + part.reasoning)
+            joined[-1] = ReplyPart(reasoning=last.reasoning + part.reasoning)
         else:
             joined.append(part)
     return joined
@@ -61,7 +61,7 @@ def said(dialogue: Dialogue, text: str, **options: Any) -> list[Said]:
 @given(st.text(max_size=20))
 def test_text_comes_back_in_whole_characters(text: str) -> None:
     dialogue = Dialogue(demo_tokenizer())
-    speaker = Spoken(dialogue)
+    speaker = ReplyParser(dialogue)
     ids = dialogue.encode(text)
     parts = [part.text for token in ids for part in speaker.feed(token)]
     parts += [part.text for part in speaker.end()]
@@ -74,7 +74,7 @@ def test_text_comes_back_in_whole_characters(text: str) -> None:
 @given(st.lists(st.integers(6, 511), max_size=30))
 def test_tokens_that_are_no_text_neither_fail_nor_vanish(ids: list[int]) -> None:
     dialogue = Dialogue(demo_tokenizer())
-    speaker = Spoken(dialogue)
+    speaker = ReplyParser(dialogue)
     parts = [part.text for token in ids for part in speaker.feed(token)]
     parts += [part.text for part in speaker.end()]
     assert "".join(parts) == dialogue.decode(ids)
@@ -82,10 +82,10 @@ def test_tokens_that_are_no_text_neither_fail_nor_vanish(ids: list[int]) -> None
 
 def test_at_most_three_tokens_wait_for_the_end_of_a_character(plain: Dialogue) -> None:
     byte = [next(i for i in range(512) if plain.token_bytes(i) == bytes([b])) for b in (0xE4, 0x41)]
-    speaker = Spoken(plain)
+    speaker = ReplyParser(plain)
     lost = [speaker.feed(byte[0]) for _ in range(9)]
     assert sum(len(part.text) for parts in lost for part in parts) == 8
-    assert speaker.feed(byte[1]) == [Said("\ufffdA")]
+    assert speaker.feed(byte[1]) == [ReplyPart("\ufffdA")]
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text(plain: Dialogue) -> None:
@@ -102,9 +102,9 @@ def test_bytes_of_a_vocabulary_with_a_byte_fallback() -> None:
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     dialogue = Dialogue(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     assert dialogue.token_bytes(2 + 0xE4) == b"\xe4"
-    speaker = Spoken(dialogue)
+    speaker = ReplyParser(dialogue)
     parts = [speaker.feed(2 + byte) for byte in "世".encode()]
-    assert parts == [[], [], [Said("世")]]
+    assert parts == [[], [], [ReplyPart("世")]]
 
 
 def test_a_model_without_a_template_only_completes_text(plain: Dialogue) -> None:
@@ -131,25 +131,25 @@ def test_an_answer_that_has_begun_goes_on(plain: Dialogue) -> None:
 
 
 def test_the_kind_of_model_alone_does_not_make_a_parser(plain: Dialogue) -> None:
-    assert not plain.knows_tools
-    assert plain.spoken(plain.chat(ASKED))._parser is None
+    assert not plain.supports_tools
+    assert plain.reply_parser(plain.chat(ASKED))._parser is None
 
 
 def test_reasoning_then_text(thinker: Dialogue) -> None:
-    assert thinker.spoken(thinker.chat(ASKED))._parser is not None
+    assert thinker.reply_parser(thinker.chat(ASKED))._parser is not None
     found = said(thinker, "<think>\nHm, well.</think>\n\nHello!<|im_end|>")
-    assert found == [Said(reasoning="Hm, well."), Said("Hello!")]
+    assert found == [ReplyPart(reasoning="Hm, well."), ReplyPart("Hello!")]
 
 
 def test_reasoning_that_the_template_has_begun_or_ended(thinker: Dialogue) -> None:
-    assert said(thinker, "Hello!<|im_end|>", enable_thinking=False)[-1] == Said("Hello!")
+    assert said(thinker, "Hello!<|im_end|>", enable_thinking=False)[-1] == ReplyPart("Hello!")
 
 
 def test_calls_are_json_and_their_arguments_of_the_tools_types(thinker: Dialogue) -> None:
-    assert thinker.knows_tools
+    assert thinker.supports_tools
     text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
     found = said(thinker, text + "<|im_end|>", tools=[TOOL])
-    assert found[0] == Said("Wait.")
+    assert found[0] == ReplyPart("Wait.")
     assert found[1].call == ToolCall("look", json.dumps({"place": "here"}))
 
 
@@ -167,9 +167,9 @@ def test_a_call_that_is_none_is_text(thinker: Dialogue, call: str) -> None:
 
 
 def test_what_the_template_reads(thinker: Dialogue) -> None:
-    assert thinker.reads("enable_thinking")
-    assert not thinker.reads("reasoning_effort")
-    assert thinker.reasons
+    assert thinker.template_uses("enable_thinking")
+    assert not thinker.template_uses("reasoning_effort")
+    assert thinker.supports_reasoning
 
 
 class TestCanaries:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from greenroom.plan.history import recent
-from greenroom.plan.history.recent import RecentRouting, trace_of
+from greenroom.plan.history.recent import RecentRouting, recent_trace
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 
 OFFSETS, SIZES = (0, 8, 16), (8, 8)
@@ -26,9 +26,9 @@ def noted(
 ) -> RecentRouting:
     made = RecentRouting(OFFSETS, before)
     for request, prompt, layers in passes:
-        made.begins(request, prompt, 1)
+        made.on_pass(request, prompt, 1)
         for layer, experts in enumerate(layers):
-            made.chosen(layer, experts)
+            made.on_choice(layer, experts)
     return made
 
 
@@ -38,7 +38,7 @@ def test_passes_become_a_recording():
         (1, False, [rows((1, 2)), rows((3, 4))]),
         (2, False, [rows((7, 0)), rows((0, 7))]),
     )
-    trace = trace_of(known(made.state()), SIZES)
+    trace = recent_trace(known(made.state()), SIZES)
     assert trace is not None
     assert trace.experts.tolist() == [
         [[0, 1], [4, 5]], [[2, 3], [6, 7]], [[1, 2], [3, 4]], [[7, 0], [0, 7]]
@@ -51,7 +51,7 @@ def test_passes_become_a_recording():
 def test_another_run_goes_on_with_requests_of_its_own():
     one = (1, False, [rows((0, 1)), rows((2, 3))])
     first = known(noted(one).state())
-    trace = trace_of(known(noted(one, before=first).state()), SIZES)
+    trace = recent_trace(known(noted(one, before=first).state()), SIZES)
     assert trace is not None
     assert trace.requests == trace.tokens == 2
 
@@ -70,34 +70,34 @@ def test_a_pass_that_is_not_whole_is_left_out(layers: list[np.ndarray]):
 
 def test_passes_of_several_sequences_are_left_out():
     made = RecentRouting(OFFSETS, None)
-    made.begins(1, False, 2)
+    made.on_pass(1, False, 2)
     for layer in (0, 1):
-        made.chosen(layer, rows((0, 1), (2, 3)))
+        made.on_choice(layer, rows((0, 1), (2, 3)))
     assert made.state() is None
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recent, "TOKENS", 4)
     passes = [(n, False, [rows((n, 7)), rows((n, 7))]) for n in range(6)]
-    trace = trace_of(known(noted(*passes).state()), SIZES)
+    trace = recent_trace(known(noted(*passes).state()), SIZES)
     assert trace is not None
     assert trace.experts[:, 0, 0].tolist() == [2, 3, 4, 5]
     long = [rows(*((i, 7) for i in range(6)))] * 2
-    trace = trace_of(known(noted((1, True, long)).state()), SIZES)
+    trace = recent_trace(known(noted((1, True, long)).state()), SIZES)
     assert trace is not None
     assert trace.experts[:, 0, 0].tolist() == [2, 3, 4, 5]
 
 
 def test_what_is_of_another_model_or_damaged_is_passed_over():
     state = dict(noted((1, False, [rows((0, 1)), rows((2, 3))])).state() or {})
-    assert trace_of(known(state), SIZES) is not None
-    assert trace_of(known(state), (8, 8, 8)) is None
-    assert trace_of(known(state), (2, 2)) is None
-    assert trace_of(known({}), SIZES) is None
-    assert trace_of(known(None), SIZES) is None
-    assert trace_of(known({**state, "lengths": np.array([3])}), SIZES) is None
-    assert trace_of(known({**state, "requests": np.array([], np.int64)}), SIZES) is None
+    assert recent_trace(known(state), SIZES) is not None
+    assert recent_trace(known(state), (8, 8, 8)) is None
+    assert recent_trace(known(state), (2, 2)) is None
+    assert recent_trace(known({}), SIZES) is None
+    assert recent_trace(known(None), SIZES) is None
+    assert recent_trace(known({**state, "lengths": np.array([3])}), SIZES) is None
+    assert recent_trace(known({**state, "requests": np.array([], np.int64)}), SIZES) is None
     twice = {**state, "experts": np.zeros((1, 2, 2), np.uint16)}
-    assert trace_of(known(twice), SIZES) is None
-    assert trace_of(None, SIZES) is None
+    assert recent_trace(known(twice), SIZES) is None
+    assert recent_trace(None, SIZES) is None
     assert RecentRouting(OFFSETS, known(twice)).state() is None  # and begins anew

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from greenroom.errors import OutputError
-from greenroom.plan.costs import Observed
+from greenroom.plan.costs import RunMeasurement
 from greenroom.plan.history import files, records
 from greenroom.plan.history.records import Loss, Records, StoredSetting
 
-RUN = Observed(0.1, 0.05, 3.0, 1e9, 1.0)
+RUN = RunMeasurement(0.1, 0.05, 3.0, 1e9, 1.0)
 
 
 @pytest.fixture(autouse=True)

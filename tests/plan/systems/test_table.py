@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.config import LoadConfig
 from greenroom.errors import UnknownName, UsageError
-from greenroom.plan.systems.table import SYSTEMS, options, system, systems
+from greenroom.plan.systems.table import SYSTEMS, system, system_options, systems
 from greenroom.policies import policy
 from greenroom.predictors import predictor
 from tests.options import needs_option
@@ -35,25 +35,25 @@ def test_parts_of_a_row_exist(name):
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if not SYSTEMS[n].parts()])
 def test_rows_that_need_nothing_more_are_options_of_a_run(name):
-    LoadConfig(**options(system(name), {}, KNOWN))
+    LoadConfig(**system_options(system(name), {}, KNOWN))
 
 
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if SYSTEMS[n].parts()])
 def test_what_a_row_lacks_is_named(name):
     row = system(name)
     with pytest.raises(UsageError, match=f"^system {name} needs ") as raised:
-        options(row, {}, set(row.settings()))
+        system_options(row, {}, set(row.settings()))
     for what in row.parts().values():
         assert what in str(raised.value)
 
 
 def test_what_is_given_goes_before_the_row():
-    found = options(system("mixtral-offloading"), {"policy": "fifo", "readers": 3}, KNOWN)
+    found = system_options(system("mixtral-offloading"), {"policy": "fifo", "readers": 3}, KNOWN)
     assert found == {
         "policy": "fifo", "scope": "per-layer", "prefetch": "next-gate:1", "no_guard": True,
         "readers": 3,
     }  # fmt: skip
-    sized = options(system("adapmoe"), {"scope": "4,4"}, KNOWN)
+    sized = system_options(system("adapmoe"), {"scope": "4,4"}, KNOWN)
     assert sized["scope"] == "4,4"
 
 
@@ -61,20 +61,20 @@ def test_what_is_given_goes_before_the_row():
 @needs_option("miss_precision")
 def test_parts_that_are_built_are_taken_and_what_changes_the_output_never_is():
     every = {*KNOWN, "co_compute", "miss_precision", "pin", "split"}
-    assert options(system("hybrimoe"), {}, every)["co_compute"] == "auto"
-    assert options(system("moepic"), {}, every)["split"] == "auto"
+    assert system_options(system("hybrimoe"), {}, every)["co_compute"] == "auto"
+    assert system_options(system("moepic"), {}, every)["split"] == "auto"
     with pytest.raises(UsageError, match=r"int4, which change the output .--miss-precision.$"):
-        options(system("hobbit"), {}, every)
-    assert options(system("hobbit"), {"miss_precision": "int4"}, every)["policy"] == "hobbit"
+        system_options(system("hobbit"), {}, every)
+    assert system_options(system("hobbit"), {"miss_precision": "int4"}, every)["policy"] == "hobbit"
     with pytest.raises(UsageError, match="system static needs a set chosen beforehand"):
-        options(system("static"), {}, every)
-    pinned = options(system("static"), {"pin": "hot.json"}, every)
+        system_options(system("static"), {}, every)
+    pinned = system_options(system("static"), {"pin": "hot.json"}, every)
     assert pinned["policy"] == "lru"
 
 
 def test_only_greenroom_is_guarded():
     assert [n for n, row in SYSTEMS.items() if row.guard] == ["greenroom"]
-    assert options(system("greenroom"), {}, KNOWN)["no_guard"] is False
+    assert system_options(system("greenroom"), {}, KNOWN)["no_guard"] is False
 
 
 def test_names():

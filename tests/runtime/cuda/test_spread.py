@@ -21,7 +21,7 @@ from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.slots.tier import Pools
 from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
@@ -140,10 +140,10 @@ def test_the_bits_are_those_of_one_device(family, named):
     for tokens in (1, 5):
         case = inputs(torch.bfloat16, tokens, hidden=HIDDEN, seed=tokens)
         layer, places = toys(family, seed=3)
-        want = compute(kernel(named), layer, places, *case)
+        want = compute(make_kernel(named), layer, places, *case)
         count = len(case[1].unique())
         for waves in (None, [[i] for i in range(count)][::-1]):
-            over, first, at = spread(family, kernel(named))
+            over, first, at = spread(family, make_kernel(named))
             assert torch.equal(compute(over, first, at, *case, waves=waves), want)
 
 
@@ -155,13 +155,13 @@ def test_a_step_may_be_on_one_device_alone(named, home):
     x, index, weights = inputs(torch.bfloat16, 2, top_k=2, hidden=HIDDEN)
     index[:] = torch.tensor([[home, home + 2], [home + 4, home]])
     layer, places = toys("qwen3_moe", seed=0)
-    want = compute(kernel(named), layer, places, x, index, weights)
-    over, first, at = spread("qwen3_moe", kernel(named))
+    want = compute(make_kernel(named), layer, places, x, index, weights)
+    over, first, at = spread("qwen3_moe", make_kernel(named))
     assert torch.equal(compute(over, first, at, x, index, weights), want)
 
 
 def test_nothing_routed_here_is_nothing():
-    over, first, _ = spread("qwen3_moe", kernel("eager"))
+    over, first, _ = spread("qwen3_moe", make_kernel("eager"))
     x, index, weights = inputs(torch.bfloat16, 2, hidden=HIDDEN)
     step = over.begin(first, x, Routing.of(index.numpy() * 0 + TOYS, TOYS), weights)
     assert not over.combine(step).any()

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.errors import UnknownName
-from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.table import KERNELS, kernel
+from greenroom.runtime.kernels.table import KERNELS, make_kernel
 from tests.runtime.kernels.toys import CLASSES, DTYPES, EXPERTS, compute, experts, inputs, layer_of
 
 TOKENS = (1, 2, 3, 5, 33)
@@ -32,7 +32,7 @@ def test_eager_has_the_bits_of_transformers(family, dtype, weights_dtype):
     layer, places = layer_of(module)
     for tokens in TOKENS:
         case = inputs(dtype, tokens, weights_dtype=weights_dtype, seed=tokens)
-        assert torch.equal(compute(Eager(), layer, places, *case), module(*case))
+        assert torch.equal(compute(EagerKernel(), layer, places, *case), module(*case))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -73,7 +73,7 @@ def test_activations_are_recognised():
     names = {}
     for family in CLASSES:
         layer, _ = layer_of(experts(family, torch.bfloat16))
-        names[family] = plan_of(layer).activation
+        names[family] = layer_plan(layer).activation
     called = {family for family, a in names.items() if a.code == 0}
     assert called == {"gemma4", "inkling2", "openai_privacy_filter"}
     assert (names["hy_v4"].limit, names["gpt_oss"].alpha) == (3.0, 1.702)
@@ -92,7 +92,7 @@ def waves_of(data: st.DataObject, count: int) -> list[list[int]]:
 def test_waves_order_and_slots_do_not_change_a_bit(family, name, data):
     dtype = data.draw(st.sampled_from(DTYPES))
     module = experts(family, dtype)
-    make = (lambda: CpuKernel(float32=True)) if name == "numba" else Eager
+    make = (lambda: CpuKernel(float32=True)) if name == "numba" else EagerKernel
     case = inputs(dtype, data.draw(st.sampled_from(TOKENS)), seed=data.draw(st.integers(0, 99)))
     layer, places = layer_of(module)
     want = compute(make(), layer, places, *case)
@@ -130,7 +130,7 @@ def test_an_expert_can_be_cut_at_any_block(family, dtype):
                 rest = down.narrow(1 if whole.transposed else 2, a, b - a)
                 tensors = {up_name: piece.contiguous(), "down_proj": rest.contiguous()}
                 part, slots = layer_of(module, tensors, seed=7, first=a)
-                step.part(
+                step.compute_from(
                     routing.experts.tolist(), [slots[e] for e in routing.experts], part, a > 0
                 )
             assert torch.equal(fused.combine(step), want), (tokens, cuts)
@@ -161,7 +161,7 @@ def test_foreign_experts_are_skipped(name):
     layer, places = layer_of(module)
     x, index, weights = inputs(torch.bfloat16, 5)
     index[0, 1] = index[3] = EXPERTS
-    got = compute(kernel(name), layer, places, x, index, weights)
+    got = compute(make_kernel(name), layer, places, x, index, weights)
     assert torch.equal(got, module(x, index, weights))
     assert torch.equal(got[3], torch.zeros_like(got[3]))
 
@@ -183,4 +183,4 @@ def test_nan_and_infinity_propagate_as_in_eager(family, dtype, bad):
 
 def test_an_unknown_kernel_lists_the_known_ones():
     with pytest.raises(UnknownName, match="eager, numba"):
-        kernel("cuda")
+        make_kernel("cuda")

@@ -58,25 +58,25 @@ def test_begun_once_where_it_is_needed(kept, monkeypatch):
 
     monkeypatch.setattr(precompile.subprocess, "Popen", popen)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    precompile.start("bfloat16")
-    precompile.start("bfloat16")
+    precompile.start_compiling("bfloat16")
+    precompile.start_compiling("bfloat16")
     assert [child.command[-1] for child in started] == ["bfloat16"]
-    precompile.wait()
-    precompile.wait()
+    precompile.wait_for_compiling()
+    precompile.wait_for_compiling()
     assert started[0].said == ["waited"]
-    precompile.start("bfloat16")
+    precompile.start_compiling("bfloat16")
     assert len(started) == 2
     started[1].patient = False
-    precompile.wait()
+    precompile.wait_for_compiling()
     assert started[1].said == ["waited", "killed"]
     precompile._marker("bfloat16").touch()
-    precompile.start("bfloat16")
+    precompile.start_compiling("bfloat16")
     assert len(started) == 2
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    precompile.start("float16")
+    precompile.start_compiling("float16")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    precompile.start("float16")
+    precompile.start_compiling("float16")
     assert len(started) == 2
 
 

@@ -36,7 +36,7 @@ def test_rows_and_weights_are_those_that_a_trace_would_tell(tokens, top_k, seed)
     random = np.random.default_rng(seed)
     index = np.argsort(random.random((tokens, 7)), axis=1)[:, :top_k]
     weights = random.random((tokens, top_k)).astype(np.float32)
-    rows, sums = Routing.of(index, 7).counted(weights)
+    rows, sums = Routing.of(index, 7).counts_and_weights(weights)
     used = np.unique(index)
     assert rows.tolist() == [int((index == e).sum()) for e in used]
     half = weights.astype(np.float16).astype(np.float64)

@@ -149,5 +149,5 @@ def compute(
     step = kernel.begin(layer, x, routing, weights)
     for wave in [range(len(routing.experts))] if waves is None else waves:
         chosen = [int(routing.experts[i]) for i in wave]
-        kernel.wave(step, chosen, [places[e] for e in chosen])
+        kernel.compute_group(step, chosen, [places[e] for e in chosen])
     return kernel.combine(step)

@@ -25,14 +25,14 @@ from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats import encoded
 from greenroom.runtime.kernels.codegen.llvm.target import COLUMNS
-from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
+from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
 from greenroom.runtime.kernels.dense import attention, stored
 from greenroom.runtime.kernels.dense.accelerate import linear_forward, norm_forward
-from greenroom.runtime.kernels.dense.attention import OneToken, Room
-from greenroom.runtime.kernels.dense.stored import Stored
-from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.launch.openmp import body
-from greenroom.runtime.kernels.matrix import Matrix, unread
+from greenroom.runtime.kernels.dense.attention import KeyValueView, OneTokenAttention
+from greenroom.runtime.kernels.dense.stored import StoredMatrix
+from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
+from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
 from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
 from tests.runtime.kernels.dense.test_attention import FITTING, make
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs, layer_of
@@ -73,10 +73,10 @@ def rows_of(
     parts = tensors_of(style, "w", (ROWS, width), np.random.default_rng(width))
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
     spec = SlotLayout.pack(sizes, {"w": style.name}, str(dtype)[6:]).weight("w")
-    if unread(spec):
+    if unsupported_reason(spec):
         return
     walls = [moved(part, at_end) for part in parts.values()]
-    matrix = Matrix(spec, dtype, rounded)
+    matrix = MatrixProduct(spec, dtype, rounded)
     layout = array("q", matrix._layout)
     layout[encoded.L_CODES], layout[encoded.L_SCALE] = walls[0].data_ptr(), walls[-1].data_ptr()
     frame = array("q", [0] * encoded.FRAME_WORDS)
@@ -138,7 +138,7 @@ def of_experts(
     for key in ("down_proj", "gate_up_proj"):  # its shape alone is of use
         setattr(module, key, nn.Parameter(getattr(module, key), requires_grad=False))
     case = Coded(module, style, style, slots=WalledSlots)
-    if case.layer.unfused:
+    if case.layer.fallback_reason:
         return
     for count in tokens:
         x, index, weights = inputs(torch.bfloat16, count, hidden=hidden, seed=count)
@@ -146,7 +146,7 @@ def of_experts(
         want = compute(NanFused(True, True), case.plain, case.places, x, index, weights)
         for kernel in (NanFused(True), NanFused(True, True)):
             got = compute(kernel, case.layer, case.places, x, index, weights)
-            packs = any(m.packs for m in plan_of(case.layer, kernel.rounded).matrices)
+            packs = any(m.packs for m in layer_plan(case.layer, kernel.rounded).matrices)
             near = 0.0 if kernel.rounded and not packs else 2e-2
             name = f"experts {style} {type(kernel).__name__[3:]} {hidden} x {inner}, {count} tokens"
             yield name, Outcome(got, want, near)
@@ -159,7 +159,7 @@ def of_plain_experts(family: str, dtype: torch.dtype, hidden: int, inner: int) -
     for count in TOKENS:
         x, index, weights = inputs(dtype, count, hidden=hidden, seed=count)
         x = moved(x)
-        want = compute(Eager(), layer, places, x, index, weights)
+        want = compute(EagerKernel(), layer, places, x, index, weights)
         got = compute(NanFused(True), layer, places, x, index, weights)
         yield (
             f"{family} {str(dtype)[6:]} {hidden} x {inner}, {count} tokens",
@@ -184,7 +184,7 @@ def of_linear(dtype: torch.dtype, width: int, outputs: int) -> Iterator[Case]:
         words[layers.W], words[layers.W_ROWS] = layer.weight.data_ptr(), outputs
         words[layers.W_COLUMNS], words[layers.X_ROWS] = width, count
         words[layers.X_WIDE], words[layers.OUT_WIDE] = wide.data_ptr(), out.data_ptr()
-        body(layers.gemv, dtype, False)(words.buffer_info()[0], False)
+        kernel_entry(layers.gemv, dtype, False)(words.buffer_info()[0], False)
         yield f"scores {name}", Outcome(out.view(count, outputs), want - layer.bias.double(), 1e-3)
 
 
@@ -192,8 +192,10 @@ def of_stored(style: Style, width: int, outputs: int = 70) -> Iterator[Case]:
     """A dense layer whose matrix is stored, and its rows expanded."""
     parts = tensors_of(style, "weight", (outputs, width), np.random.default_rng(width))
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
-    matrix = Stored(SlotLayout.pack(sizes, {"weight": style.name}, "bfloat16"), torch.bfloat16)
-    if matrix.unread:
+    matrix = StoredMatrix(
+        SlotLayout.pack(sizes, {"weight": style.name}, "bfloat16"), torch.bfloat16
+    )
+    if matrix.unsupported_reason:
         return
 
     def fill(nbytes: int, dtype: torch.dtype) -> Tensor:
@@ -231,14 +233,14 @@ def of_norm(dtype: torch.dtype, width: int) -> Iterator[Case]:
     yield f"norm {str(dtype)[6:]} {width}", Outcome(forward(x), want, 2e-2)
 
 
-def of_attention(one: OneToken, tokens: int) -> Iterator[Case]:
+def of_attention(one: OneTokenAttention, tokens: int) -> Iterator[Case]:
     """A token's attention over keys and values that end at a wall."""
     shape = (1, one.kv_heads, tokens, one.width)
     keys, values = (moved(torch.randn(shape).to(one.dtype)) for _ in range(2))
     before = [part[:, :, :-1].clone() for part in (keys, values)]
     x = moved(torch.randn(1, 1, one.hidden).to(one.dtype))
     positions = tuple(moved(torch.randn(1, 1, one.width).to(one.dtype)) for _ in range(2))
-    one._reserve = lambda cache, layer: Room(keys, values, tokens)
+    one._reserve = lambda cache, layer: KeyValueView(keys, values, tokens)
     cache = attention._Remembered(*before)
     want = one.original(one.module, x, positions, None, cache)[0]
     yield (
@@ -280,7 +282,7 @@ def of_plain(dtype: torch.dtype, whole: bool) -> Iterator[Case]:
             yield from of_norm(dtype, count)
     if whole and dtype is not torch.float32:
         module = make(*FITTING["mixtral"], dtype)
-        one = OneToken(module, None, lambda cache, layer: None, {})
+        one = OneTokenAttention(module, None, lambda cache, layer: None, {})
         for tokens in elements:
             yield from of_attention(one, tokens)
 

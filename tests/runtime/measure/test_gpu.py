@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.core.cost import CHUNK_BYTES, Link
 from greenroom.core.machine import Machine
-from greenroom.plan import words
+from greenroom.plan import summary
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.measure import gpu as measure
 from greenroom.runtime.measure import kernels as measure_kernels
@@ -76,7 +76,7 @@ def test_where_memory_cannot_be_pinned_the_profile_says_why():
     assert link.bandwidth == found["pageable"] < BUS / 10
     device = {**found, "name": "it", "memory": 1e12, "memory_bytes": 1 << 30}
     machine = Machine(MACHINE.routes, MACHINE.processors, MACHINE.host, {"device": device})
-    assert "cannot be pinned (no room)" in " ".join(words.of_machine(machine))
+    assert "cannot be pinned (no room)" in " ".join(summary.machine_summary(machine))
 
 
 def test_memory_is_read_and_written():
@@ -102,4 +102,4 @@ def test_a_profile_that_a_plan_takes(tmp_path: Path):
     assert 0 < costs.expert.seconds(1) <= costs.expert.seconds(16)
     device = machine.measured["device"]
     assert (device["name"], device["memory_bytes"]) == ("a paced one", 64 * MIB)
-    assert "a paced one has 64 MiB of memory" in " ".join(words.of_machine(machine))
+    assert "a paced one has 64 MiB of memory" in " ".join(summary.machine_summary(machine))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from greenroom.core.layout import SlotLayout
-from greenroom.runtime.kernels.dense.stored import Stored, dense_bytes, keep
+from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix, dense_bytes
 from greenroom.runtime.memory.system import peak_rss_bytes, rss_bytes
 
 HELD = 64 << 20
@@ -45,6 +45,6 @@ def test_dense_bytes_count_stored_matrices_and_shared_tensors_once() -> None:
     model = nn.ModuleList([nn.Linear(64, 32, bias=False) for _ in range(3)])
     model[1].weight = model[0].weight
     model.register_buffer("table", torch.zeros(10))
-    matrix = Stored(SlotLayout.pack([("weight", (32, 64), "float16")]), torch.float16)
-    keep(model[2], matrix)
+    matrix = StoredMatrix(SlotLayout.pack([("weight", (32, 64), "float16")]), torch.float16)
+    attach_matrix(model[2], matrix)
     assert dense_bytes(model) == 64 * 32 * 4 + 40 + matrix.nbytes

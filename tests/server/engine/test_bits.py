@@ -61,7 +61,7 @@ def test_batch_invariant_answers_are_those_of_the_request_alone(dtype: str) -> N
     asked += [([*asked[4][0], *draw(5, 77)], 4)]
     s = Served(folder, batch_invariant=True, prefill_chunk=16, capacity=5)
     try:
-        assert (s.engine.batch.apart == "") == (dtype == "bfloat16")
+        assert (s.engine.batch.sequential_reason == "") == (dtype == "bfloat16")
         together = [s.ask(ids, new, top_logprobs=5) for ids, new in asked[:-1]]
         for each in together:
             each.end()

@@ -89,8 +89,8 @@ def test_keys_and_values_stay_within_their_memory(served: Any) -> None:
 def test_slots_make_room_for_all_requests_and_come_back(
     served: Any, folder: Any, model: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("greenroom.hf.memory.growth.BLOCK", 32)
-    one = kv_bytes(Draft.of(folder).model, block=512, room=600).total(600)
+    monkeypatch.setattr("greenroom.hf.memory.slot_budget.BLOCK", 32)
+    one = kv_bytes(Draft.of(folder).model, block=512, room=600).total_bytes(600)
     s = served(capacity=16, context=600, leaving=4, max_batch=3, prefill_chunk=64,
                kv_memory=one, prefix_share="100%")  # fmt: skip
     system = draw(100)
@@ -100,7 +100,11 @@ def test_slots_make_room_for_all_requests_and_come_back(
     while any(each.finished is None for each in heard):
         memory, kv = s.engine.stats()["memory"], s.engine.stats()["kv"]
         least = min(least, memory["slots"])
-        assert kv["reserved_bytes"] <= kv["limit_bytes"] <= s.engine.greenroom.growth.most()
+        assert (
+            kv["reserved_bytes"]
+            <= kv["limit_bytes"]
+            <= s.engine.greenroom.slot_budget.max_kv_bytes()
+        )
         time.sleep(0.02)
     assert least < 12
     for seed, each in enumerate(heard):
@@ -135,7 +139,7 @@ def attached(most: int | None) -> Any:
             budget_bytes=None if most is None else 1 << 20,
             keys_values=SimpleNamespace(total=lambda tokens: 10 << 10),
         ),
-        growth=None if most is None else SimpleNamespace(most=lambda: most),
+        slot_budget=None if most is None else SimpleNamespace(max_kv_bytes=lambda: most),
     )
 
 
@@ -161,7 +165,7 @@ def test_what_was_learned_is_there_for_the_next_one(
         until = time.monotonic() + PATIENCE
         while engine.state()[0] == "loading" and time.monotonic() < until:
             time.sleep(0.01)
-        warmed.append(engine.greenroom.warmed)
+        warmed.append(engine.greenroom.warm_experts)
         heard = Heard()
         engine.submit(Request(tuple(draw(6)), 30, Sampling(0.0), end_ids=()), heard)
         assert heard.end().reason == "length"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from greenroom.errors import TooLong, UsageError
-from greenroom.hf.text.dialogue import Decoder, Dialogue
+from greenroom.hf.text.dialogue import Dialogue, TextDecoder
 from greenroom.hf.text.prompt_limit import PIECE, PromptLimit, count_chars
 from greenroom.server.api.shared.formats import json_grammar
 from greenroom.server.api.shared.schemas import MOST_NODES, too_large
@@ -260,7 +260,7 @@ def test_an_exception_of_a_library_is_an_error_of_its_request(
     raising = _raising(error)
     with monkeypatch.context() as patch:
         if where == "decode":
-            patch.setattr(Decoder, "feed", raising)
+            patch.setattr(TextDecoder, "feed", raising)
         elif where == "submit":
             patch.setattr(FakeEngine, "submit", raising)
         else:

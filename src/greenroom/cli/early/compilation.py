@@ -23,7 +23,7 @@ def compile_ahead(model: str, config: LoadConfig) -> None:
         budget = Amount.parse(config.memory, "--memory").of(available)
     dtype = config.dtype if config.dtype != "auto" else _dtype(Path(model) / "config.json")
     if config.kernels != "eager" and budget >= ROOM and dtype in ("bfloat16", "float16"):
-        precompile.start(dtype)
+        precompile.start_compiling(dtype)
 
 
 def _dtype(config: Path) -> str:

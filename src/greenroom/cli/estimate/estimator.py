@@ -12,8 +12,8 @@ from greenroom.errors import UsageError
 if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.machine import Machine, Processor
-    from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
+    from greenroom.plan.workload import Workload
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
@@ -31,7 +31,8 @@ def workload_of(trace: Path | None, model: Model) -> Evidence:
     """
     from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.plan.history.files import load_routing
-    from greenroom.plan.history.recent import trace_of
+    from greenroom.plan.history.recent import recent_trace
+    from greenroom.plan.workload import earlier_workload, recorded_workload, synthetic_workload
     from greenroom.trace import load
 
     if trace is not None:
@@ -47,14 +48,14 @@ def estimator_of(
     config: LoadConfig,
     processor: Processor | None = None,
     host_memory: str | int | None = None,
-    both: bool = False,
+    co_compute: bool = False,
 ) -> Any:
     """An estimator, and how many measured runs of this model calibrated its costs.
 
     `processor` computes (default: the first); `both`: estimate also co-compute with the host.
     """
     from greenroom.core.machine import name_of
-    from greenroom.plan.costs import calibrated, limited, of_machine
+    from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.history.files import load_records
 
@@ -63,9 +64,9 @@ def estimator_of(
     first = computing == machine.processors[0]  # the runs were on this one
     costs = of_machine(machine, model, config.readers, computing.name)
     if first:
-        costs = calibrated(costs, model, runs)
+        costs = calibrated_costs(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
-    if both and not (host and costs.host is not None):
+    if co_compute and not (host and costs.host is not None):
         raise UsageError(
             "--co-compute auto needs experts in host memory (--host-memory) and a GPU that computes"
             " (--processor)"
@@ -73,7 +74,7 @@ def estimator_of(
     limit = None
     if config.read_limit is not None:
         limit = Amount.parse(config.read_limit, "--read-limit").nbytes
-    costs = limited(costs, limit, model.expert_bytes)
+    costs = throttled_costs(costs, limit, model.expert_bytes)
     measured = bool(runs) and first
     options = changed_options(config)
     estimator = Estimator(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from greenroom.config import format_amount, show_bytes
-from greenroom.sim.table import columns, show_time
+from greenroom.sim.table import show_time, text_table
 
 if TYPE_CHECKING:
     from greenroom.core.machine import Machine, Processor
     from greenroom.plan.estimate import Estimate
-    from greenroom.plan.evidence import Evidence
     from greenroom.plan.model import Model
     from greenroom.plan.planner import Plan
+    from greenroom.plan.workload import Workload
 
 
 def facts_of(
@@ -28,7 +28,7 @@ def facts_of(
 ) -> list[tuple[str, str]]:
     """The facts that a plan is based on, by name."""
     from greenroom.core.machine import name_of
-    from greenroom.plan.words import loaded
+    from greenroom.plan.summary import was_under_load
 
     whose = "this one" if local else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
@@ -82,7 +82,7 @@ def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory as a table, one line for each budget."""
     from greenroom.plan.words import HEADER, line_of
 
-    return columns(HEADER, [line_of(point) for point in points], left=0)
+    return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 
 
 def as_json(plan: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from greenroom.config import SimulateConfig
 from greenroom.core.cache.scope import name_of
 from greenroom.sim.curves import opt_curve
 from greenroom.sim.report import report
-from greenroom.sim.study import Cell, Row, Study, grid
+from greenroom.sim.study import Cell, Row, Study, curve_capacities
 from greenroom.trace.locality import popularity
 
 Go = Callable[[Study, list[Cell]], list[Row]]
@@ -36,7 +36,7 @@ def page(
     trace, counted = study.trace, replace(study, costs=None)
     experts = int(trace.offsets[-1])
     least = 1 if study.scope == "shared" else trace.layers
-    points = list(grid([cell.capacity for cell in cells], experts, least))
+    points = list(curve_capacities([cell.capacity for cell in cells], experts, least))
     names = list(dict.fromkeys(cell.policy for cell in cells))
     needed = [Cell(name, n, config.pin) for name in names for n in points]
     results: dict[Cell, Row] = dict(zip(cells, rows, strict=True))

@@ -40,5 +40,5 @@ def write_file(path: Path, text: str) -> None:
     from greenroom.trace.container import beside
 
     check_target(path)
-    with beside(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())

@@ -80,9 +80,9 @@ def moepic(
     from greenroom.plan.configurator import Latency, configure, layers_of
     from greenroom.plan.recorded import activity_of
 
-    activity = activity_of(trace, config.predictions)
-    latency = Latency.of(costs, expert_bytes, trace.top_k)
-    chosen = configure(layers_of(activity), float(capacity), latency, config.zeta)
+    activity = recorded_activity(trace, config.predictions)
+    latency = TokenLatency.of(costs, expert_bytes, trace.top_k)
+    chosen = configure(layer_statistics(activity), float(capacity), latency, config.zeta)
     return {
         "slots": [each.budget for each in chosen],
         "split": [each.ratio for each in chosen],

@@ -21,15 +21,15 @@ from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.attach.materialize import check as check_materialize
 from greenroom.hf.attach.materialize import materialize
 from greenroom.hf.attach.pass_hooks import Observer, PassHooks
-from greenroom.hf.attach.predictors import foresee
+from greenroom.hf.attach.predictors import prefetch_predictors
 from greenroom.hf.attach.task_pins import TaskPins
 from greenroom.hf.history import split_counts
 from greenroom.hf.history.split_counts import HeadTimer, SplitCounts
 from greenroom.hf.history.warm_start import LIMIT_S, WarmStart, warm_up
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.hf.memory.devices import engines_for, host_computes, kernels_of, lanes_of, links_of
-from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import (
     chunks_in,
     host_tier,
@@ -59,7 +59,7 @@ from greenroom.runtime.driver.stats import (
 from greenroom.runtime.driver.timeline import Timeline
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.dense.stored import dense_bytes
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.memory.system import peak_rss_bytes
 
 
@@ -67,53 +67,55 @@ class Greenroom:
     """A model's cache of experts: `model.greenroom`."""
 
     def __init__(
-        self, model: PreTrainedModel, parts: ModelSetup, store: Store | None = None
+        self, model: PreTrainedModel, setup: ModelSetup, store: Store | None = None
     ) -> None:
         """`store` stands in for the checkpoint's own files, such as one in memory."""
         module_guard.remove(model)  # of an earlier cache: modules are copied to other devices
-        self.parts, self._model = parts, weakref.ref(model)
-        self.generation: Any = None  # the model's config, as it was before `load` set its own
-        self.kernel: Kernel = kernel(kernels_of(parts))
-        modules = [model.get_submodule(name) for name in parts.catalog.layers]
+        self.setup, self._model = setup, weakref.ref(model)
+        self.original_generation_config: Any = (
+            None  # the model's config, as it was before `load` set its own
+        )
+        self.kernel: Kernel = make_kernel(kernels_of(setup))
+        modules = [model.get_submodule(name) for name in setup.catalog.layers]
         running = None
-        if parts.capacity < parts.catalog.experts:
-            running = foresee(
-                model, parts.catalog, parts.prefetch, parts.predictor, parts.fingerprint
+        if setup.capacity < setup.catalog.experts:
+            running = prefetch_predictors(
+                model, setup.catalog, setup.prefetch, setup.predictor, setup.fingerprint
             )
         name, self.predictor = "", None
         if running:
             name, self.predictor = next(iter(running.predictors.items()))
-        self._inputs = running.listen() if running else None
-        key = parts.fingerprint if parts.remember else ""
+        self._inputs = running.capture_inputs() if running else None
+        key = setup.fingerprint if setup.remember else ""
         known = files.load_routing(key) if key else None
-        self._watch = SplitCounts(parts.catalog.offsets, known) if parts.watch else None
+        self._watch = SplitCounts(setup.catalog.offsets, known) if setup.watch else None
         noted = key and files.enabled() and not model.config.is_encoder_decoder
-        self._recent = RecentRouting(parts.catalog.offsets, known) if noted else None
-        both = host_computes(parts)
+        self._recent = RecentRouting(setup.catalog.offsets, known) if noted else None
+        both = host_computes(setup)
         self._ahead = slots_ahead(running.shape.top_k) if running else 0
-        if both or parts.config.proposes():
+        if both or setup.config.proposes():
             self._ahead = slots_ahead(experts_per_token(model))
-        self.engines = engines_for(parts)
+        self.engines = engines_for(setup)
         self.engine = self.engines[0] if self.engines else None
         self.driver = self._driver(store, both)
         if self._watch is not None:
             self.driver.predictions.observers.append(self._watch.predicted)
         self._warm_start = WarmStart(key, self.driver, known, name, self.predictor)
-        self.warmed = 0  # experts that were read because of earlier runs
+        self.warm_experts = 0  # experts that were read because of earlier runs
         self.process_bytes: int | None = None  # beside dense parts and slots, where it was measured
         self._close = weakref.finalize(model, self.driver.close)
         self._head: HeadTimer | None = None
         self._base = self._so_far()
-        self.bindings = Bindings(self.kernel, modules, parts, self.engines, self.driver)
+        self.bindings = Bindings(self.kernel, modules, setup, self.engines, self.driver)
         observers: list[Observer] = [
             each for each in (self._watch, self._recent) if each is not None
         ]
-        self.hooks = PassHooks(parts, self.driver, self.bindings, observers)
-        chosen = self.hooks.chosen if observers or parts.pins is not None else None
+        self.hooks = PassHooks(setup, self.driver, self.bindings, observers)
+        chosen = self.hooks.on_choice if observers or setup.pins is not None else None
         try:
             self.bindings.bind(model, self._inputs, chosen)
-            self.hooks.listen(model)
-            self._head = HeadTimer(model) if parts.watch else None
+            self.hooks.install(model)
+            self._head = HeadTimer(model) if setup.watch else None
             dense = self.bindings.accelerated
             compiled = dense.compiled if dense is not None else set()
             self.hooks.check_weights = module_guard.addresses(model, modules, compiled)
@@ -124,47 +126,47 @@ class Greenroom:
 
     def _driver(self, given: Store | None, both: bool) -> Driver:
         """What carries experts into slots; `both`: the host's processor computes too."""
-        parts = self.parts
-        store, self.direct = open_store(parts, given)
-        chunks = chunks_in(store, parts)
-        pieces = pieces_of(parts, [len(each) for each in chunks])
-        slots = make_slots(parts, pieces, self.engines)
-        self._tier = host_tier(parts, pieces)
+        setup = self.setup
+        store, self.direct = open_store(setup, given)
+        chunks = chunks_in(store, setup)
+        pieces = pieces_of(setup, [len(each) for each in chunks])
+        slots = make_slots(setup, pieces, self.engines)
+        self._tier = host_tier(setup, pieces)
         scheduler = self._scheduler(pieces, both)
         between = None
-        if len(lanes_of(parts)) > 1:
+        if len(lanes_of(setup)) > 1:
             seats = scheduler.view.seats
-            between = memory_between(parts, pieces, chunks, seats, self.engines, both)
+            between = memory_between(setup, pieces, chunks, seats, self.engines, both)
         return Driver(
             scheduler,
             store,
             slots,
-            foresight=Foresight(self.predictor, parts.catalog.offsets) if self.predictor else None,
-            guard=Guard() if parts.guard and self.predictor else None,
-            links=links_of(parts),
+            foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
+            guard=Guard() if setup.guard and self.predictor else None,
+            links=links_of(setup),
             between=between,
         )
 
     def _scheduler(self, pieces: Pieces, both: bool) -> Scheduler:
-        parts, slot_bytes = self.parts, self.parts.catalog.slot_bytes
+        setup, slot_bytes = self.setup, self.setup.catalog.slot_bytes
         return build_scheduler(
             pieces,
-            parts.capacity,
-            named_policy(parts.policy),
-            parts.config,
+            setup.capacity,
+            named_policy(setup.policy),
+            setup.config,
             costs=nominal(slot_bytes) if both else None,
             expert_bytes=slot_bytes,
-            scope=parts.scope,
-            lanes=lanes_of(parts),
+            scope=setup.scope,
+            lanes=lanes_of(setup),
             ahead=self._ahead,
-            seed=parts.seed,
+            seed=setup.seed,
             host=self._tier,
         )
 
     @property
-    def growth(self) -> Growth | None:
+    def slot_budget(self) -> SlotBudget | None:
         """Of keys and values, where they share the slots' budget."""
-        return self.hooks.growth
+        return self.hooks.slot_budget
 
     @property
     def memory_bytes(self) -> int | None:
@@ -174,8 +176,8 @@ class Greenroom:
         """
         if self.process_bytes is None or (model := self._model()) is None:
             return None
-        slots = self.growth.in_decode() if self.growth is not None else self.capacity
-        return self.process_bytes + dense_bytes(model) + slots * self.parts.catalog.slot_bytes
+        slots = self.slot_budget.decode_slots() if self.slot_budget is not None else self.capacity
+        return self.process_bytes + dense_bytes(model) + slots * self.setup.catalog.slot_bytes
 
     @property
     def capacity(self) -> int:
@@ -191,26 +193,30 @@ class Greenroom:
     def pin(self) -> None:
         """Have the experts of tasks stay from here on. BudgetError where they leave no room, also
         for the fewest slots that keys and values will leave."""
-        parts = self.parts
-        if parts.pins is not None:
-            fewest = self.growth.least if self.growth is not None else self.capacity
-            for task in parts.pins.tasks.values():
+        setup = self.setup
+        if setup.pins is not None:
+            fewest = (
+                self.slot_budget.full_context_slots
+                if self.slot_budget is not None
+                else self.capacity
+            )
+            for task in setup.pins.tasks.values():
                 self.driver.scheduler.view.check_capacity(fewest, task.experts)
-            self.hooks.observers.append(TaskPins(parts.pins, self.driver))
+            self.hooks.observers.append(TaskPins(setup.pins, self.driver))
 
     def warm_up(self) -> None:
         """Read what earlier runs left in the cache, before the first prompt; counts stay at 0."""
         scheduler = self.driver.scheduler
         scheduler.on(Resized(self.capacity, ahead=0))  # nothing is to be learned about its pace
-        self.warmed = self._warm_start.warm_up()
-        if self.parts.pins is not None and (wanted := self.parts.pins.first).size:
-            self.warmed += warm_up(self.driver, wanted, LIMIT_S)
+        self.warm_experts = self._warm_start.warm_up()
+        if self.setup.pins is not None and (wanted := self.setup.pins.first).size:
+            self.warm_experts += warm_up(self.driver, wanted, LIMIT_S)
         scheduler.on(Resized(self.capacity, ahead=self._ahead))
         self.reset_stats()
 
     def stats(self) -> Stats:
         """What happened since the model was loaded, or since `reset_stats`."""
-        driver, catalog = self.driver, self.parts.catalog
+        driver, catalog = self.driver, self.setup.catalog
         counts_before, meter_before, requests, hits = self._base
         counts = minus(driver.scheduler.view.counted(), counts_before)
         meter = minus(driver.meter.copy(), meter_before)
@@ -230,12 +236,12 @@ class Greenroom:
             stall_s=meter.stall_s,
             peak_rss_bytes=peak_rss_bytes(),
             memory_bytes=self.memory_bytes,
-            budget_bytes=self.parts.budget_bytes,
+            budget_bytes=self.setup.budget_bytes,
             prefetch=prefetch_stats(driver, self.predictor, counts),
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
-            lesser=lesser_stats(driver, counts, self.parts.approximation),
+            lesser=lesser_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,
@@ -269,17 +275,17 @@ class Greenroom:
         """
         if not self._close.alive:
             raise ClosedError("the model was detached: load it again")
-        slots = slots_for(cache, self.parts.catalog, "cache")
+        slots = slots_for(cache, self.setup.catalog, "cache")
         self.driver.scheduler.view.check_capacity(slots)
-        self.hooks.growth = None
+        self.hooks.slot_budget = None
         self.driver.resize(slots)
         return self.capacity
 
-    def grow(self, growth: Growth) -> None:
+    def use_slot_budget(self, slot_budget: SlotBudget) -> None:
         """Have as many slots as keys and values leave, from here on."""
-        growth.bind(self.driver)
+        slot_budget.bind(self.driver)
         self.driver.sizes = self.capacity, self.capacity
-        self.hooks.growth = growth
+        self.hooks.slot_budget = slot_budget
 
     def detach(self) -> None:
         """End the threads, free the slots, and take hooks and compiled layers out of the model.
@@ -316,12 +322,12 @@ class Greenroom:
         model: Any = self._model()
         if model is None or getattr(model, "greenroom", None) is not self:
             raise UnsupportedCall("the model is not this cache's any more")
-        freed = self.capacity * self.parts.catalog.slot_bytes if self._close.alive else 0
-        source = check_materialize(model, self.parts.source, 0 if self.engine else freed)
+        freed = self.capacity * self.setup.catalog.slot_bytes if self._close.alive else 0
+        source = check_materialize(model, self.setup.source, 0 if self.engine else freed)
         self.detach()
         materialize(model, source)
-        if self.generation is not None:
-            model.generation_config = self.generation
+        if self.original_generation_config is not None:
+            model.generation_config = self.original_generation_config
         del model.greenroom
         return model
 

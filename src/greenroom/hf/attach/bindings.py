@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from greenroom.core.plan import LOW
 from greenroom.core.predictor import Ids
-from greenroom.hf.attach.shared import Shared
+from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.kv.cache import reserve, take_back
-from greenroom.hf.memory.approximate import layer_with_less
+from greenroom.hf.kv.cache import append_token, remove_token
+from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.calibrate import calibrate, trial_step
@@ -33,11 +33,11 @@ from greenroom.runtime.kernels.approximate import ApproximateKernel
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
 from greenroom.runtime.kernels.dense.accelerate import Accelerated, accelerate
-from greenroom.runtime.kernels.dense.stored import put_back
+from greenroom.runtime.kernels.dense.stored import restore_weights
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
-from greenroom.runtime.kernels.table import ON_GPUS, described
+from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
 from greenroom.runtime.probes.inputs import GateInputs
 
 COMPILED_TOKENS = 64  # enough for the kernels to take the way of a prompt
@@ -52,15 +52,15 @@ class Bindings:
         self,
         kernel: Kernel,
         modules: Sequence[nn.Module],
-        parts: ModelSetup,
+        setup: ModelSetup,
         engines: Sequence[Engine],
         driver: Driver,
     ) -> None:
         """`engines` are the GPUs, if there are any."""
         self.kernel, self.modules = kernel, modules
         self.accelerated: Accelerated | None = None
-        self.shared: Shared | None = None
-        self._parts, self._driver, self._slots = parts, driver, driver.slots
+        self.shared: SharedModules | None = None
+        self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Slots of host memory that the host's processor computes from.
         self._slab = None if driver.between is None else driver.between.slots
@@ -75,10 +75,10 @@ class Bindings:
         """Give every module what it needs to be served. `inputs` are those of the routers, `chosen`
         is told what each step's tokens chose."""
         if isinstance(self.kernel, CpuKernel):
-            self.accelerated = accelerate(model, reserve, experts_onto, self.kernel.rounded)
+            self.accelerated = accelerate(model, append_token, experts_onto, self.kernel.rounded)
         else:
-            put_back(model)
-        self.shared = Shared(model, self.modules)
+            restore_weights(model)
+        self.shared = SharedModules(model, self.modules)
         driver, computing = self._driver, self._computing(model)
         for layer, module in enumerate(self.modules):
             experts = self._experts(layer, module)
@@ -91,7 +91,7 @@ class Bindings:
                 layer,
                 experts,
                 driver.scheduler.policy.weighs,
-                self._parts.approximation is not None,
+                self._setup.approximation is not None,
                 inputs=partial(inputs.latest, layer) if inputs else None,
                 meanwhile=self.shared.meanwhile[layer],
                 computed=self._slots.computed,
@@ -99,42 +99,42 @@ class Bindings:
             )
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
-            fuse_layers(model, self.accelerated.layers, experts_of_layers, take_back)
-        self.described = described(self.kernel, self.experts)
+            fuse_layers(model, self.accelerated.layers, experts_of_layers, remove_token)
+        self.described = describe_kernel(self.kernel, self.experts)
 
     def _computing(self, model: PreTrainedModel) -> Kernel:
         """The kernel, or what has it compute on several devices, on the host too, or in parts."""
-        parts, slots, kernel = self._parts, self._slots, self.kernel
-        if (devices := len(parts.devices)) > 1:
+        setup, slots, kernel = self._setup, self._slots, self.kernel
+        if (devices := len(setup.devices)) > 1:
             there = [engine.device for engine in self._engines] or [model.device] * devices
             kernel = SpreadKernel(kernel, slots, there)
         if self._slab is not None:
             return CoComputeKernel(kernel, self._engine, self._slab)
-        if parts.catalog.layouts[0].segments:
+        if setup.catalog.layouts[0].segments:
             return SegmentedKernel(kernel, len(slots.pools))
         return (
             ApproximateKernel(kernel, len(slots.pools))
-            if parts.approximation is not None
+            if setup.approximation is not None
             else kernel
         )
 
     def _experts(self, layer: int, module: nn.Module) -> LayerExperts:
         """A layer's experts as they lie in the slots."""
-        parts, slots = self._parts, self._slots
-        if parts.catalog.layouts[0].segments:
+        setup, slots = self._setup, self._slots
+        if setup.catalog.layouts[0].segments:
             return self._in_segments(layer, module)
-        if parts.approximation is not None:
-            return layer_with_less(parts, module, layer, slots)
-        return LayerExperts(module, parts.catalog.layouts[layer], slots.pools[0])
+        if setup.approximation is not None:
+            return approximate_layer(setup, module, layer, slots)
+        return LayerExperts(module, setup.catalog.layouts[layer], slots.pools[0])
 
     def _in_segments(self, layer: int, module: nn.Module) -> SegmentedExperts:
         """A layer whose experts lie in segments, all in one slot or in those of two parts."""
-        catalog, pools = self._parts.catalog, self._slots.pools
+        catalog, pools = self._setup.catalog, self._slots.pools
         layout = catalog.layouts[layer]
-        if self._parts.split is None:
+        if self._setup.split is None:
             return SegmentedExperts(module, layout, pools, 0)
         assert isinstance(catalog, PackCatalog)
-        tops = pools[0 if self._parts.scope == "shared" else layer]
+        tops = pools[0 if self._setup.scope == "shared" else layer]
         cut = catalog.cuts[layer]
         of = [tops, pools[-1]] if cut < len(layout.segments) else [tops]
         return SegmentedExperts(module, layout, of, cut)
@@ -146,10 +146,10 @@ class Bindings:
             costs = calibrate(computing, experts, self._engine, self._slots, self._slab)
             for option in self._driver.scheduler.options:
                 option.calibrated(costs)
-        if self.kernel.name == ON_GPUS:
-            from greenroom.runtime.kernels.triton import unread
+        if self.kernel.name == GPU_KERNEL:
+            from greenroom.runtime.kernels.triton import fallback_reason
 
-            if (reason := unread(experts)) is not None:
+            if (reason := fallback_reason(experts)) is not None:
                 log.warning("%s: the kernels eager compute them, on the GPU too", reason)
 
     @property
@@ -157,29 +157,31 @@ class Bindings:
         """Every layer's."""
         return [getattr(module, BINDING).experts for module in self.modules]
 
-    def alone(self) -> AbstractContextManager[None]:
+    def batch_invariant(self) -> AbstractContextManager[None]:
         """For the while a token's experts give the bits that they give it alone, whoever is beside
         it in a pass."""
-        return self.kernel.alone() if isinstance(self.kernel, CpuKernel) else nullcontext()
+        return self.kernel.sequential() if isinstance(self.kernel, CpuKernel) else nullcontext()
 
-    def by_tokens(self, model: PreTrainedModel) -> bool:
+    def is_token_wise(self, model: PreTrainedModel) -> bool:
         """Has every layer a way of its own for single tokens, whatever is beside them in a pass?"""
         layers = model.config.get_text_config().num_hidden_layers
         known = 0 if self.accelerated is None else self.accelerated.counts.get("layer", 0)
-        return bool(known == layers) and not any(experts.unfused for experts in self.experts)
+        return bool(known == layers) and not any(
+            experts.fallback_reason for experts in self.experts
+        )
 
     def compile(self) -> None:
         """Have the kernels compiled now, for one token and for many."""
         binding: Binding = getattr(self.modules[0], BINDING)
-        several = len(self._parts.devices) > 1
+        several = len(self._setup.devices) > 1
         kernel = self.kernel if self._engines or several else binding.kernel
         ways: list[tuple[Any, ...]] = [([0], [0])]
-        if self._parts.copies is not None:
+        if self._setup.copies is not None:
             ways.append(([0], [1], LOW))
         for tokens in (1, COMPILED_TOKENS):
             for way in ways:
                 step = trial_step(kernel, binding.experts, self._engine, tokens)
-                kernel.wave(step, *way)
+                kernel.compute_group(step, *way)
                 kernel.combine(step)
 
     def detach(self) -> None:

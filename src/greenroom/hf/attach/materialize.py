@@ -21,7 +21,7 @@ from greenroom.hf.index.experts import STREAMED, streamed_of
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
 from greenroom.hf.model.reference import load_experts, quantiser
-from greenroom.runtime.kernels.dense.stored import stored_of
+from greenroom.runtime.kernels.dense.stored import stored_matrix
 from greenroom.runtime.memory.system import available_bytes, give_back
 
 SINCE = "since the model was loaded"
@@ -58,7 +58,7 @@ def expanded_bytes(model: nn.Module) -> int:
         sum(prod(each.shape) * each.dtype.itemsize for each in streamed_of(module))
         for module in model.modules()
     ]
-    stored = {id(each): each for m in model.modules() if (each := stored_of(m)) is not None}
+    stored = {id(each): each for m in model.modules() if (each := stored_matrix(m)) is not None}
     dense = sum(each.shape.numel() * each.dtype.itemsize for each in stored.values())
     return sum(layers) + max(layers) + dense
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from greenroom.core.layout import FLOATS
 from greenroom.errors import UnsupportedCall
 from greenroom.hf.index.experts import streamed_of
-from greenroom.runtime.kernels.dense.stored import stored_of
+from greenroom.runtime.kernels.dense.stored import stored_matrix
 
 WAY_OUT = "model.greenroom.materialize() reads them into memory first"
 COPIES = (
@@ -42,7 +42,7 @@ Me = Callable[[], Any]  # a weak reference to the module
 
 
 def install(model: PreTrainedModel, compiled: Set[nn.Module]) -> None:
-    """Guard a model and all modules in it; a second call changes nothing.
+    """ModuleCheck a model and all modules in it; a second call changes nothing.
 
     `compiled` are the modules whose weights compiled code reads. What holds none of these, and no
     streamed or stored weight, may be converted and moved: some models do so with their routers.
@@ -70,7 +70,7 @@ def addresses(
 
     `weight.data = other` keeps the parameter and exchanges its memory: compiled kernels would go on
     reading the old address. Another parameter under the same name is noticed by the layers
-    themselves (runtime/kernels/dense/guard.py), and values written in place are seen by all.
+    themselves (runtime/kernels/dense/module_check.py), and values written in place are seen by all.
 
     `experts` are the modules whose own parameters (biases) kernels hold, `compiled` those whose
     weights compiled dense layers read by address.
@@ -97,7 +97,7 @@ def addresses(
 
 def _holds(module: nn.Module) -> bool:
     """Are a module's weights streamed or stored?"""
-    return bool(streamed_of(module)) or stored_of(module) is not None
+    return bool(streamed_of(module)) or stored_matrix(module) is not None
 
 
 def remove(model: nn.Module) -> None:
@@ -133,7 +133,7 @@ def _kinds(module: nn.Module) -> Iterator[Kind]:
     yield from ((each.dtype, each.device) for each in own or module.buffers())
     for part in module.modules():
         yield from ((each.dtype, device) for each in streamed_of(part))
-        if (stored := stored_of(part)) is not None:
+        if (stored := stored_matrix(part)) is not None:
             yield stored.dtype, stored.device
 
 
@@ -182,7 +182,7 @@ def _load_from_state_dict(me: Me, state_dict: Mapping[str, Any], prefix: str, *a
     module: nn.Module = me()
     for name, part in module.named_modules():
         names = [each.name for each in streamed_of(part)]
-        if stored_of(part) is not None:
+        if stored_matrix(part) is not None:
             names.append("weight")
         of_part = f"{prefix}{name}." if name else prefix
         if found := next((of_part + each for each in names if of_part + each in state_dict), None):
@@ -201,7 +201,7 @@ def _num_parameters(me: Me, only_trainable: bool = False, exclude_embeddings: bo
     stored: dict[int, int] = {}  # by matrix: tied modules share one
     for module in model.modules():
         total += sum(prod(each.shape) for each in streamed_of(module))
-        if (matrix := stored_of(module)) is not None:
+        if (matrix := stored_matrix(module)) is not None:
             left_out = exclude_embeddings and isinstance(module, nn.Embedding)
             size = 0 if left_out else matrix.shape.numel()
             stored[id(matrix)] = min(size, stored.get(id(matrix), size))

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from greenroom.core.predictor import Ids, PassBegins
 from greenroom.hf.attach.bindings import Bindings
-from greenroom.hf.kv.batch import Together
-from greenroom.hf.kv.cache import ROOM, adopt
+from greenroom.hf.kv.batch import BatchedCache
+from greenroom.hf.kv.cache import ROOM, make_growing
 from greenroom.hf.kv.kinds import DYNAMIC
-from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.graphs import outside_graphs
 
@@ -25,10 +25,10 @@ from greenroom.runtime.graphs import outside_graphs
 class Observer(Protocol):
     """Is told of passes, and of what routers choose in them."""
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins."""
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [T, K]."""
 
 
@@ -37,13 +37,15 @@ class PassHooks:
 
     def __init__(
         self,
-        parts: ModelSetup,
+        setup: ModelSetup,
         driver: Driver,
         bindings: Bindings,
         observers: list[Observer],
     ) -> None:
-        self.growth: Growth | None = None  # of keys and values, where they share the slots' budget
-        self._parts, self._driver, self._bindings = parts, driver, bindings
+        self.slot_budget: SlotBudget | None = (
+            None  # of keys and values, where they share the slots' budget
+        )
+        self._setup, self._driver, self._bindings = setup, driver, bindings
         self.observers = observers  # of what routers choose
         self.check_weights: Callable[[], None] = lambda: None  # at the start of each request
         self._request, self._tokens = 0, 0
@@ -53,7 +55,7 @@ class PassHooks:
         self._preempting = False  # are routers listened to, after which something else runs?
         self._hooks: list[Any] = []
 
-    def listen(self, model: PreTrainedModel) -> None:
+    def install(self, model: PreTrainedModel) -> None:
         """Begin."""
         passes: list[nn.Module] = [model]
         if model.config.is_encoder_decoder:  # `generate` calls the encoder by itself
@@ -70,18 +72,18 @@ class PassHooks:
         for hook in self._hooks:
             hook.remove()
 
-    def begins(self, prompts: int) -> None:
+    def announce_prompts(self, prompts: int) -> None:
         """So many prompts begin with the next pass; else that is told by keys and values, which a
         prompt may have of an earlier one."""
         self._begin = prompts
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [T, K]."""
         for each in self.observers:
-            each.chosen(layer, experts)
+            each.on_choice(layer, experts)
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def without_experts(self) -> Iterator[None]:
         """Experts give nothing for the while, nothing is read, and no pass is noted."""
         self._unnoted = True
         try:
@@ -104,17 +106,17 @@ class PassHooks:
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if given is None or given.is_meta or self._unnoted:
             return None
-        cache, kind = kwargs.get("past_key_values"), self._parts.keys_values.kind
+        cache, kind = kwargs.get("past_key_values"), self._setup.keys_values.kind
         if cache is None and kind.name != DYNAMIC and kwargs.get("use_cache") is not False:
             cache = kwargs["past_key_values"] = kind.cache(model.config)
         batch, length = given.shape[:2]
         caches, lengths = [cache], [length]
-        if isinstance(cache, Together):
+        if isinstance(cache, BatchedCache):
             caches, lengths = cache.caches, cache.lengths
         for each in caches:
-            adopt(each, max(self._parts.context, ROOM) + 1, in_blocks=self._parts.cuda)
-        if (growth := self.growth) is not None:  # a resize may take it away meanwhile
-            growth.before(caches, lengths, batch)
+            make_growing(each, max(self._setup.context, ROOM) + 1, in_blocks=self._setup.cuda)
+        if (slot_budget := self.slot_budget) is not None:  # a resize may take it away meanwhile
+            slot_budget.make_room(caches, lengths, batch)
         before = self._request
         if self._begin is not None:
             self._request, self._begin = self._request + self._begin, None
@@ -124,7 +126,7 @@ class PassHooks:
             self.check_weights()
         prompt = max(lengths) > 1
         for observer in self.observers:
-            observer.begins(self._request, prompt, len(caches) * int(batch))
+            observer.on_pass(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(
             PassBegins(
                 self._request,
@@ -142,14 +144,14 @@ class PassHooks:
         if self._unnoted:
             return
         self._driver.end_pass()
-        if (growth := self.growth) is not None:
-            growth.seen(getattr(out, "past_key_values", None))
-        if self._parts.cuda:  # a router's choice is known here when its experts run
+        if (slot_budget := self.slot_budget) is not None:
+            slot_budget.track(getattr(out, "past_key_values", None))
+        if self._setup.cuda:  # a router's choice is known here when its experts run
             return
         shared = self._bindings.shared
-        if not self._preempting and shared is not None and shared.early:
+        if not self._preempting and shared is not None and shared.early_routers:
             self._preempting = True
-            for layer, router in shared.early.items():
+            for layer, router in shared.early_routers.items():
                 self._hooks.append(router.register_forward_hook(partial(self._decided, layer)))
 
     @outside_graphs

@@ -19,19 +19,19 @@ from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_route
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ModelPredictors:
     """Predictors that run beside a model; no `routers` where nobody looks at their inputs."""
 
     shape: Shape
     routers: list[Router]
     predictors: dict[str, Predictor]
 
-    def listen(self) -> GateInputs | None:
+    def capture_inputs(self) -> GateInputs | None:
         """Begin to keep what enters the routers, where somebody looks at it."""
         return GateInputs(self.routers) if self.routers else None
 
 
-def beside(
+def build_predictors(
     model: PreTrainedModel,
     catalog: Catalog,
     chosen: Sequence[Choice],
@@ -39,7 +39,7 @@ def beside(
     file: str | os.PathLike[str] | None = None,
     fingerprint: str = "",
     inputs: bool = False,
-) -> Beside:
+) -> ModelPredictors:
     """Make predictors for a model; `file` is that of `learned`, `inputs` asks for routers anyhow.
 
     UsageError or PredictorError, in one line, where one cannot run beside this model.
@@ -60,10 +60,10 @@ def beside(
     shape = Shape(catalog.experts_per_layer, top_k)
     setting = Setting(shape, gates=gates, learned=learned)
     made = {choice.name: choice.make(setting) for choice in chosen}
-    return Beside(shape, routers if looks else [], made)
+    return ModelPredictors(shape, routers if looks else [], made)
 
 
-def check(
+def check_prefetch(
     model: PreTrainedModel,
     catalog: Catalog,
     prefetch: str,
@@ -110,23 +110,23 @@ def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:
     return needs
 
 
-def foresee(
+def prefetch_predictors(
     model: PreTrainedModel,
     catalog: Catalog,
     prefetch: str,
     file: str | os.PathLike[str] | None,
     fingerprint: str,
-) -> Beside | None:
+) -> ModelPredictors | None:
     """The one predictor of `--prefetch`, if any. `auto` is the first of AUTOMATIC that the model
     allows."""
     choice = _choice(prefetch, file)
     if choice.kind.name == "none":
         return None
     if choice.kind is not AUTO:
-        return beside(model, catalog, [choice], file=file, fingerprint=fingerprint)
+        return build_predictors(model, catalog, [choice], file=file, fingerprint=fingerprint)
     for name in AUTOMATIC:
         try:
-            return beside(model, catalog, [predictor(name)])
+            return build_predictors(model, catalog, [predictor(name)])
         except PredictorError:
             continue
     raise AssertionError("one of them needs nothing of the model")

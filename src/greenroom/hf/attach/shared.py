@@ -25,13 +25,13 @@ WORTH = 16  # vectors of the input's width: a module with fewer weights is not w
 _Values = dict[int | str, Any]  # arguments or outputs, by their position or name
 
 
-class Shared:
+class SharedModules:
     """The shared modules of a model; `modules` are its experts modules, in the model's order.
 
     Modules have hooks until the first pass is over: give a model its accelerated forwards before.
 
     meanwhile: a layer's callable, which does nothing where there is nothing to do
-    found:     after the first pass, the shared modules by layer
+    modules:   after the first pass, the shared modules by layer
     early:     after the first pass, the routers after which something else runs before the experts
     """
 
@@ -45,11 +45,11 @@ class Shared:
         self.meanwhile = {n: layer.meanwhile for n, layer in enumerate(self._layers)}
 
     @property
-    def found(self) -> dict[int, nn.Module]:
+    def modules(self) -> dict[int, nn.Module]:
         return {n: each.shared for n, each in enumerate(self._layers) if each.shared is not None}
 
     @property
-    def early(self) -> dict[int, nn.Module]:
+    def early_routers(self) -> dict[int, nn.Module]:
         return {n: each.early for n, each in enumerate(self._layers) if each.early is not None}
 
     def detach(self) -> None:

@@ -23,7 +23,7 @@ class TaskPins:
         self._request = 0
         driver.order(Keep(pins.first))
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass begins."""
         if len(self._pins.tasks) == 1:
             return
@@ -35,7 +35,7 @@ class TaskPins:
             self._driver.order(Keep(self._pins.tasks[task].experts))
         self._reading = prompt
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen: ids within it, [T, K]."""
         if self._reading:
             first, end = self._pins.offsets[layer : layer + 2]

@@ -24,7 +24,7 @@ from greenroom.runtime.measure.bandwidth import host
 log = logging.getLogger(__name__)
 
 
-def keep_loss(config: LoadConfig, found: Quality) -> None:
+def store_loss(config: LoadConfig, found: Quality) -> None:
     """Leave a measurement to the runs that follow; where that fails it is said, and not lost."""
     if found.lesser is None:
         return
@@ -42,16 +42,16 @@ def keep_loss(config: LoadConfig, found: Quality) -> None:
         log.warning("what was measured is not kept: %s", error)
 
 
-def loss_of(parts: ModelSetup) -> Loss | None:
+def stored_loss(setup: ModelSetup) -> Loss | None:
     """What was measured with a run's thresholds; None where nothing was."""
-    at = parts.approximation
-    if at is None or not parts.fingerprint:
+    at = setup.approximation
+    if at is None or not setup.fingerprint:
         return None
-    records = files.load_records(parts.fingerprint, name_of(host()))
+    records = files.load_records(setup.fingerprint, name_of(host()))
     return records.loss(at.precision, at.low, at.skip, at.substitute)
 
 
-def loss_line(source: str, loss: Loss | None) -> str:
+def describe_loss(source: str, loss: Loss | None) -> str:
     """For people: the cost, or how to measure it."""
     if loss is None:
         return (

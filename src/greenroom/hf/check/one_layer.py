@@ -24,7 +24,7 @@ from greenroom.hf.check.passes import logits_of
 from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import compute_by
 from greenroom.hf.model.reference import load_experts
-from greenroom.runtime.kernels.matrix import exact
+from greenroom.runtime.kernels.matrix import is_exact
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and weights [T, K]
 
@@ -67,7 +67,7 @@ def compare_layers(
             expected = _forward(module, "eager", given)
             grouped = _forward(module, "grouped_mm", given)
         reference, layout = expected, draft.catalog.layouts[layer]
-        if not all(exact(layout.weight(each), draft.dtype) for each in layout.encodings):
+        if not all(is_exact(layout.weight(each), draft.dtype) for each in layout.encodings):
             wide = [(x.float(), index, weights.float()) for x, index, weights in given]
             with _filled(module, load_experts(Draft.of(checkpoint, "float32"), layer)):
                 reference = _forward(module, "eager", wide)

@@ -23,7 +23,7 @@ from greenroom.runtime.memory.system import give_back
 
 
 @contextmanager
-def streamed(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
+def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]:
     """A model, for a while; nothing of it is remembered."""
     model, _ = load_with(source, config, remember=False)
     try:

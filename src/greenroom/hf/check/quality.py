@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig, show_bytes
 from greenroom.errors import ModelError, NotAModel, OutputError, UsageError
-from greenroom.hf.check.passes import logits_of, streamed
+from greenroom.hf.check.passes import logits_of, streamed_model
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.describe import context_of
-from greenroom.hf.memory.approximate import LESSER, check_copies
+from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS, check_copies
 from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.draft import Draft
 
@@ -102,11 +102,11 @@ def quality(
     found: list[Tensor] = []
     with tempfile.TemporaryFile() as spool:
         say(f"reading {sum(map(len, windows))} tokens with {original}")
-        with streamed(original, config) as model:
+        with streamed_model(original, config) as model:
             kinds = [_keep(_logits(model, window, step), spool) for window in windows]
         say(f"reading them with {source}{_named(config, changed)}")
         spool.seek(0)
-        with streamed(source, changed) as model:
+        with streamed_model(source, changed) as model:
             for window, kind in zip(windows, kinds, strict=True):
                 found += _compare(spool, kind, _logits(model, window, step), window[1:])
             served = model.greenroom.stats().lesser
@@ -166,7 +166,7 @@ def _check(source: str, original: str, drafts: Sequence[Draft]) -> None:
 
 def _named(config: LoadConfig, changed: LoadConfig) -> str:
     """The options that only the model has, as they are written."""
-    names = ("kv", "kernels", *LESSER)
+    names = ("kv", "kernels", *APPROXIMATION_OPTIONS)
     differ = (name for name in names if getattr(config, name) != getattr(changed, name))
     return "".join(f" --{name.replace('_', '-')} {getattr(changed, name)}" for name in differ)
 

@@ -23,7 +23,7 @@ from greenroom.config import LoadConfig
 from greenroom.errors import UsageError
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.check.one_layer import LayerCheck, compare_layers, distance
-from greenroom.hf.check.passes import Passes, logits_of, streamed
+from greenroom.hf.check.passes import Passes, logits_of, streamed_model
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.memory.slots import slots_for
@@ -48,7 +48,7 @@ class Verdict:
     the last place of the largest output.
     """
 
-    whole: bool
+    entire_model: bool
     tokens_compared: int = 0
     max_logit_difference: float = 0.0
     grouped_mm_difference: float = 0.0
@@ -153,7 +153,7 @@ class _Trial:
 
     def compare_with_transformers(self) -> None:
         """transformers' eager and grouped_mm with all in memory, then ours with eager kernels."""
-        with streamed(self.source, self.eager) as model:
+        with streamed_model(self.source, self.eager) as model:
             ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
                 self.layers = list(compare_layers(self.draft, model, [self.ids]))
@@ -162,7 +162,7 @@ class _Trial:
         self.layers = self.layers or list(compare_layers(self.draft, model, [self.ids], whole=True))
         if adapter_of(self.draft.model) is None:
             compute_by("grouped_mm", *map(model.get_submodule, self.draft.catalog.layers))
-            logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
+            logits = logits_of(model, pass_inputs(self.ids, self.reference.tokens))
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
@@ -182,7 +182,7 @@ class _Trial:
 
     def by_layer(self) -> None:
         """Each layer's output against transformers' eager, from the same inputs."""
-        with streamed(self.source, self.eager) as model:
+        with streamed_model(self.source, self.eager) as model:
             follow = greedy(model, self.ids, min(self.tokens, 4)).tokens
             passes = [self.ids, *torch.tensor([follow]).split(1, 1)]
             name = f"eager kernels, {_slots(model)}"
@@ -194,9 +194,11 @@ class _Trial:
 
     def own_kernels(self) -> None:
         """The same bits whatever the cache holds and whenever bytes arrive."""
-        most = "100%" if self.verdict.whole else self.config.cache
+        most = "100%" if self.verdict.entire_model else self.config.cache
         first, expected = self._logits(replace(self.config, cache=most), judged=True)
-        experts = "every expert in memory" if self.verdict.whole else f"{expected}, from disk"
+        experts = (
+            "every expert in memory" if self.verdict.entire_model else f"{expected}, from disk"
+        )
         for case in self._cases(most):
             logits, slots = self._logits(case)
             self.check(
@@ -221,10 +223,10 @@ class _Trial:
 
     def _logits(self, config: LoadConfig, judged: bool = False) -> tuple[Tensor, str]:
         """(logits with the kernels to be judged, the slots that there were)."""
-        with streamed(self.source, config) as model:
+        with streamed_model(self.source, config) as model:
             self.verdict.kernels = model.greenroom.stats().kernels
             if self.reference is not None:
-                logits = logits_of(model, parts_of(self.ids, self.reference.tokens))
+                logits = logits_of(model, pass_inputs(self.ids, self.reference.tokens))
             else:
                 logits = greedy(model, self.ids, self.tokens).logits
             if judged:
@@ -267,6 +269,6 @@ def greedy(model: PreTrainedModel, ids: Tensor, tokens: int) -> Run:
         rows.append(passes(torch.tensor([chosen[-1:]])))
 
 
-def parts_of(ids: Tensor, tokens: list[int]) -> list[Tensor]:
+def pass_inputs(ids: Tensor, tokens: list[int]) -> list[Tensor]:
     """What the passes of `greedy` read until they have found these tokens."""
     return [ids, *torch.tensor([tokens[:-1]]).split(1, 1)]

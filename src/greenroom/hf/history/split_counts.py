@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from greenroom.core.activity import Activity
 from greenroom.core.events import Predicted
 from greenroom.core.predictor import Ids
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.runtime.driver.driver import Driver
 
@@ -56,7 +56,7 @@ class HeadTimer:
             self._count += 1
 
 
-def latency_of(driver: Driver, head: float) -> Latency | None:
+def latency_of(driver: Driver, head: float) -> TokenLatency | None:
     """Seconds as MoEpic names them, of the decoded tokens so far; None before a token, and where
     nothing was loaded. `head` is T_head; what is neither head, experts nor waits is T_att."""
     meter, pieces = driver.meter, driver.pieces
@@ -66,7 +66,7 @@ def latency_of(driver: Driver, head: float) -> Latency | None:
     token = (meter.decode_s - meter.waited_s - meter.computed_s) / meter.decodes
     split = pieces.split
     expert = split.whole if split is not None else int(pieces.nbytes.max())
-    return Latency(
+    return TokenLatency(
         attention=max(0.0, token - head) / pieces.layers,
         moe=meter.computed_s / meter.decodes / pieces.layers,
         head=head,
@@ -92,11 +92,11 @@ class SplitCounts:
         """A layer is expected to need these, likeliest first."""
         self._expected[event.layer] = event.experts - self._offsets[event.layer]
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass begins; those of prompts are not counted."""
         self._reading = prompt
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A router has chosen, [T, K]."""
         if self._reading:
             return

@@ -7,9 +7,9 @@ after another, [1, T], as one prompt would. Whatever looks at one token alone ne
 attention of a layer (`ATTENTION`, in place of the model's own) takes each sequence by itself; and
 the experts are called once for all of them, so that one fetch serves all who need it.
 
-Whether a model's sequences can lie together is found by trying (`trial`), with the experts left
-out. Where they cannot (states of a recurrence, sparse attention, a cache of another kind), each
-goes through a pass of its own: one after another, with the same scheduling.
+Batching is tried out when a `Batch` is made (`try_batching`), without the experts. Where a model
+cannot batch (states of a recurrence, sparse attention, a cache of another kind), each sequence has
+a pass of its own, one after another, with the same scheduling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from greenroom.hf.kv.kinds import DYNAMIC
-from greenroom.runtime.kernels.dense.attention import TOGETHER as SDPA
+from greenroom.runtime.kernels.dense.attention import BATCHED_ATTENTION as SDPA
 
 ATTENTION = {"sdpa": SDPA, "eager": "greenroom_eager"}  # in place of the model's own
 LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that are known
@@ -34,7 +34,7 @@ LAYERS = {"full_attention", "sliding_attention"}  # kinds of attention that are 
 Attend = Callable[..., tuple[Tensor, Any]]
 
 
-class Together(Cache):
+class BatchedCache(Cache):
     """The keys and values of the sequences of one pass, which has `lengths` tokens of each.
 
     `exact`: every token is to be computed as if it were alone. `now` are keys and values of each
@@ -54,7 +54,7 @@ class Together(Cache):
         self.caches, self.lengths = list(caches), list(lengths)
         self.exact, self._joined = exact, joined
         # One token of each, which has others before it? Else the compiled layers do not know it.
-        self.singles = max(lengths) == 1 and all(length_of(cache) for cache in caches)
+        self.one_token_each = max(lengths) == 1 and all(length_of(cache) for cache in caches)
         self.now: list[tuple[Tensor, Tensor]] = []
         self._given: Any = None  # what positions were asked of last, which all layers are given
         self._positions: list[tuple[Tensor, Tensor]] = []
@@ -117,15 +117,15 @@ def _attention_of(name: str) -> Attend:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        together: Together | None = None,
+        batched_cache: BatchedCache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         own = _own_attention(module, name)
-        if together is None:
+        if batched_cache is None:
             return own(module, query, key, value, attention_mask, **kwargs)
         window, found = kwargs.get("sliding_window"), []
-        over = together.over(key, value)
-        for q, (k, v) in zip(query.split(together.lengths, 2), over, strict=True):
+        over = batched_cache.over(key, value)
+        for q, (k, v) in zip(query.split(batched_cache.lengths, 2), over, strict=True):
             mask = causal(q.shape[2], k.shape[2], window, q)
             if mask is not None and name == "eager":  # it adds the mask to the scores
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(
@@ -168,31 +168,31 @@ class Batch:
         self._model: Any = model
         self._configs = _configs(model)
         self.exact, self.joined = exact, False
-        self.plain = is_plain(model)
-        self.apart = self._why_apart()
+        self.has_dynamic_cache = has_dynamic_cache(model)
+        self.sequential_reason = self._why_apart()
 
     def _why_apart(self) -> str:
         model = self._model
-        if reason := unlike(model, self._configs):
+        if reason := unbatchable_reason(model, self._configs):
             return reason
-        if self.exact and not model.greenroom.bindings.by_tokens(model):
+        if self.exact and not model.greenroom.bindings.is_token_wise(model):
             return f"{type(model).__name__}: not every layer is computed token by token"
-        reason = trial(self, model)
+        reason = try_batching(self, model)
         if reason and not self.exact:
             self.joined = True
-            reason = trial(self, model) and reason
+            reason = try_batching(self, model) and reason
         return reason
 
     def cache(self) -> Any:
         """An empty cache for a sequence; None where the model makes its own."""
-        return DynamicCache(config=self._model.config) if self.plain else None
+        return DynamicCache(config=self._model.config) if self.has_dynamic_cache else None
 
-    def goes_together(self, lengths: Sequence[int]) -> bool:
+    def can_batch(self, lengths: Sequence[int]) -> bool:
         """Can sequences with so many new tokens each be in one pass? With `exact` those that begin
         with a single token cannot."""
         if len(lengths) == 1:
             return True
-        return not self.apart and (not self.exact or max(lengths) == 1)
+        return not self.sequential_reason and (not self.exact or max(lengths) == 1)
 
     def __call__(
         self, ids: Sequence[Sequence[int]], caches: list[Any], scored: Sequence[bool] | None = None
@@ -206,7 +206,7 @@ class Batch:
             return self._alone(ids[0], caches, scored is not None and scored[0])
         lengths = [len(each) for each in ids]
         keep = [n if scored is not None and scored[i] else 1 for i, n in enumerate(lengths)]
-        cache = Together(caches, lengths, exact=self.exact, joined=self.joined)
+        cache = BatchedCache(caches, lengths, exact=self.exact, joined=self.joined)
         logits = self._together(ids, cache, keep)
         if scored is None or not any(scored):
             return list(logits)
@@ -219,7 +219,7 @@ class Batch:
         return [out.logits[0] if scored else out.logits[0, -1]]
 
     def _together(
-        self, ids: Sequence[Sequence[int]], cache: Together, keep: Sequence[int]
+        self, ids: Sequence[Sequence[int]], cache: BatchedCache, keep: Sequence[int]
     ) -> Tensor:
         """Logits [sum(keep), V]: after the last so many tokens of each sequence."""
         model = self._model
@@ -229,14 +229,14 @@ class Batch:
             had = length_of(own)
             positions += range(had, had + len(each))
             rows += range(len(positions) - count, len(positions))
-        experts = model.greenroom.bindings.alone() if self.exact else nullcontext()
+        experts = model.greenroom.bindings.batch_invariant() if self.exact else nullcontext()
         with self._attending(), self._head_by_tokens(), experts:
             out = self._pass(
                 [token for each in ids for token in each],
                 cache,
                 position_ids=torch.tensor([positions], device=model.device),
                 logits_to_keep=torch.tensor(rows, device=model.device),
-                together=cache,
+                batched_cache=cache,
             )
         logits: Tensor = out.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]
@@ -282,12 +282,12 @@ def _configs(model: nn.Module) -> list[Any]:
     return [c for c in found.values() if getattr(c, "_attn_implementation_internal", None)]
 
 
-def unlike(model: Any, configs: Sequence[Any]) -> str:
+def unbatchable_reason(model: Any, configs: Sequence[Any]) -> str:
     """Why a model's sequences cannot lie together, as far as it can be told without a pass."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    if not is_plain(model):
+    if not has_dynamic_cache(model):
         return f"keys and values of {name} are not kept token by token"
     if others := {c._attn_implementation_internal for c in configs} - set(ATTENTION):
         return f"{name} computes attention by {', '.join(sorted(others))}"
@@ -299,9 +299,9 @@ def unlike(model: Any, configs: Sequence[Any]) -> str:
     return ""
 
 
-def is_plain(model: Any) -> bool:
+def has_dynamic_cache(model: Any) -> bool:
     """Are keys and values of the usual kind? Then an empty cache is made for each sequence."""
-    if model.config.is_encoder_decoder or model.greenroom.parts.keys_values.kind.name != DYNAMIC:
+    if model.config.is_encoder_decoder or model.greenroom.setup.keys_values.kind.name != DYNAMIC:
         return False
     if not model._supports_default_dynamic_cache():
         return False
@@ -310,17 +310,17 @@ def is_plain(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def trial(batch: Batch, model: Any) -> str:
+def try_batching(batch: Batch, model: Any) -> str:
     """Why sequences cannot lie together: what they give together differs from each by itself by
     more than rounding, or fails. Without experts: it takes no time, and reads nothing."""
-    batch.apart = ""
+    batch.sequential_reason = ""
     random = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = [torch.randint(0, vocabulary, (n,), generator=random).tolist() for n in (7, 12, 5)]
     ends = [(3, 6, 7), (9, 11, 12), (3, 4, 5)]  # of each sequence's parts: prompts, then tokens
     near = 1e-3 if model.dtype is torch.float32 else 5e-2
     try:
-        with model.greenroom.hooks.left_out():
+        with model.greenroom.hooks.without_experts():
             wanted = [_in_parts(batch, [each], [end]) for each, end in zip(ids, ends, strict=True)]
             found = _in_parts(batch, ids, ends)
     except Exception as error:  # a model's own code fails in its own way
@@ -341,7 +341,7 @@ def _in_parts(
     caches, begins, found = [batch.cache() for _ in ids], [0] * len(ids), []
     for part in zip(*ends, strict=True):
         given = [each[a:b] for each, a, b in zip(ids, begins, part, strict=True)]
-        if batch.goes_together([len(each) for each in given]):
+        if batch.can_batch([len(each) for each in given]):
             found.append(batch(given, caches))
         else:
             found.append([batch([each], caches[i : i + 1])[0] for i, each in enumerate(given)])

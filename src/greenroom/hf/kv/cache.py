@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.attention import Room
+from greenroom.runtime.kernels.dense.attention import KeyValueView
 from greenroom.runtime.memory.system import reservation
 
 ROOM = 4096  # tokens of address space, where nothing else is said
@@ -38,17 +38,17 @@ FREED = 64 << 20  # bytes that a GPU's allocator may keep of tensors that were o
 def _view(number: int) -> Any:
     """Keys or values, as a layer has them."""
 
-    def look(layer: Growing) -> Tensor | None:
+    def look(layer: GrowingLayer) -> Tensor | None:
         return layer._look()[number]
 
-    def replace(layer: Growing, tensor: Tensor | None) -> None:
+    def replace(layer: GrowingLayer, tensor: Tensor | None) -> None:
         layer._views, layer._wholes = [*layer._look()], None
         layer._views[number] = tensor
 
     return property(look, replace)
 
 
-class Growing(DynamicLayer):
+class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` with room for the tokens to come.
 
     Keys and values are views of tensors with room behind their tokens, until others take their
@@ -65,7 +65,7 @@ class Growing(DynamicLayer):
         super().__init__()
 
     @classmethod
-    def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> Growing:
+    def of(cls, layer: DynamicLayer, room: int = ROOM, in_blocks: bool = False) -> GrowingLayer:
         """A layer that goes on where a plain one is."""
         made = cls(room, in_blocks)
         for name, value in vars(layer).items():
@@ -77,7 +77,7 @@ class Growing(DynamicLayer):
     def _look(self) -> list[Tensor | None]:
         if self._views is None:
             assert self._wholes is not None
-            self._views = [whole[:, :, : self._count] for whole in self._wholes]
+            self._views = [has_all_tokens[:, :, : self._count] for has_all_tokens in self._wholes]
         return self._views
 
     def get_seq_length(self) -> int:
@@ -100,14 +100,14 @@ class Growing(DynamicLayer):
         keys[:, :, -new:], values[:, :, -new:] = key_states, value_states
         return keys, values
 
-    def one_more(self) -> Room | None:
+    def append_token(self) -> KeyValueView | None:
         """Add a token, unset; None, and nothing done, where there are several requests."""
         keys, values = self._wholes or self._tensors()
         if keys.shape[0] != 1:
             return None
         self._add(1, keys, values)
         assert self._wholes is not None
-        return Room(*self._wholes, self._count)
+        return KeyValueView(*self._wholes, self._count)
 
     def _add(self, tokens: int, *like: Tensor) -> None:
         """More tokens, which are not set."""
@@ -147,7 +147,7 @@ class Growing(DynamicLayer):
         else:
             self._count, self._views = max(0, self._count + tokens_to_remove), None
 
-    def make(self, tokens: int) -> int:
+    def grow(self, tokens: int) -> int:
         """Room for so many tokens; the bytes that were left behind for it."""
         if not self.get_seq_length() or (self._wholes is not None and tokens <= self._most):
             return 0
@@ -169,12 +169,12 @@ class Growing(DynamicLayer):
         if self._wholes is None or self._in_blocks:
             return sum(tensor.nbytes for tensor in self._wholes or self._tensors())
         pages = 0
-        for batch, heads, _, width in (whole.shape for whole in self._wholes):
+        for batch, heads, _, width in (has_all_tokens.shape for has_all_tokens in self._wholes):
             row = self._count * width * self._wholes[0].element_size()
             pages += batch * heads * -(-row // PAGESIZE)
         return pages * PAGESIZE
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
         """Its tokens without the room behind them."""
         made = copy.copy(self)
         made._views = [tensor if tensor is None else tensor.clone() for tensor in self._look()]
@@ -195,19 +195,19 @@ def layers_of(cache: Any) -> Iterator[Any]:
         yield from part.layers
 
 
-def adopt(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
+def make_growing(cache: Any, room: int = ROOM, in_blocks: bool = False) -> None:
     """Let the plain layers of a cache grow in place, also those that it has yet to make."""
     for part in caches_of(cache):
         if type(part) is not DynamicCache or part.offloading:
             continue
         if part.layer_class_to_replicate is DynamicLayer:
-            part.layer_class_to_replicate = partial(Growing, room, in_blocks)
+            part.layer_class_to_replicate = partial(GrowingLayer, room, in_blocks)
         for index, layer in enumerate(part.layers):
             if type(layer) is DynamicLayer:
-                part.layers[index] = Growing.of(layer, room, in_blocks)
+                part.layers[index] = GrowingLayer.of(layer, room, in_blocks)
 
 
-def reserve(cache: Any, layer_idx: int) -> Room | None:
+def append_token(cache: Any, layer_idx: int) -> KeyValueView | None:
     """Add a token to a layer, unset.
 
     None where the cache is of another kind, empty, or holds several requests.
@@ -216,14 +216,14 @@ def reserve(cache: Any, layer_idx: int) -> Room | None:
         return None
     layer = cache.layers[layer_idx]
     if type(layer) is DynamicLayer:
-        layer = cache.layers[layer_idx] = Growing.of(layer)
-    if type(layer) is not Growing or not layer.is_initialized:
+        layer = cache.layers[layer_idx] = GrowingLayer.of(layer)
+    if type(layer) is not GrowingLayer or not layer.is_initialized:
         return None
-    return layer.one_more()
+    return layer.append_token()
 
 
-def take_back(cache: Any, layer_idx: int) -> None:
-    """Take the token out again that `reserve` added to a layer."""
+def remove_token(cache: Any, layer_idx: int) -> None:
+    """Take the token out again that `append_token` added to a layer."""
     cache.layers[layer_idx].crop(-1)
 
 
@@ -232,8 +232,8 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
     up, by `release`; else the allocator would keep all of it until the last layer has grown."""
     freed = 0
     for layer in layers_of(cache):
-        if type(layer) is Growing:
-            freed += layer.make(tokens)
+        if type(layer) is GrowingLayer:
+            freed += layer.grow(tokens)
         if freed > FREED:
             release()
             freed = 0
@@ -241,23 +241,25 @@ def make_room(cache: Any, tokens: int, release: Callable[[], None]) -> None:
         release()
 
 
-def whole(cache: Any, tokens: int) -> bool:
+def has_all_tokens(cache: Any, tokens: int) -> bool:
     """Are the keys and values of a sequence's first tokens all there, each by itself?
 
     A recurrence keeps none of them, a sliding window forgets, a quantised cache joins several.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return False
-    return all(_whole(layer) and layer.get_seq_length() >= tokens for layer in cache.layers)
+    return all(
+        _has_all_tokens(layer) and layer.get_seq_length() >= tokens for layer in cache.layers
+    )
 
 
-def _whole(layer: Any) -> bool:
+def _has_all_tokens(layer: Any) -> bool:
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(layer.cumulative_length < layer.sliding_window)
-    return type(layer) in (DynamicLayer, Growing)
+    return type(layer) in (DynamicLayer, GrowingLayer)
 
 
-def cut(cache: Any, tokens: int) -> bool:
+def truncate(cache: Any, tokens: int) -> bool:
     """Forget what is after a sequence's first tokens, in place; False where that cannot be done.
 
     Layers may have different numbers of them, as after a pass that failed.
@@ -266,7 +268,7 @@ def cut(cache: Any, tokens: int) -> bool:
         return cache is None and tokens == 0
     for layer in cache.layers:
         more = layer.get_seq_length() - tokens if isinstance(layer, DynamicLayer) else 1
-        if more > 0 and not _whole(layer):
+        if more > 0 and not _has_all_tokens(layer):
             return False
     for layer in cache.layers:
         if (more := layer.get_seq_length() - tokens) > 0:
@@ -274,22 +276,22 @@ def cut(cache: Any, tokens: int) -> bool:
     return True
 
 
-def copied(cache: Any, tokens: int, into: Any) -> Any:
-    """`into`, an empty cache, with keys and values of a `whole` sequence's first tokens."""
+def copy_tokens(cache: Any, tokens: int, into: Any) -> Any:
+    """Copy a sequence's first tokens to the empty cache `into`; `has_all_tokens` must hold."""
     for index, layer in enumerate(cache.layers):
         into.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
     return into
 
 
-def held(cache: Any) -> int:
+def held_bytes(cache: Any) -> int:
     """Bytes that a cache of any kind holds now."""
     return sum(
-        layer.nbytes if isinstance(layer, Growing) else held_by(vars(layer))
+        layer.nbytes if isinstance(layer, GrowingLayer) else tensor_bytes(vars(layer))
         for layer in layers_of(cache)
     )
 
 
-def held_by(values: Any) -> int:
+def tensor_bytes(values: Any) -> int:
     """Bytes behind the tensors in lists, dicts and tensors that are made of others."""
     storages = [tensor.untyped_storage() for tensor in _tensors(values)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

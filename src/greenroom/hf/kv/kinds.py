@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, QuantizedCache
 from transformers.utils import is_optimum_quanto_available, is_quanto_greater
 
 from greenroom.errors import UsageError
-from greenroom.hf.kv.cache import held_by
+from greenroom.hf.kv.cache import tensor_bytes
 
 DYNAMIC, OFFLOADED, FP8 = "dynamic", "offloaded", "fp8"
 BITS = {"int4": 4, "int2": 2}  # quantised by optimum-quanto
@@ -31,7 +31,7 @@ Widths = Sequence[tuple[int, int, int]]  # (heads, width of keys, width of value
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CacheKind:
     """One of `--kv`'s, for one model. `group` values share a scale, where it is quantised."""
 
     name: str = DYNAMIC
@@ -42,7 +42,7 @@ class Kind:
         return self.name not in (DYNAMIC, OFFLOADED)
 
     @property
-    def implementation(self) -> dict[str, Any]:
+    def generation_options(self) -> dict[str, Any]:
         """What `generate` is told, under transformers' names."""
         if self.name == DYNAMIC:
             return {}
@@ -67,7 +67,7 @@ class Kind:
             return QuantizedCache(config=config, **self._options)
         return DynamicCache(config=config, offloading=self.name == OFFLOADED)
 
-    def stored(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
+    def stored_bytes(self, heads: int, keys: int, values: int, dtype: torch.dtype) -> int:
         """Bytes of 64 tokens of a layer as they are stored; found by storing some.
 
         The first tokens that are expanded again have optimum-quanto compile what does it.
@@ -78,15 +78,15 @@ class Kind:
         layer: Any = (Fp8QuantizedLayer if self.name == FP8 else QuantoQuantizedLayer)(**options)
         given = [torch.ones(1, heads, 64, width, dtype=dtype) for width in (keys, values)]
         layer.update(*given)
-        stored = held_by([layer._quantized_keys, layer._quantized_values])
+        stored_bytes = tensor_bytes([layer._quantized_keys, layer._quantized_values])
         layer.update(*(tensor[:, :, :1] for tensor in given))
-        return stored
+        return stored_bytes
 
 
-def kind_of(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> Kind:
+def cache_kind(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -> CacheKind:
     """What was asked for, for a model on the meta device; UsageError where it cannot be had."""
     if name == DYNAMIC:
-        return Kind()
+        return CacheKind()
     config: Any = model.config
     if config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         raise UsageError(
@@ -97,7 +97,7 @@ def kind_of(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -
             raise UsageError(
                 "--kv offloaded keeps what is a GPU's in host memory: on a CPU it is there already"
             )
-        return Kind(name)
+        return CacheKind(name)
     if name in BITS and not (
         is_optimum_quanto_available() and is_quanto_greater("0.2.5", accept_dev=True)
     ):
@@ -105,7 +105,7 @@ def kind_of(name: str, model: PreTrainedModel, widths: Widths, on_a_gpu: bool) -
             f"--kv {name} needs optimum-quanto (pip install optimum-quanto); --kv fp8 needs nothing"
         )
     group = gcd(GROUP, *(width for _, *both in widths for width in both))
-    kind = Kind(name, group)
+    kind = CacheKind(name, group)
     try:
         kind.cache(config)
     except ValueError as error:

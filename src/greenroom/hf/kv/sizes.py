@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from greenroom.hf.kv.cache import BLOCK, FREED, layers_of
-from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, Kind, kind_of
+from greenroom.hf.kv.kinds import DYNAMIC, OFFLOADED, RESIDUAL, UPDATING, CacheKind, cache_kind
 
 PROBE = 47  # tokens; no other dimension is likely to be that
 GPU_PAGE = 2 << 20  # what torch's allocator rounds large tensors up to
@@ -20,7 +20,7 @@ LARGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerSize:
     """One layer of a cache, for one sequence.
 
     `token` bytes a token, up to `most` tokens where it forgets; `fixed` bytes of states; `rows` of
@@ -34,7 +34,7 @@ class Layer:
     in_place: bool = True
     shape: tuple[int, int, int] = (1, 1, 1)
 
-    def held(self, tokens: int) -> int:
+    def held_bytes(self, tokens: int) -> int:
         """Bytes, without what is lost to pages."""
         return self.token * (tokens if self.most is None else min(tokens, self.most)) + self.fixed
 
@@ -43,59 +43,63 @@ class Layer:
 class KVBytes:
     """Bytes of a model's KV cache where the slots are, and on the host where that is elsewhere."""
 
-    layers: tuple[Layer, ...]
-    kind: Kind = field(default_factory=Kind)
-    stored: tuple[int, ...] = ()  # of 64 tokens of each layer, where it is quantised
+    layers: tuple[LayerSize, ...]
+    kind: CacheKind = field(default_factory=CacheKind)
+    stored_bytes: tuple[int, ...] = ()  # of 64 tokens of each layer, where it is quantised
     on_a_gpu: bool = False
     room: int = 4096  # tokens that grow without a copy
 
-    def held(self, tokens: int, batch: int = 1) -> int:
+    def held_bytes(self, tokens: int, batch: int = 1) -> int:
         """Between passes, for so many tokens of each sequence of a batch."""
         if self.kind.quantised:
-            stored = sum(nbytes * -(-tokens // 64) for nbytes in self.stored)
+            stored_bytes = sum(nbytes * -(-tokens // 64) for nbytes in self.stored_bytes)
             residual = RESIDUAL * sum(layer.token for layer in self.layers)
-            return batch * (stored + residual)
+            return batch * (stored_bytes + residual)
         if self.kind.name == OFFLOADED:  # the layer that computes, and the next one
             return 2 * batch * self._largest(tokens)
-        return sum(self._held(layer, tokens, batch) for layer in self.layers)
+        return sum(self._paged_bytes(layer, tokens, batch) for layer in self.layers)
 
-    def on_host(self, tokens: int) -> int:
+    def host_bytes(self, tokens: int) -> int:
         """In host memory beside a GPU's."""
         offloaded = self.kind.name == OFFLOADED
-        return sum(layer.held(tokens) for layer in self.layers) if offloaded else 0
+        return sum(layer.held_bytes(tokens) for layer in self.layers) if offloaded else 0
 
-    def passing(self, tokens: int, batch: int = 1) -> int:
+    def update_bytes(self, tokens: int, batch: int = 1) -> int:
         """While a layer takes in its tokens."""
         if self.kind.quantised:
             return int(batch * UPDATING[self.kind.name] * self._largest(tokens))
         if self.kind.name == OFFLOADED:
             return batch * self._largest(tokens)
         everything = self.on_a_gpu or tokens > self.room
-        copied = (x.held(tokens) for x in self.layers if everything or not x.in_place)
+        copied = (x.held_bytes(tokens) for x in self.layers if everything or not x.in_place)
         freed = FREED if self.on_a_gpu and tokens > BLOCK else 0
         return batch * max(copied, default=0) + freed
 
-    def total(self, tokens: int, batch: int = 1) -> int:
-        return self.held(tokens, batch) + self.passing(tokens, batch)
+    def total_bytes(self, tokens: int, batch: int = 1) -> int:
+        return self.held_bytes(tokens, batch) + self.update_bytes(tokens, batch)
 
-    def saved(self, tokens: int) -> int:
+    def saved_bytes(self, tokens: int) -> int:
         """What this kind saves against keys and values as computed; negative where it costs."""
-        return replace(self, kind=Kind(), stored=()).total(tokens) - self.total(tokens)
+        return replace(self, kind=CacheKind(), stored_bytes=()).total_bytes(
+            tokens
+        ) - self.total_bytes(tokens)
 
     def _largest(self, tokens: int) -> int:
-        return max((layer.held(tokens) for layer in self.layers), default=0)
+        return max((layer.held_bytes(tokens) for layer in self.layers), default=0)
 
-    def _held(self, layer: Layer, tokens: int, batch: int) -> int:
+    def _paged_bytes(self, layer: LayerSize, tokens: int, batch: int) -> int:
         """With what is lost to pages."""
         if not layer.in_place:
-            return batch * layer.held(tokens)
+            return batch * layer.held_bytes(tokens)
         if not self.on_a_gpu:
-            return batch * (layer.held(tokens) + layer.rows * PAGESIZE)
-        nbytes = batch * layer.held(-(-tokens // BLOCK) * BLOCK)
+            return batch * (layer.held_bytes(tokens) + layer.rows * PAGESIZE)
+        nbytes = batch * layer.held_bytes(-(-tokens // BLOCK) * BLOCK)
         return nbytes + (2 * GPU_PAGE if nbytes > LARGE else 0)
 
 
-_LAYERS: dict[tuple[Any, ...], list[Layer]] = {}  # of models that were loaded: a pass takes a while
+_LAYERS: dict[
+    tuple[Any, ...], list[LayerSize]
+] = {}  # of models that were loaded: a pass takes a while
 
 
 def kv_bytes(
@@ -118,17 +122,18 @@ def kv_bytes(
         except Exception:  # a model whose forward cannot run without data
             layers = _by_config(model)
         _LAYERS[key] = layers
-    kind = kind_of(kv, model, [layer.shape for layer in layers], on_a_gpu)
-    stored: tuple[int, ...] = ()
+    kind = cache_kind(kv, model, [layer.shape for layer in layers], on_a_gpu)
+    stored_bytes: tuple[int, ...] = ()
     if kind.quantised:
         sizes = {
-            layer.shape: kind.stored(*layer.shape, model.dtype) for layer in dict.fromkeys(layers)
+            layer.shape: kind.stored_bytes(*layer.shape, model.dtype)
+            for layer in dict.fromkeys(layers)
         }
-        stored = tuple(sizes[layer.shape] for layer in layers)
-    return KVBytes(tuple(layers), kind, stored, on_a_gpu, room)
+        stored_bytes = tuple(sizes[layer.shape] for layer in layers)
+    return KVBytes(tuple(layers), kind, stored_bytes, on_a_gpu, room)
 
 
-def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
+def _layers(model: PreTrainedModel, block: int) -> list[LayerSize]:
     """What a pass of PROBE tokens leaves in a cache."""
     ids = torch.zeros(1, PROBE, dtype=torch.long, device="meta")
     # Some encoders refuse to be told of a cache; decoders have one by default.
@@ -140,7 +145,7 @@ def _layers(model: PreTrainedModel, block: int) -> list[Layer]:
     return [_layer(layer, block) for layer in layers_of(cache)]
 
 
-def _layer(layer: Any, block: int) -> Layer:
+def _layer(layer: Any, block: int) -> LayerSize:
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     window = getattr(layer, "sliding_window", None)
     if window is not None:  # it may have forgotten some of the tokens
@@ -151,7 +156,7 @@ def _layer(layer: Any, block: int) -> Layer:
     shape = (1, 1, 1)
     if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         shape = (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1])
-    return Layer(
+    return LayerSize(
         token=nbytes // tokens,
         fixed=sum(tensor.nbytes for tensor in tensors) - nbytes,
         rows=sum(prod(tensor.shape[:-2]) for tensor in growing),
@@ -161,12 +166,12 @@ def _layer(layer: Any, block: int) -> Layer:
     )
 
 
-def _by_config(model: PreTrainedModel) -> list[Layer]:
+def _by_config(model: PreTrainedModel) -> list[LayerSize]:
     """Full attention in every layer: keys and values of heads x width."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = int(2 * heads * width * model.dtype.itemsize)
     pages = 2 * heads * PAGESIZE
-    layer = Layer(token, pages, rows=2 * heads, in_place=False, shape=(heads, width, width))
+    layer = LayerSize(token, pages, rows=2 * heads, in_place=False, shape=(heads, width, width))
     return [layer] * config.num_hidden_layers

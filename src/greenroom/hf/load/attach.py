@@ -15,15 +15,15 @@ from greenroom.core.cache.cache import compile_for
 from greenroom.core.machine import name_of
 from greenroom.errors import OutputError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.kv.kinds import Kind
-from greenroom.hf.load.budget import Budget, least_of, with_host
+from greenroom.hf.kv.kinds import CacheKind
+from greenroom.hf.load.budget import Budget, least_slots, with_host_tier
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import PREFILL_BLOCK, Workspace
-from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.plan.history import files
 from greenroom.policies import policy
-from greenroom.runtime.kernels import precompile as ahead
+from greenroom.runtime.kernels import precompile
 from greenroom.runtime.kernels.dense.stored import dense_bytes
 from greenroom.runtime.measure.bandwidth import host
 from greenroom.runtime.memory.system import give_back, rss_bytes
@@ -50,21 +50,21 @@ def attach(
     generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))
-    ahead.wait()
+    precompile.wait_for_compiling()
     if setup.host_bytes is not None:
         give_back()
-        setup = with_host(setup, config)  # the process is what it is now
+        setup = with_host_tier(setup, config)  # the process is what it is now
     progress(0.7, "making room for the experts")
     model.greenroom = greenroom = Greenroom(model, setup)
-    greenroom.generation = generation
+    greenroom.original_generation_config = generation
     try:
         greenroom.compile()
         give_back()
         process = rss_bytes()
         if not budget.engines:
             greenroom.process_bytes = process - dense_bytes(model)
-        if budget.growth is not None:
-            greenroom.grow(_loaded(model, budget, budget.growth, process))
+        if budget.slot_budget is not None:
+            greenroom.use_slot_budget(_loaded(model, budget, budget.slot_budget, process))
         greenroom.pin()
         progress(0.9, "reading what earlier runs used most")
         greenroom.warm_up()
@@ -76,28 +76,28 @@ def attach(
     return model
 
 
-def _replace_settings(model: Any, kv: Kind) -> Any:
+def _replace_settings(model: Any, kv: CacheKind) -> Any:
     """Have `generate` read prompts in blocks and keep keys and values as `kv` says. Returns the
     config that the model had."""
     settings = model.generation_config
     before = deepcopy(settings)
     if not model.config.is_encoder_decoder:  # an encoder reads a prompt as a whole
         settings.prefill_chunk_size = PREFILL_BLOCK
-    for name, value in kv.implementation.items():
+    for name, value in kv.generation_options.items():
         setattr(settings, name, value)
     return before
 
 
-def _loaded(model: Any, budget: Budget, growth: Growth, process: int) -> Growth:
+def _loaded(model: Any, budget: Budget, slot_budget: SlotBudget, process: int) -> SlotBudget:
     """All that is there for good is there now: what is left of the budget becomes slots."""
-    setup, need, catalog = model.greenroom.parts, growth.need, growth.catalog
+    setup, need, catalog = model.greenroom.setup, slot_budget.need, slot_budget.catalog
     if budget.gpu is not None:
-        need = budget.gpu.after(setup.capacity // growth.devices * catalog.slot_bytes)
+        need = budget.gpu.after(setup.capacity // slot_budget.devices * catalog.slot_bytes)
     else:
         _keep_process(setup, process - need.dense)
-        need = replace(need, process=process + budget.beside, dense=0)
-    workspace, least = Workspace.of(model, catalog), max(growth.at_least, least_of(setup))
-    return replace(growth, need=need, workspace=workspace, at_least=least)
+        need = replace(need, process=process + budget.caller_bytes, dense=0)
+    workspace, least = Workspace.of(model, catalog), max(slot_budget.min_slots, least_slots(setup))
+    return replace(slot_budget, need=need, workspace=workspace, min_slots=least)
 
 
 def _keep_process(setup: ModelSetup, process: int) -> None:

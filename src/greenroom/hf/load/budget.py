@@ -14,8 +14,8 @@ from greenroom.core.transfers.queue import staging_seats
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.budget import DeviceBudget, budget_bytes, host_slots
 from greenroom.hf.memory.devices import engines_for, lanes_of
-from greenroom.hf.memory.growth import Growth
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.memory.slots import pieces_of, slots_for
 from greenroom.policies import choose
 from greenroom.runtime.cuda.engine import Engine
@@ -31,54 +31,67 @@ class Budget:
     engines: the GPUs; the first one has the dense parts, and `gpu` is the memory of all
     """
 
-    asked: ModelSetup
+    setup: ModelSetup
     room: int
     first: int
-    growth: Growth | None
-    beside: int
+    slot_budget: SlotBudget | None
+    caller_bytes: int
     engines: Sequence[Engine]
     gpu: DeviceBudget | None
 
 
 def budget_for(
-    description: Description, asked: ModelSetup, config: LoadConfig, beside: int
+    description: Description, setup: ModelSetup, config: LoadConfig, caller_bytes: int
 ) -> Budget:
-    """BudgetError, which says what would do, where not even the fewest slots have room; `beside`
-    bytes of the process are left to the caller."""
-    engines = engines_for(asked)
+    """The slots that the memory options leave for experts.
+
+    `caller_bytes` of the process are left to the caller. BudgetError, which says what would do,
+    where not even the fewest slots have room.
+    """
+    engines = engines_for(setup)
     gpu = None
     if engines:
         memory = None if config.cache is not None else config.memory
         gpu = DeviceBudget(memory, lambda: min(each.memory() for each in engines))
     if engines or config.host_memory is not None:
-        asked = with_host(asked, config)
+        setup = with_host_tier(setup, config)
     catalog = description.draft.catalog
     if config.cache is not None:
         slots = slots_for(config.cache, catalog)
-        group_sizes(pieces_of(asked), slots, asked.scope)  # or BudgetError
-        return Budget(replace(asked, capacity=slots), slots, slots, None, beside, engines, gpu)
+        group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError
+        return Budget(
+            replace(setup, capacity=slots), slots, slots, None, caller_bytes, engines, gpu
+        )
     nbytes = gpu.nbytes if gpu else budget_bytes(config.memory)
-    tasks = asked.pins.tasks.values() if asked.pins is not None else ()
+    tasks = setup.pins.tasks.values() if setup.pins is not None else ()
     pinned = max((task.experts.size for task in tasks), default=0)
-    least = max(asked.capacity, min(pinned + description.top_k, catalog.experts))
+    least = max(setup.capacity, min(pinned + description.top_k, catalog.experts))
     options: dict[str, Any] = {}
     if gpu:
-        options = {"of": gpu.OF, "devices": len(engines), "release": engines[0].release}
-    growth = description.growth(config.readers, nbytes, least, beside, **options)
-    asked = replace(asked, budget_bytes=nbytes)
-    return Budget(asked, growth.least, growth.at_first(), growth, beside, engines, gpu)
+        options = {"label": gpu.LABEL, "devices": len(engines), "release": engines[0].release}
+    slot_budget = description.slot_budget(config.readers, nbytes, least, caller_bytes, **options)
+    setup = replace(setup, budget_bytes=nbytes)
+    return Budget(
+        setup,
+        slot_budget.full_context_slots,
+        slot_budget.initial_slots(),
+        slot_budget,
+        caller_bytes,
+        engines,
+        gpu,
+    )
 
 
-def with_host(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
+def with_host_tier(setup: ModelSetup, config: LoadConfig) -> ModelSetup:
     """The setup with the host tier that the budget has room for, or BudgetError."""
     lanes = spread(lanes_of(setup), len(setup.devices))
-    seats, beside = staging_seats(lanes), setup.keys_values.on_host(setup.context)
+    seats, caller_bytes = staging_seats(lanes), setup.keys_values.host_bytes(setup.context)
     stride = setup.catalog.slot_bytes if setup.config.uses_host() else None
-    budget, slots = host_slots(config.host_memory, setup.catalog, seats, beside, stride)
+    budget, slots = host_slots(config.host_memory, setup.catalog, seats, caller_bytes, stride)
     kept = choose(config.policy, slots, setup.catalog.experts).name
     return replace(setup, host_bytes=budget, host_capacity=slots, host_policy=kept)
 
 
-def least_of(setup: ModelSetup) -> int:
+def least_slots(setup: ModelSetup) -> int:
     """The fewest slots that a step of one token can do with."""
     return least_capacity(pieces_of(setup), setup.scope)

@@ -18,8 +18,8 @@ from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
 from greenroom.hf.checkpoint.resolve import open_anywhere
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies
-from greenroom.hf.memory.budget import PREFILL_BLOCK, Needs, Workspace, experts_per_token
-from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory.budget import PREFILL_BLOCK, MemoryNeeds, Workspace, experts_per_token
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.draft import Draft
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
@@ -56,30 +56,30 @@ class Description:
         digest = fingerprint(draft.checkpoint)
         return cls(draft, digest, context, keys_values, experts_per_token(draft.model))
 
-    def growth(
+    def slot_budget(
         self,
         readers: int,
         budget: int = UNLIMITED,
-        at_least: int = 1,
-        beside: int = 0,
+        min_slots: int = 1,
+        caller_bytes: int = 0,
         **options: Any,
-    ) -> Growth:
-        """Needs, and the slots that a budget leaves, before anything is loaded; `beside` bytes of
-        the process are the caller's.
+    ) -> SlotBudget:
+        """The slots that a budget leaves, before anything is loaded.
 
-        The process is what an earlier one of this model took here beside dense parts and slots; the
-        first has the kernels to compile. None of it is in a GPU's memory.
+        `caller_bytes` of the process are the caller's. The process itself takes what the last one
+        of this model took here, without dense parts and slots; the first run of a model adds what
+        compiling the kernels takes. None of it is in a GPU's memory.
         """
         draft = self.draft
-        need = Needs(0, draft.dense_bytes, 0, 0, LIBRARIES)
+        need = MemoryNeeds(0, draft.dense_bytes, 0, 0, LIBRARIES)
         if not self.keys_values.on_a_gpu:
             known = load_records(self.fingerprint, name_of(host())).process
             process = rss_bytes() + COMPILERS if known is None else known
             staging = readers * (CHUNK_BYTES + (1 << 20))
-            need = replace(need, process=process + beside, staging=staging)
+            need = replace(need, process=process + caller_bytes, staging=staging)
         space = Workspace.of(draft.model, draft.catalog)
-        return Growth(
-            budget, need, draft.catalog, self.keys_values, space, self.context, at_least, **options
+        return SlotBudget(
+            budget, need, draft.catalog, self.keys_values, space, self.context, min_slots, **options
         )
 
 
@@ -99,8 +99,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     """
     draft = Draft.of(open_anywhere(source), config.dtype)
     description, catalog = Description.of(draft, config, on_a_gpu), draft.catalog
-    growth = description.growth(config.readers)
-    full, need = growth.full(), growth.first()
+    slot_budget = description.slot_budget(config.readers)
+    full, need = slot_budget.full_context_needs(), slot_budget.first_block_needs()
     check_copies(catalog, config.approximation())
     low, nested = 0.0, False
     if isinstance(catalog, CopiesCatalog):
@@ -115,7 +115,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         slot_bytes=catalog.slot_bytes,
         dense_bytes=need.dense,
         read_bytes=need.dense - unread(draft),
-        beside_bytes=need.process + need.workspace + need.staging,
+        overhead_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=description.context,
         full_bytes=max(0, full.total - need.total),

@@ -12,7 +12,7 @@ from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.attach import Progress, attach
 from greenroom.hf.load.budget import budget_for
 from greenroom.hf.load.describe import Description
-from greenroom.hf.load.place import as_asked, place
+from greenroom.hf.load.place import place, requested_setup
 from greenroom.hf.load.resolve import resolve
 from greenroom.runtime.memory.system import uncollected
 
@@ -88,12 +88,12 @@ def load_with(
     *,
     remember: bool = True,
     progress: Progress = lambda share, what: None,
-    beside: int = 0,
+    caller_bytes: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """`load` from a checked config; whether it shall `remember` what runs learn of the model.
 
     `progress` is told what begins, and roughly how much of the time has gone, from 0 to 1.
-    `beside` bytes of a CPU's `--memory` are left to the caller.
+    `caller_bytes` bytes of a CPU's `--memory` are left to the caller.
     """
     if said := late_import_warning():
         log.warning("%s", said)
@@ -101,8 +101,8 @@ def load_with(
         progress(0.0, "reading the checkpoint's index")
         files, draft, on_a_gpu = resolve(source, config)
         description = Description.of(draft, config, on_a_gpu)
-        asked = as_asked(files, description, config, remember)
+        setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
-        budget = budget_for(description, asked, config, beside)
+        budget = budget_for(description, setup, config, caller_bytes)
         setup = place(description, budget, config)
         return attach(description, budget, setup, config, progress), tokenizer

@@ -10,10 +10,10 @@ import torch
 from greenroom.config import Amount, LoadConfig, parse_device, scope_of, show_bytes, split_of
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
-from greenroom.hf.attach.predictors import check
+from greenroom.hf.attach.predictors import check_prefetch
 from greenroom.hf.checkpoint.source import Source
 from greenroom.hf.defaults import START, auto_split, with_defaults
-from greenroom.hf.load.budget import Budget, least_of
+from greenroom.hf.load.budget import Budget, least_slots
 from greenroom.hf.load.describe import Description
 from greenroom.hf.memory.approximate import check_copies, copies_of
 from greenroom.hf.memory.devices import COMPILED, kernels_of
@@ -26,7 +26,7 @@ from greenroom.policies import choose
 log = logging.getLogger(__name__)
 
 
-def as_asked(
+def requested_setup(
     source: Source, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
     """The setup that the options ask for, with the fewest slots that it can have.
@@ -39,7 +39,7 @@ def as_asked(
         first = START if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
-    check(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
+    check_prefetch(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
     _warn_of_kv(description, config.kv)
     kind, devices = parse_device(config.device)
     limit = config.read_limit
@@ -71,13 +71,13 @@ def as_asked(
     setup = replace(setup, kernels=kernels_of(setup))
     if setup.kernels in COMPILED and draft.dtype is not torch.float32:
         draft.keep_stored()
-    return replace(setup, capacity=least_of(setup))
+    return replace(setup, capacity=least_slots(setup))
 
 
 def _warn_of_kv(description: Description, kv: str) -> None:
     """Say where quantised keys and values take more memory than plain ones."""
     keys_values, context = description.keys_values, description.context
-    if keys_values.kind.quantised and (saved := keys_values.saved(context)) <= 0:
+    if keys_values.kind.quantised and (saved := keys_values.saved_bytes(context)) <= 0:
         log.warning(
             "--kv %s takes %s more than --kv dynamic for %d tokens of this model, and is slower:"
             " it has too few layers",
@@ -89,7 +89,7 @@ def place(description: Description, budget: Budget, config: LoadConfig) -> Model
     """The setup of a run: what is asked for, the settings that are known to be best for its slots,
     and nothing that has no effect where every expert has a slot."""
     draft, room = description.draft, budget.room
-    setup = with_defaults(budget.asked, config, budget.first, description.top_k)
+    setup = with_defaults(budget.setup, config, budget.first, description.top_k)
     everything = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
     if setup.watch:
@@ -113,7 +113,7 @@ def _configured(
     catalog, split, scope = auto_split(description.draft.catalog, known, room, description.top_k)
     scope = scope if config.scope == "shared" else setup.scope
     setup = replace(setup, catalog=catalog, split=split, scope=scope)
-    setup = replace(setup, capacity=max(setup.capacity, least_of(setup)))
+    setup = replace(setup, capacity=max(setup.capacity, least_slots(setup)))
     group_sizes(pieces_of(setup), max(room, setup.capacity), scope)  # or BudgetError
     return setup
 
@@ -126,7 +126,7 @@ def _with_copies(
     if copies is None:
         return setup
     setup = replace(setup, copies=copies)
-    least = least_of(setup)
+    least = least_slots(setup)
     slots = max(room, least) if config.cache is None else room
     group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError
     return replace(setup, capacity=max(setup.capacity, least))

@@ -34,19 +34,19 @@ def startup_line(
 def _short(name: str, model: PreTrainedModel) -> str:
     """The line in LONGEST characters: what is left out is what comes last."""
     greenroom = model.greenroom
-    stats, parts = greenroom.stats(), greenroom.parts
+    stats, setup = greenroom.stats(), greenroom.setup
     slots = show_bytes(stats.capacity * stats.slot_bytes)
     shown = name.rstrip("/").rpartition("/")[2][:40]
-    kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
+    kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     kv = f" in {kind.name}, WHICH CHANGES THE OUTPUT," if kind.quantised else ""
     line = f"{shown}: {stats.capacity} of {stats.experts} experts in slots ({slots})"
-    if parts.approximation is not None:
+    if setup.approximation is not None:
         line += " · inexact misses, WHICH CHANGES THE OUTPUT"
     if greenroom.engine is not None and stats.co_compute is not None:
         line += " · misses on both processors, which may change last bits"
-    line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {parts.context} tokens"
+    line += f" · {show_bytes(kv_bytes)} of KV cache{kv} for {setup.context} tokens"
     for text in (
-        f"settings {parts.chosen.partition(',')[0]}" if parts.chosen else "",
+        f"settings {setup.chosen.partition(',')[0]}" if setup.chosen else "",
         _memory(stats),
         f"{show_bytes(dense_bytes(model))} of dense parts",
         "--verbose says more",
@@ -67,31 +67,37 @@ def _memory(stats: Stats) -> str:
 def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
     """All that was placed, ending in the flags that give the same placement again."""
     greenroom = model.greenroom
-    stats, catalog = greenroom.stats(), greenroom.parts.catalog
-    parts, tier = greenroom.parts, stats.host
+    stats, catalog = greenroom.stats(), greenroom.setup.catalog
+    setup, tier = greenroom.setup, stats.host
     dense = dense_bytes(model)
     slots = stats.capacity * stats.slot_bytes
     budget = f"budget {show_bytes(stats.budget_bytes)}: " if stats.budget_bytes else ""
     reads = "direct" if greenroom.direct else "buffered"
-    growth = greenroom.growth
-    gives = growth is not None and growth.least < stats.capacity
+    slot_budget = greenroom.slot_budget
+    gives = slot_budget is not None and slot_budget.full_context_slots < stats.capacity
     threads = "1 thread" if config.readers == 1 else f"{config.readers} threads"
     slow = f", no faster than {config.read_limit}/s" if config.read_limit is not None else ""
     rest = stats.experts - stats.capacity
-    warm = f", {greenroom.warmed} of them filled as earlier runs left them" * bool(greenroom.warmed)
-    fewer = f", {growth.least} with a full KV cache" if growth is not None and gives else ""
-    kind, kv_bytes = parts.keys_values.kind, parts.keys_values.total(parts.context)
+    warm = f", {greenroom.warm_experts} of them filled as earlier runs left them" * bool(
+        greenroom.warm_experts
+    )
+    fewer = (
+        f", {slot_budget.full_context_slots} with a full KV cache"
+        if slot_budget is not None and gives
+        else ""
+    )
+    kind, kv_bytes = setup.keys_values.kind, setup.keys_values.total_bytes(setup.context)
     quantised = f" in {kind.name}, which changes the output," if kind.quantised else ""
-    lesser = f" · {_lesser(greenroom)}" if parts.approximation is not None else ""
+    lesser = f" · {_lesser(greenroom)}" if setup.approximation is not None else ""
     left = f" · kernels: {stats.kernels}" if stats.kernels != greenroom.kernel.name else ""
-    chosen = f" · settings {parts.chosen}" if parts.chosen else ""
+    chosen = f" · settings {setup.chosen}" if setup.chosen else ""
     packed = f", packed as {catalog.kind}" if isinstance(catalog, PackCatalog) else ""
     kept = f"up to {tier['capacity']} experts in host memory{_both(greenroom)}, " if tier else ""
     return (
         f"{name}: {budget}{show_bytes(dense)} of dense parts, {stats.capacity} of {stats.experts}"
         f" experts in slots ({show_bytes(slots)}; {len(catalog.layers)} MoE layers{warm}{fewer})"
         " and"
-        f" {show_bytes(kv_bytes)} of KV cache{quantised} for {parts.context} tokens in"
+        f" {show_bytes(kv_bytes)} of KV cache{quantised} for {setup.context} tokens in"
         f" {_where(greenroom)}, {kept}"
         f"{f'{rest} experts' if rest else 'a copy of them'} on disk"
         f" ({show_bytes(catalog.expert_bytes)} in all, {reads} reads by {threads}{slow}{packed})"
@@ -101,22 +107,22 @@ def _all_of(name: str, model: PreTrainedModel, config: LoadConfig) -> str:
 
 def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
     """The flags that give the same placement again."""
-    parts, growth = greenroom.parts, greenroom.growth
-    if growth is not None and growth.least < stats.capacity:
+    setup, slot_budget = greenroom.setup, greenroom.slot_budget
+    if slot_budget is not None and slot_budget.full_context_slots < stats.capacity:
         assert stats.budget_bytes is not None
         size = f"--memory {format_amount(stats.budget_bytes * 9999 // 10000, stats.budget_bytes)}"
     else:
         slots = stats.capacity * stats.slot_bytes
         size = f"--cache {format_amount(slots, slots + stats.slot_bytes - 1)}"
     flags = [size, f"--policy {stats.policy}", f"--kernels {greenroom.kernel.name}"]
-    flags += [f"--context {parts.context}", *_prefetch(greenroom, config)]
-    if parts.scope != "shared":
-        numbers = () if isinstance(parts.scope, str) else parts.scope
-        flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or parts.scope}")
+    flags += [f"--context {setup.context}", *_prefetch(greenroom, config)]
+    if setup.scope != "shared":
+        numbers = () if isinstance(setup.scope, str) else setup.scope
+        flags.append(f"--scope {','.join(f'{n:g}' for n in numbers) or setup.scope}")
     if config.split != "off":
         flags.append(f"--split {config.split}")
-    elif parts.split is not None:  # as it was left to this run
-        cut = zip(parts.split.tops, parts.split.bottoms, strict=True)
+    elif setup.split is not None:  # as it was left to this run
+        cut = zip(setup.split.tops, setup.split.bottoms, strict=True)
         flags.append(f"--split {','.join(f'{a / (a + b):.4g}' for a, b in cut)}")
     known = {*AS_GIVEN, *option_names()}
     return flags + [
@@ -128,9 +134,9 @@ def _flags(greenroom: Greenroom, stats: Stats, config: LoadConfig) -> list[str]:
 
 def _lesser(greenroom: Greenroom) -> str:
     """What misses are served with, and what that means."""
-    parts, at = greenroom.parts, greenroom.parts.approximation
+    setup, at = greenroom.setup, greenroom.setup.approximation
     assert at is not None
-    seats = parts.copies.seats if parts.copies is not None else 0
+    seats = setup.copies.seats if setup.copies is not None else 0
     what = [
         f"below {share:g} of the gate weights {how}"
         for share, how in (
@@ -164,8 +170,8 @@ def _prefetch(greenroom: Greenroom, config: LoadConfig) -> list[str]:
     running = greenroom.predictor
     if running is None:
         return [f"--prefetch {OFF}"]
-    auto = predictor(greenroom.parts.prefetch).kind is AUTO
-    flags = [f"--prefetch {running.name if auto else greenroom.parts.prefetch}"]
+    auto = predictor(greenroom.setup.prefetch).kind is AUTO
+    flags = [f"--prefetch {running.name if auto else greenroom.setup.prefetch}"]
     if config.predictor is not None:
         flags.append(f"--predictor {shlex.quote(config.predictor)}")
     return flags + ["--no-guard"] * config.no_guard

@@ -11,7 +11,7 @@ from greenroom.hf.checkpoint.source import Source
 from greenroom.hf.model.draft import Draft
 from greenroom.policies import policy
 from greenroom.predictors import predictor
-from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
 def resolve(source: str, config: LoadConfig) -> tuple[Source, Draft, bool]:
@@ -44,7 +44,7 @@ def on_a_gpu(config: LoadConfig) -> bool:
     chosen = kind == "cuda" or (kind == "auto" and there)
     if config.host_memory is not None and not (chosen or kind == "fake"):
         raise UsageError("--host-memory is for a GPU: on a CPU, --memory is all there is")
-    if config.kernels == ON_GPUS and not (chosen or kind == "fake"):
+    if config.kernels == GPU_KERNEL and not (chosen or kind == "fake"):
         raise UsageError(
             "--kernels triton computes on a GPU: take numba or eager, or --device cuda"
         )

@@ -19,15 +19,15 @@ import numpy as np
 from greenroom.config import scope_of
 from greenroom.core.cache.pins import Pins, Task
 from greenroom.errors import BudgetError, PredictorError, TraceError, UsageError
-from greenroom.hf.attach.predictors import Beside, beside
+from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
 from greenroom.hf.history.split_counts import HeadTimer, latency_of
 from greenroom.hf.measure.entries import Entry
 from greenroom.hf.measure.harness import Harness
 from greenroom.hf.measure.recording import recorder_of
 from greenroom.hf.text.generate import encode
-from greenroom.plan.configurator import Latency
+from greenroom.plan.configurator import TokenLatency
 from greenroom.plan.history.routing import RoutingHistory
-from greenroom.plan.recorded import Configured, activity_of, programmed
+from greenroom.plan.sizing import CacheConfiguration, recorded_activity, slots_with_fewest_misses
 from greenroom.predictors import AUTO, AUTOMATIC, OFF, predictor
 from greenroom.runtime.recording.forecasts import choices, distance_of
 from greenroom.trace import Trace, stream
@@ -42,19 +42,24 @@ class Calibration:
     that its tokens took, where any was decoded."""
 
     trace: Trace
-    latency: Latency | None
+    latency: TokenLatency | None
 
     def fill(self, entry: Entry, capacity: int, least: int) -> None:
-        """Give an entry what it `wants`: `capacity` slots are shared out, and of the `least` that
-        there will be a set leaves those of a token. BudgetError where these are too few."""
+        """Set an entry's `calibrated_options` from this routing.
+
+        Sizes and splits share out `capacity` slots. A pinned set may have the `least` slots that
+        there will be, but for those of a token; BudgetError where none is left.
+        """
         found: dict[str, Any] = {}
-        if "split" in entry.wants:
+        if "split" in entry.calibrated_options:
             found = self._configured(entry, capacity)
-        elif "scope" in entry.wants:
+        elif "scope" in entry.calibrated_options:
             requests = stream(self.trace, "runtime")
-            found = {"scope": _said(programmed(requests, self.trace.offsets, capacity))}
+            found = {
+                "scope": _said(slots_with_fewest_misses(requests, self.trace.offsets, capacity))
+            }
             entry.notes.append(f"sizes by a dynamic programme over the {self._what}")
-        if "pin" in entry.wants:
+        if "pin" in entry.calibrated_options:
             entry.pins = self._hot(entry.config.scope, least)
             kept = next(iter(entry.pins.tasks.values())).experts.size
             entry.notes.append(f"{kept} experts stay, those asked for most in the {self._what}")
@@ -68,15 +73,17 @@ class Calibration:
         """Algorithm 1's splits, and its budgets where they are wanted."""
         if self.latency is None:
             raise UsageError("Algorithm 1 needs seconds of decoded tokens: give longer --tokens")
-        activity = activity_of(self.trace)
-        chosen = Configured.of(activity, capacity, self.latency)
+        activity = recorded_activity(self.trace)
+        chosen = CacheConfiguration.of(activity, capacity, self.latency)
         ratios = chosen.split or (1.0,) * self.trace.layers
         entry.notes.append(
             f"budgets by Algorithm 1 over the {self._what}, tops {min(ratios):.2f} to"
             f" {max(ratios):.2f} of an expert"
         )
         found = {"split": _said(ratios)}
-        return found | ({"scope": _said(chosen.scope)} if "scope" in entry.wants else {})
+        return found | (
+            {"scope": _said(chosen.scope)} if "scope" in entry.calibrated_options else {}
+        )
 
     def _hot(self, scope: str, least: int) -> Pins:
         """What was asked for most, but for the slots that a token needs."""
@@ -99,12 +106,14 @@ def _said(numbers: Sequence[float]) -> str:
     return ",".join(f"{number:.6f}".rstrip("0").rstrip(".") for number in numbers)
 
 
-def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside) -> Calibration:
+def record_warm_up(
+    harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: ModelPredictors
+) -> Calibration:
     """Play the warm-up and record it, with what predictors that run `by` its side say.
 
     TraceError where this model's passes cannot be recorded.
     """
-    model, catalog, made = harness.model, harness.parts.catalog, by.predictors
+    model, catalog, made = harness.model, harness.setup.catalog, by.predictors
     header = Header(
         catalog.experts_per_layer,
         predictions={name: distance_of(each) for name, each in made.items()},
@@ -124,48 +133,48 @@ def record(harness: Harness, prompt: Prompt, tokens: int, raw: bool, by: Beside)
     return Calibration(trace, latency_of(model.greenroom.driver, head.seconds))
 
 
-def predicting(harness: Harness, entry: Entry) -> Beside:
+def entry_predictors(harness: Harness, entry: Entry) -> ModelPredictors:
     """What an entry that splits will be prefetched by; nothing for others.
 
     UsageError or PredictorError where it cannot run beside this model, or no routing be recorded.
     """
-    model, catalog = harness.model, harness.parts.catalog
+    model, catalog = harness.model, harness.setup.catalog
     if model.config.is_encoder_decoder:
         raise UsageError("its parts are found from routing, and a pass of an encoder-decoder goes"
                          " through a part of the layers")  # fmt: skip
-    name = entry.config.prefetch if "split" in entry.wants else OFF
+    name = entry.config.prefetch if "split" in entry.calibrated_options else OFF
     if predictor(name).kind is AUTO:
         name = AUTOMATIC[0]
     if name == OFF:
-        return beside(model, catalog, [])
-    return beside(model, catalog, choices(name), file=entry.config.predictor)
+        return build_predictors(model, catalog, [])
+    return build_predictors(model, catalog, choices(name), file=entry.config.predictor)
 
 
 def calibrate(
     harness: Harness, entries: Sequence[Entry], prompt: Prompt, tokens: int, raw: bool
 ) -> None:
     """Play a prompt that is not counted, with the settings that the model was loaded with. Entries
-    that want what its routing says have it then; of one that cannot, `without` says why."""
+    that want what its routing says have it then; of one that cannot, `skip_reason` says why."""
     made = harness.attach(harness.config)
-    wanting = [entry for entry in entries if entry.wants and not entry.without]
-    by: Beside | None = None
+    wanting = [entry for entry in entries if entry.calibrated_options and not entry.skip_reason]
+    by: ModelPredictors | None = None
     for entry in wanting:
         with _or_without(entry):
-            mine = predicting(harness, entry)
+            mine = entry_predictors(harness, entry)
             by = mine if by is None or mine.predictors else by
     found = None
     try:
         if by is not None:
-            found = record(harness, prompt, tokens, raw, by)
+            found = record_warm_up(harness, prompt, tokens, raw, by)
     except TraceError as error:
         for entry in wanting:
-            entry.without = entry.without or str(error)
+            entry.skip_reason = entry.skip_reason or str(error)
     if found is None:
         harness.play([prompt], tokens, raw=raw)
         return
-    least = made.growth.least if made.growth is not None else made.capacity
+    least = made.slot_budget.full_context_slots if made.slot_budget is not None else made.capacity
     for entry in wanting:
-        if not entry.without:
+        if not entry.skip_reason:
             with _or_without(entry):
                 found.fill(entry, made.capacity, least)
 
@@ -176,4 +185,4 @@ def _or_without(entry: Entry) -> Iterator[None]:
     try:
         yield
     except (UsageError, PredictorError) as error:
-        entry.without = str(error)
+        entry.skip_reason = str(error)

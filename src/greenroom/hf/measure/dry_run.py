@@ -46,14 +46,14 @@ def with_dry_run(
 def _judged(
     machine: Machine, processor: Processor, device: str, model: str, smallest: str, shape: Shape
 ) -> Processor:
-    whole, part, ahead = measure(model, shape, device)
+    all_resident, part, ahead = measure(model, shape, device)
     slow = Case(read_limit=int(SMALLEST.expert_bytes / WAIT))
     wake = waiting(*measure(smallest, SMALLEST, device, (PART, slow)))
     matrices = shape.layers * (
         shape.top_k * processor.expert.at(shape.expert_bytes).seconds(1)
         + processor.dense.at(_dense_bytes(shape)).seconds(1)
     )
-    base, fetched = computed(whole), part.misses / len(part.gaps)
+    base, fetched = computed(all_resident), part.misses / len(part.gaps)
     busy = computed(part) - wake * waited(part)
     handling = max(0.0, (busy - base) / fetched) if fetched >= 1 else 0.0
     more = ahead.bytes_read / len(ahead.gaps) / shape.expert_bytes - fetched
@@ -98,16 +98,16 @@ class Case(NamedTuple):
     """A setting of the small model: with a slot for every expert, all of them there, or for SHARE
     of them; a predictor without its guard; bytes that the disk may deliver a second."""
 
-    whole: bool = False
+    all_resident: bool = False
     prefetch: str = "off"
     read_limit: int | None = None
 
 
-WHOLE, PART, AHEAD = Case(whole=True), Case(), Case(prefetch="next-gate")
+ALL_RESIDENT, PART, AHEAD = Case(all_resident=True), Case(), Case(prefetch="next-gate")
 
 
 def measure(
-    model: str, shape: Shape, device: str, cases: Sequence[Case] = (WHOLE, PART, AHEAD)
+    model: str, shape: Shape, device: str, cases: Sequence[Case] = (ALL_RESIDENT, PART, AHEAD)
 ) -> list[Measurement]:
     """Answer the same prompt in each case."""
     harness = Harness(model, LoadConfig(cache="100%", prefetch="off", device=device, context=256))
@@ -115,10 +115,10 @@ def measure(
     slots, found = max(shape.top_k, int(SHARE * shape.layers * shape.experts)), []
     try:
         for case in cases:
-            if case.whole:
+            if case.all_resident:
                 harness.fill()
             else:
-                harness.parts = replace(harness.parts, read_limit=case.read_limit)
+                harness.setup = replace(harness.setup, read_limit=case.read_limit)
                 config = LoadConfig(
                     policy="lru", prefetch=case.prefetch, no_guard=case.prefetch != "off"
                 )
@@ -132,4 +132,4 @@ def measure(
 def _dense_bytes(shape: Shape) -> int:
     """Of a layer: attention, and its share of the head."""
     attention = 2 * shape.hidden * (2 * shape.heads * 64 + 2 * 4 * 64)
-    return attention + 2 * shape.words * shape.hidden // shape.layers
+    return attention + 2 * shape.vocabulary * shape.hidden // shape.layers

@@ -12,7 +12,7 @@ from greenroom.config import LoadConfig
 from greenroom.core.cache.pins import Pins
 from greenroom.hf.measure.harness import Measurement
 from greenroom.plan import intervals
-from greenroom.plan.costs import Observed
+from greenroom.plan.costs import RunMeasurement
 
 LEAST = 2  # rounds, however long they take
 PAIRED = 8  # tokens that are compared together
@@ -31,10 +31,10 @@ class Entry:
     name: str
     config: LoadConfig
     rounds: list[Measurement] = field(default_factory=list)
-    wants: tuple[str, ...] = ()
+    calibrated_options: tuple[str, ...] = ()
     pins: Pins | None = None
     notes: list[str] = field(default_factory=list)
-    without: str = ""
+    skip_reason: str = ""
 
     @property
     def tpots(self) -> list[float]:
@@ -49,9 +49,9 @@ class Entry:
             "policy": self.config.policy,
             "scope": self.config.scope,
             "prefetch": self.config.prefetch,
-            "tpot_s": intervals.mean(self.tpots),
-            "ttft_s": intervals.mean([float(np.mean(s.ttft)) for s in self.rounds]),
-            "ratio": intervals.ratio(self.tpots, of.tpots[: len(self.tpots)]),
+            "tpot_s": intervals.mean_interval(self.tpots),
+            "ttft_s": intervals.mean_interval([float(np.mean(s.ttft)) for s in self.rounds]),
+            "ratio": intervals.ratio_interval(self.tpots, of.tpots[: len(self.tpots)]),
             "miss_ratio": sum(s.misses for s in self.rounds) / max(1, requests),
             "bytes_per_token": sum(s.bytes_read for s in self.rounds) / tokens,
             "stall_s_per_token": sum(s.stall_s for s in self.rounds) / tokens,
@@ -61,13 +61,13 @@ class Entry:
             "notes": list(self.notes),
         }
 
-    def observed(self, expert_bytes: int) -> list[Observed]:
+    def observed(self, expert_bytes: int) -> list[RunMeasurement]:
         """Each round, as a plan takes it; none of a guarded predictor, which may be off."""
         ahead = self.config.prefetch != "off"
         if ahead and not self.config.no_guard:
             return []
         return [
-            Observed(
+            RunMeasurement(
                 session.tpot_s,
                 session.stall_s / len(session.gaps),
                 session.bytes_read / expert_bytes / len(session.gaps),
@@ -85,7 +85,7 @@ def winner(entries: Sequence[Entry], plain: Entry) -> Entry:
     best = min(entries, key=lambda entry: float(np.mean(entry.tpots)))
     if best is plain or min(len(best.rounds), len(plain.rounds)) < LEAST:
         return plain
-    _, _, high = intervals.ratio(*_pairs(best, plain))
+    _, _, high = intervals.ratio_interval(*_pairs(best, plain))
     return best if high < 1 else plain
 
 

@@ -22,7 +22,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.history.warm_start import warm_up
 from greenroom.hf.load.attach import Progress
 from greenroom.hf.load.load import load_with
-from greenroom.hf.memory.approximate import LESSER
+from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS
 from greenroom.hf.text.generate import answer
 from greenroom.plan.history.routing import RoutingHistory
 from greenroom.policies import choose
@@ -71,23 +71,25 @@ class Harness:
         self.model: Any
         self.source, self._progress = source, progress
         self._load(config)
-        self.asked = np.zeros(self.experts, np.int64)  # of each expert, by what was learned
-        self._pending = self.asked.copy()
+        self.request_counts = np.zeros(
+            self.experts, np.int64
+        )  # of each expert, by what was learned
+        self._pending = self.request_counts.copy()
 
     def _load(self, config: LoadConfig) -> None:
         self.model, self.tokenizer = load_with(
             self.source, config, remember=False, progress=self._progress
         )
         self.config = config
-        self.parts = self.model.greenroom.parts
+        self.setup = self.model.greenroom.setup
         self.capacity = int(self.model.greenroom.capacity)  # slots that the budget leaves
-        self.experts = self.parts.catalog.experts
-        self._growth = self.model.greenroom.growth
+        self.experts = self.setup.catalog.experts
+        self._growth = self.model.greenroom.slot_budget
         self.process_bytes: int | None = self.model.greenroom.process_bytes
 
     def learn(self) -> None:
         """From here on, caches begin with what was asked for most in all that was played."""
-        self.asked += self._pending
+        self.request_counts += self._pending
         self._pending[:] = 0
 
     def attach(
@@ -98,38 +100,38 @@ class Harness:
         whose experts are cut otherwise, or whose misses are served otherwise, is loaded again.
         `pins` stay, in place of those of a file. After an error there is none, until the next."""
         self.close()
-        cut = {name: getattr(config, name) for name in ("split", *LESSER)}
+        cut = {name: getattr(config, name) for name in ("split", *APPROXIMATION_OPTIONS)}
         if any(getattr(self.config, name) != value for name, value in cut.items()):
             self._load(replace(self.config, scope=config.scope, **cut))
             self.close()
         slots = self.capacity if capacity is None else capacity
         if pins is None and config.pin is not None:
-            pins = Pins.load(config.pin, self.parts.catalog.offsets)
+            pins = Pins.load(config.pin, self.setup.catalog.offsets)
         chosen = choose(config.policy, slots, self.experts)
         compile_for(chosen)
         full = slots >= self.experts
-        parts = replace(
-            self.parts,
+        setup = replace(
+            self.setup,
             capacity=slots,
             policy=chosen.name,
-            scope=self.parts.scope if config.split == "auto" else scope_of(config.scope),
+            scope=self.setup.scope if config.split == "auto" else scope_of(config.scope),
             pins=pins,
             prefetch="off" if full else config.prefetch,
             predictor=config.predictor,
             guard=not config.no_guard,
-            config=config if self.parts.approximation is not None else config.exact(),
+            config=config if self.setup.approximation is not None else config.exact(),
         )
-        self.model.greenroom = made = Greenroom(self.model, parts)
+        self.model.greenroom = made = Greenroom(self.model, setup)
         if self._growth is not None and capacity is None:
-            made.grow(self._growth)
+            made.use_slot_budget(self._growth)
         made.pin()
         self._warm(made)
         return made
 
     def _warm(self, made: Greenroom) -> None:
         """Fill its cache with what was asked for most so far; nothing of that is counted."""
-        view, offsets = made.driver.scheduler.view, self.parts.catalog.offsets
-        hot = RoutingHistory.of_counts(self.asked).hot_set(offsets, view.slots, view.scope)
+        view, offsets = made.driver.scheduler.view, self.setup.catalog.offsets
+        hot = RoutingHistory.of_counts(self.request_counts).hot_set(offsets, view.slots, view.scope)
         if hot.size:
             warm_up(made.driver, hot, WARM_S)
         made.driver.asked[:] = 0
@@ -155,7 +157,7 @@ class Harness:
             with _decodes(self.model, settle) as before:
                 done = answer(
                     self.model, self.tokenizer, prompt.content, sampling, raw=raw,
-                    context=self.parts.context, to_the_end=True,
+                    context=self.setup.context, to_the_end=True,
                 )  # fmt: skip
             ttft.append(done.ttft_s)
             gaps += done.gaps[settle:]
@@ -165,7 +167,7 @@ class Harness:
         if not gaps:
             raise UsageError(
                 f"nothing was measured: the first {settle} tokens of an answer are not counted, and"
-                f" --context {self.parts.context} has no room for more after the prompt: raise it"
+                f" --context {self.setup.context} has no room for more after the prompt: raise it"
             )
         self._pending += greenroom.driver.asked[: self.experts]  # of what is cut, the tops
         greenroom.driver.asked[:] = 0

@@ -30,7 +30,7 @@ class Shape:
     layers: int = 4
     experts: int = 24
     top_k: int = 8
-    words: int = 512
+    vocabulary: int = 512
 
     @property
     def expert_bytes(self) -> int:
@@ -72,7 +72,7 @@ def write(folder: Path, shape: Shape) -> None:
         num_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
         norm_topk_prob=True,
-        vocab_size=shape.words,
+        vocab_size=shape.vocabulary,
         max_position_embeddings=256,
         bos_token_id=0,
         eos_token_id=None,
@@ -87,7 +87,7 @@ def write(folder: Path, shape: Shape) -> None:
         drawn = torch.randn(size, generator=random) / size[-1] ** 0.5 if matrix else 1.0
         parameter.data[:] = drawn
     model.save_pretrained(folder)
-    words = {"<unk>": 0, **{f"w{i}": i for i in range(1, shape.words)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, shape.vocabulary)}}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from greenroom.config import RecordConfig, SamplingConfig
 from greenroom.core.layout import Catalog
 from greenroom.errors import UsageError
-from greenroom.hf.attach.predictors import Beside, beside
+from greenroom.hf.attach.predictors import ModelPredictors, build_predictors
 from greenroom.hf.text.generate import answer, encode
-from greenroom.runtime.kernels.dense.stored import matrix_of, stored_of
+from greenroom.runtime.kernels.dense.stored import stored_matrix, weight_matrix
 from greenroom.runtime.recording.forecasts import Forecasts, choices, distance_of
 from greenroom.runtime.recording.recorder import Keeps, Recorder
-from greenroom.trace.journal import Journal, journal_of
+from greenroom.trace.journal import Journal, journal_path
 from greenroom.trace.prompts import Prompt
 from greenroom.trace.segments import Header
 
@@ -42,8 +42,8 @@ def record(
     with the same arguments that did not end is kept, and gone on with. `on_request(done, tokens)`
     is called after every request, and at the start with those of the earlier run.
     """
-    parts, catalog = model.greenroom.parts, model.greenroom.parts.catalog
-    context = parts.context
+    setup, catalog = model.greenroom.setup, model.greenroom.setup.catalog
+    context = setup.context
     lengths = [encode(tokenizer, prompt.content, recording.raw).shape[1] for prompt in prompts]
     if (longest := max(lengths)) + 1 > context:
         raise UsageError(
@@ -52,11 +52,11 @@ def record(
         )
     encoded = model.config.is_encoder_decoder
     skipped = _encoders(model, catalog) if encoded else 0
-    running = beside(
+    running = build_predictors(
         model, catalog, choices(recording.predict) if recording.predict else [],
-        file=parts.predictor, fingerprint=parts.fingerprint, inputs=recording.gate_inputs > 0,
+        file=setup.predictor, fingerprint=setup.fingerprint, inputs=recording.gate_inputs > 0,
     )  # fmt: skip
-    about = {**_sizes(model), "fingerprint": parts.fingerprint}
+    about = {**_sizes(model), "fingerprint": setup.fingerprint}
     header = Header(
         running.shape.experts_per_layer[skipped:],
         recording.weights,
@@ -65,7 +65,7 @@ def record(
         {**_meta(name, prompts, sampling, recording), **about},
         {name: distance_of(made) for name, made in running.predictors.items()},
     )
-    journal = Journal(journal_of(path), header)
+    journal = Journal(journal_path(path), header)
     try:
         on_request(journal.requests, 0)
         with recorder_of(model, catalog, journal, running, skipped) as recorder:
@@ -85,14 +85,20 @@ def record(
 
 
 def recorder_of(
-    model: PreTrainedModel, catalog: Catalog, sink: Keeps, running: Beside, skipped: int = 0
+    model: PreTrainedModel,
+    catalog: Catalog,
+    sink: Keeps,
+    running: ModelPredictors,
+    skipped: int = 0,
 ) -> Recorder:
     """A recorder of the layers after the first `skipped`, and of predictors that run beside them;
     `sink` takes its segments."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     modules = [model.get_submodule(name) for name in catalog.layers[skipped:]]
     forecasts = Forecasts(running.predictors, running.shape) if running.predictors else None
-    return Recorder(modules, decoder.get_input_embeddings(), sink, 0, running.listen(), forecasts)
+    return Recorder(
+        modules, decoder.get_input_embeddings(), sink, 0, running.capture_inputs(), forecasts
+    )
 
 
 def _encoders(model: PreTrainedModel, catalog: Catalog) -> int:
@@ -106,11 +112,11 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
 
     The rest is what is in memory but the input embedding, of which a token reads one row.
     """
-    catalog = model.greenroom.parts.catalog
-    embedding, head = matrix_of(model.get_input_embeddings()), model.get_output_embeddings()
-    stored = {each for module in model.modules() if (each := stored_of(module)) is not None}
+    catalog = model.greenroom.setup.catalog
+    embedding, head = weight_matrix(model.get_input_embeddings()), model.get_output_embeddings()
+    stored = {each for module in model.modules() if (each := stored_matrix(module)) is not None}
     dense = sum(matrix.nbytes for matrix in (*model.parameters(), *stored))
-    if head is None or matrix_of(head) is not embedding:
+    if head is None or weight_matrix(head) is not embedding:
         dense -= embedding.nbytes
     return {
         "expert_bytes": catalog.expert_bytes // catalog.experts,

@@ -10,7 +10,7 @@ from greenroom.errors import ModelError, PredictorError, UsageError
 from greenroom.hf.measure.calibration import calibrate
 from greenroom.hf.measure.entries import LEAST, Entry
 from greenroom.hf.measure.harness import Harness
-from greenroom.hf.memory.devices import one_processor
+from greenroom.hf.memory.devices import co_compute_obstacle
 from greenroom.trace.prompts import Prompt
 
 PROMPTS = tuple(
@@ -36,7 +36,7 @@ def run_rounds(
     rounds: int,
     seconds: float = float("inf"),
     raw: bool,
-    said: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Rounds of all entries, each on the next prompt, begun by another entry each time. No round
     is begun after `seconds`, but the first LEAST. What a round asked for is what caches begin with
@@ -46,27 +46,27 @@ def run_rounds(
     error of a single one is raised.
     """
     end = time.perf_counter() + seconds
-    said("warming up")
+    report("warming up")
     calibrate(harness, entries, prompts[-1], tokens, raw)
     harness.learn()
     alone = len(entries) == 1
-    if alone and entries[0].without:
-        raise UsageError(entries[0].without)
+    if alone and entries[0].skip_reason:
+        raise UsageError(entries[0].skip_reason)
     for number in range(rounds):
-        there = [entry for entry in entries if not entry.without]
+        there = [entry for entry in entries if not entry.skip_reason]
         if not there or (number >= LEAST and time.perf_counter() > end):
             break
         prompt = prompts[number % len(prompts)]
         turn = number % len(there)
         for entry in (*there[turn:], *there[:turn]):
-            said(f"round {number + 1}: {entry.name}")
+            report(f"round {number + 1}: {entry.name}")
             try:
                 _check_both(harness, entry, alone)
                 harness.attach(entry.config, pins=entry.pins)
             except (UsageError, ModelError, PredictorError) as error:
                 if alone or number:
                     raise
-                entry.without = str(error)
+                entry.skip_reason = str(error)
                 continue
             entry.rounds.append(harness.play([prompt], tokens, raw=raw))
         harness.learn()
@@ -75,7 +75,7 @@ def run_rounds(
 def _check_both(harness: Harness, entry: Entry, alone: bool) -> None:
     """UsageError where an entry beside others would have misses computed by a second processor, and
     there is none: its row would say nothing of that. Alone it is told so by its run."""
-    if entry.config.uses_host() and not alone and (why := one_processor(harness.parts)):
+    if entry.config.uses_host() and not alone and (why := co_compute_obstacle(harness.setup)):
         raise UsageError(
             f"misses computed where they are need a GPU, and room for experts in host memory: {why}"
         )

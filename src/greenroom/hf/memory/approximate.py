@@ -15,7 +15,7 @@ from greenroom.runtime.kernels.approximate import ExpertsWithCopies
 from greenroom.runtime.slots.tier import Tier
 
 # The options of misses that get less.
-LESSER = tuple(
+APPROXIMATION_OPTIONS = tuple(
     each.name for each in options_in(SchedulerConfig) if each.metadata["group"] == INEXACT
 )
 
@@ -48,18 +48,18 @@ def copies_of(catalog: Catalog, at: Approximation | None, room: int, top_k: int)
     return Copies(exact, low, rest, min(most, max(top_k, share // max(low))))
 
 
-def layer_with_less(
-    parts: ModelSetup, module: nn.Module, layer: int, slots: Tier
+def approximate_layer(
+    setup: ModelSetup, module: nn.Module, layer: int, slots: Tier
 ) -> ExpertsWithCopies:
     """A layer whose misses may be served with less; by copies where there are any."""
-    layout, catalog, low = parts.catalog.layouts[layer], parts.catalog, None
-    if parts.copies is not None:
+    layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
+    if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)
         of = catalog.low_layers[layer].low
         assert of is not None
         low = of.layout, slots.pools[-1]
-    assert parts.approximation is not None
-    if parts.approximation.substitute and module.has_bias:
+    assert setup.approximation is not None
+    if setup.approximation.substitute and module.has_bias:
         raise UsageError(
             "--substitute-below takes another expert's matrices, and this model's experts have"
             " biases beside them: leave it out"

@@ -30,7 +30,7 @@ Reader = Callable[[], tuple[int, int]]  # (free, total) bytes of a device
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """Bytes beside the slots. `process` is measured, the others are computed."""
 
     process: int
@@ -64,15 +64,20 @@ def _amount(given: str | int | None, option: str, available: int) -> int:
 
 
 def capacity_for(
-    budget: int, need: Needs, catalog: Catalog, at_least: int = 1, of: str = "", devices: int = 1
+    budget: int,
+    need: MemoryNeeds,
+    catalog: Catalog,
+    at_least: int = 1,
+    label: str = "",
+    devices: int = 1,
 ) -> int:
-    """Slots that a budget (`of` what, where it is not the process) leaves. BudgetError says how
+    """Slots that a budget (`label`, where it is not the process) leaves. BudgetError says how
     much would do. Of several GPUs it is each one's: all have as many slots as the first."""
     slots = (budget - need.total) // catalog.slot_bytes * devices
     if slots < at_least:
         enough = need.total + -(-at_least // devices) * catalog.slot_bytes
         raise BudgetError(
-            f"a budget of {show_bytes(budget)}{of} is too small: {need} and {at_least}"
+            f"a budget of {show_bytes(budget)}{label} is too small: {need} and {at_least}"
             f" experts need {show_bytes(enough)}; --memory {-(-enough // (1 << 20))}MiB would do"
         )
     return int(min(slots, catalog.experts))
@@ -85,7 +90,7 @@ class DeviceBudget:
     it, and a GPU cannot swap.
     """
 
-    OF = " of the GPU's memory"
+    LABEL = " of the GPU's memory"
 
     def __init__(self, memory: str | int | None, read: Reader) -> None:
         self._read = read
@@ -98,10 +103,10 @@ class DeviceBudget:
                 " take of the host's is --host-memory"
             )
 
-    def after(self, slots: int) -> Needs:
+    def after(self, slots: int) -> MemoryNeeds:
         """What is needed once everything is loaded, with so many bytes of slots: dense parts and
         libraries are what has gone since the start."""
-        return Needs(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
+        return MemoryNeeds(max(0, self.free - self._read()[0] - slots), 0, 0, 0, 0)
 
 
 def host_slots(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from greenroom.errors import UsageError
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.runtime.cuda.engine import Cuda, Engine
-from greenroom.runtime.kernels.table import ON_GPUS
+from greenroom.runtime.kernels.table import GPU_KERNEL
 
 COMPILED = "numba", "rounded"  # kernels that read dense matrices as they are stored
 IN_FLIGHT = 2  # chunks on their way to a GPU at a time: what is queued there cannot be recalled
@@ -17,63 +17,63 @@ LINKS = ("disk -> host", "host -> device")
 log = logging.getLogger(__name__)
 
 
-def engine_for(parts: ModelSetup, number: int) -> Engine:
+def engine_for(setup: ModelSetup, number: int) -> Engine:
     """One of the GPUs; the first one has the dense parts."""
-    return Cuda(parts.devices[number])
+    return Cuda(setup.devices[number])
 
 
-def engines_for(parts: ModelSetup) -> list[Engine]:
+def engines_for(setup: ModelSetup) -> list[Engine]:
     """Every GPU; none where slots are in host memory."""
-    return [engine_for(parts, n) for n in range(len(parts.devices))] if parts.cuda else []
+    return [engine_for(setup, n) for n in range(len(setup.devices))] if setup.cuda else []
 
 
-def lanes_of(parts: ModelSetup) -> tuple[int, ...]:
+def lanes_of(setup: ModelSetup) -> tuple[int, ...]:
     """Transfers at a time of each link."""
-    if parts.cuda:
-        return parts.readers, IN_FLIGHT
-    return (parts.readers, 1) if parts.fake else (parts.readers,)
+    if setup.cuda:
+        return setup.readers, IN_FLIGHT
+    return (setup.readers, 1) if setup.fake else (setup.readers,)
 
 
-def links_of(parts: ModelSetup) -> tuple[str, ...]:
+def links_of(setup: ModelSetup) -> tuple[str, ...]:
     """What the links are called; the last one there is for each of several devices."""
-    chain = LINKS[: len(lanes_of(parts))]
-    if len(parts.devices) == 1:
+    chain = LINKS[: len(lanes_of(setup))]
+    if len(setup.devices) == 1:
         return chain
-    name = "cuda" if parts.cuda else "fake"
-    return (*chain[:-1], *(f"host -> {name}:{number}" for number in parts.devices))
+    name = "cuda" if setup.cuda else "fake"
+    return (*chain[:-1], *(f"host -> {name}:{number}" for number in setup.devices))
 
 
-def kernels_of(parts: ModelSetup) -> str:
+def kernels_of(setup: ModelSetup) -> str:
     """What computes the experts where they are; UsageError where it cannot."""
-    if parts.kernels == "auto":
-        if not parts.cuda:
+    if setup.kernels == "auto":
+        if not setup.cuda:
             return "numba"
         if find_spec("triton") is not None:
-            return ON_GPUS
+            return GPU_KERNEL
         log.warning("Triton is not installed (pip install 'greenroom[gpu]'): kernels eager, slower")
         return "eager"
-    if parts.cuda and parts.kernels in COMPILED:
+    if setup.cuda and setup.kernels in COMPILED:
         raise UsageError(
-            f"--kernels {parts.kernels} computes on a CPU: with --device cuda take triton or eager"
+            f"--kernels {setup.kernels} computes on a CPU: with --device cuda take triton or eager"
         )
-    return parts.kernels
+    return setup.kernels
 
 
-def host_computes(parts: ModelSetup) -> bool:
+def host_computes(setup: ModelSetup) -> bool:
     """Does the host's processor compute too? It is said where it was asked for and cannot."""
-    if not parts.config.uses_host():
+    if not setup.config.uses_host():
         return False
-    if why := one_processor(parts):
+    if why := co_compute_obstacle(setup):
         log.warning("--co-compute auto: %s", why)
         return False
-    return parts.capacity < parts.catalog.experts
+    return setup.capacity < setup.catalog.experts
 
 
-def one_processor(parts: ModelSetup) -> str:
+def co_compute_obstacle(setup: ModelSetup) -> str:
     """Why misses cannot be shared out between two processors here; nothing where they can."""
-    if not (parts.cuda or parts.fake):
+    if not (setup.cuda or setup.fake):
         return "there is one processor here, and nothing to choose"
-    if parts.host_capacity < len(parts.devices):
+    if setup.host_capacity < len(setup.devices):
         return (
             "host memory has no room for experts, so there is nothing to compute there;"
             " --host-memory says how much it may take"

@@ -43,22 +43,22 @@ def slots_for(cache: str | int | Amount, catalog: Catalog, what: str = "--cache"
     return min(slots, catalog.experts)
 
 
-def pieces_of(parts: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
+def pieces_of(setup: ModelSetup, chunks: Sequence[int] | None = None) -> Pieces:
     """All experts of a model, each with its home."""
-    catalog = parts.catalog
-    if parts.cuda or len(parts.devices) > 1 or parts.host_capacity:
-        _check_whole(parts)
-    if parts.copies is not None:
-        return Pieces.with_copies(catalog.offsets, parts.copies, chunks)
-    if parts.split is not None:
-        return Pieces.parts(catalog.offsets, parts.split, chunks)
+    catalog = setup.catalog
+    if setup.cuda or len(setup.devices) > 1 or setup.host_capacity:
+        _check_whole(setup)
+    if setup.copies is not None:
+        return Pieces.with_copies(catalog.offsets, setup.copies, chunks)
+    if setup.split is not None:
+        return Pieces.parts(catalog.offsets, setup.split, chunks)
     nbytes = [layout.nbytes for layout in catalog.layouts]
-    return Pieces.whole(catalog.offsets, nbytes, chunks, len(parts.devices))
+    return Pieces.whole(catalog.offsets, nbytes, chunks, len(setup.devices))
 
 
-def _check_whole(parts: ModelSetup) -> None:
+def _check_whole(setup: ModelSetup) -> None:
     """UsageError for what is computed from one host memory alone."""
-    catalog = parts.catalog
+    catalog = setup.catalog
     if any(layout.segments for layout in catalog.layouts):
         raise UsageError(
             "experts in segments are computed from one host memory: pack the model without"
@@ -69,56 +69,56 @@ def _check_whole(parts: ModelSetup) -> None:
             "int8 experts that contain int4 copies are joined in one host memory: pack the model"
             " without --miss-precision for GPUs, several devices or a host tier"
         )
-    if parts.approximation is not None:
+    if setup.approximation is not None:
         raise UsageError(
             "--miss-precision, --skip-below and --substitute-below are for one CPU's memory: leave"
             " them out with GPUs, several devices or a host tier"
         )
 
 
-def open_store(parts: ModelSetup, given: Store | None) -> tuple[Store, bool]:
+def open_store(setup: ModelSetup, given: Store | None) -> tuple[Store, bool]:
     """Where experts wait (the checkpoint's files, or what stands in for them), as slow as it was
     asked to be; and whether it is read past the page cache."""
     if given is not None:
         store, direct = given, True
     else:
-        disk = disk_store(parts.catalog, parts.direct)
+        disk = disk_store(setup.catalog, setup.direct)
         store, direct = disk, disk.direct
-    if parts.read_limit is not None:
-        store = FakeStore(store, bandwidth=parts.read_limit)
-    if parts.fake:
-        store = FakeStore(store, jitter=0.002, seed=parts.seed)
+    if setup.read_limit is not None:
+        store = FakeStore(store, bandwidth=setup.read_limit)
+    if setup.fake:
+        store = FakeStore(store, jitter=0.002, seed=setup.seed)
     return store, direct
 
 
-def chunks_in(store: Store, parts: ModelSetup) -> Chunks:
+def chunks_in(store: Store, setup: ModelSetup) -> Chunks:
     """The chunks of every piece; none of those that do not exist."""
-    catalog = parts.catalog
+    catalog = setup.catalog
     there, count = set(range(catalog.experts)), catalog.experts
-    if isinstance(catalog, PackCatalog) and (parts.split or parts.copies):
+    if isinstance(catalog, PackCatalog) and (setup.split or setup.copies):
         there = set(catalog.pieces)
-        count = 2 * count if parts.split else len(there)
+        count = 2 * count if setup.split else len(there)
     return [store.chunks(piece) if piece in there else () for piece in range(count)]
 
 
-def make_slots(parts: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
-    """Room for `parts.capacity` experts, in the memory of each device; tops of split experts in
+def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> Tier:
+    """Room for `setup.capacity` experts, in the memory of each device; tops of split experts in
     slots of a size for each group. Bottoms and copies have slots of their own."""
-    catalog, copies, split = parts.catalog, parts.copies, parts.split
+    catalog, copies, split = setup.catalog, setup.copies, setup.split
     strides, most = [catalog.slot_bytes], [catalog.experts]
-    if split is not None and parts.scope == "shared":
+    if split is not None and setup.scope == "shared":
         strides, most = [max(split.tops)], [pieces.offsets[-1]]
     elif split is not None:
         strides, most = list(split.tops), [b - a for a, b in pairwise(pieces.offsets)]
 
     def sizes(capacity: int) -> list[int]:
         if split is not None:
-            return [*group_sizes(pieces, capacity, parts.scope), split.seats]
+            return [*group_sizes(pieces, capacity, setup.scope), split.seats]
         if copies is not None:
-            return [sum(group_sizes(pieces, capacity, parts.scope)), copies.seats]
+            return [sum(group_sizes(pieces, capacity, setup.scope)), copies.seats]
         return pieces.shares(capacity)
 
-    counts = sizes(parts.capacity)
+    counts = sizes(setup.capacity)
     if split is not None:
         strides, most = [*strides, max(split.bottoms)], [*most, split.seats]
     elif copies is not None:
@@ -129,25 +129,25 @@ def make_slots(parts: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
     if engines:
         made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
     else:
-        kind = FakeSlots if parts.fake else HostSlots
+        kind = FakeSlots if setup.fake else HostSlots
         nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
         joins = Nested(nestings) if nestings and split is None else None
         made = [
             kind(*each, nested=None if n else joins)
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
-    return Pools(made, parts.capacity, sizes) if len(made) > 1 else made[0]
+    return Pools(made, setup.capacity, sizes) if len(made) > 1 else made[0]
 
 
-def host_tier(parts: ModelSetup, pieces: Pieces) -> HostTier | None:
+def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:
     """What keeps experts in host memory, where there is room for any."""
-    if parts.host_capacity < len(parts.devices):
+    if setup.host_capacity < len(setup.devices):
         return None
-    return HostTier(pieces, parts.host_capacity, named_policy(parts.host_policy))
+    return HostTier(pieces, setup.host_capacity, named_policy(setup.host_policy))
 
 
 def memory_between(
-    parts: ModelSetup,
+    setup: ModelSetup,
     pieces: Pieces,
     chunks: Chunks,
     seats: int,
@@ -156,11 +156,11 @@ def memory_between(
 ) -> HostMemory:
     """Host memory between the disk and the slots: `seats` for what passes through, and what the
     tier keeps; `computes`: as slots that the host's processor can compute from."""
-    kept = parts.host_capacity
+    kept = setup.host_capacity
     nodes = []
-    if engines and kept >= len(parts.devices):
+    if engines and kept >= len(setup.devices):
         each = zip(pieces.shares(kept), engines, strict=True)
         nodes = [(share, engine.node) for share, engine in each]
     engine = engines[0] if engines else Engine()
-    stride = parts.catalog.slot_bytes if computes else None
+    stride = setup.catalog.slot_bytes if computes else None
     return HostMemory(engine, chunks, seats, kept, nodes, stride)

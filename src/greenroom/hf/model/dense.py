@@ -22,7 +22,7 @@ from greenroom.hf.checkpoint.header import Stored as OnDisk
 from greenroom.hf.checkpoint.read import read_parts
 from greenroom.hf.index.routes import Route
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.dense.stored import Stored, keep
+from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
 
 _ROUTERS = {"gate", "router"}  # which experts are chosen is torch's to compute
 
@@ -33,13 +33,13 @@ class Kept:
 
     modules: tuple[str, ...]
     tensor: str
-    stored: Stored
+    stored: StoredMatrix
 
     def take_out(self, model: PreTrainedModel) -> None:
         """Take the parameters out of the modules; their places stay, as None."""
         for name in self.modules:
             module = model.get_submodule(name)
-            keep(module, self.stored)
+            attach_matrix(module, self.stored)
             module._is_hf_initialized = True  # or it would be, and there is nothing to do it to
 
     def load(self, checkpoint: Checkpoint, empty: Callable[..., torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ def kept(
         if not all(_is_left_to_its_layer(model, name, used) for name in group):
             continue
         stored = _stored(checkpoint.tensors[names[0]], dtype)
-        if stored is not None and not stored.unread:
+        if stored is not None and not stored.unsupported_reason:
             modules = tuple(name.rpartition(".")[0] for name in group)
             found[target] = Kept(modules, names[0], stored)
     return found
@@ -101,7 +101,7 @@ def _used_by_code(model: PreTrainedModel) -> set[str]:
     return found
 
 
-def _stored(tensor: OnDisk, dtype: torch.dtype) -> Stored | None:
+def _stored(tensor: OnDisk, dtype: torch.dtype) -> StoredMatrix | None:
     """Where a matrix would lie in memory; None of what is no encoded matrix."""
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:
@@ -113,5 +113,5 @@ def _stored(tensor: OnDisk, dtype: torch.dtype) -> Stored | None:
         made = "float32" if tensor.encoding == "fp8" else companion.dtype
         sizes.append((f"weight.{kind}", companion.shape, made))
     layout = SlotLayout.pack(sizes, {"weight": tensor.encoding}, str(dtype)[6:])
-    stored = Stored(layout, dtype)
+    stored = StoredMatrix(layout, dtype)
     return stored if stored.shape == tensor.shape else None

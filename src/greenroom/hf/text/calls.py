@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from greenroom.errors import UsageError
-from greenroom.hf.text.dialogue import Dialogue, Said
+from greenroom.hf.text.dialogue import Dialogue, ReplyPart
 from greenroom.json_file import Malformed, parse
 
 # Words that no template writes by itself: a tool may be called "name", which many do write.
@@ -23,7 +23,7 @@ ARGUMENTS = re.compile(rf'\{{\s*"{KEY}"\s*:\s*"{VALUE}"\s*\}}')
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CallFormat:
     """The text of a call: `before`, its name, `between`, its arguments as JSON, `after`.
 
     free: an answer that does not call is its text alone, without a form of its own
@@ -38,9 +38,9 @@ class Written:
         return f"{self.before}{name}{self.between}{arguments}{self.after}"
 
 
-def written(
+def find_call_format(
     dialogue: Dialogue, prompt: Sequence[int], tools: list[dict[str, Any]]
-) -> Written | None:
+) -> CallFormat | None:
     """How a call is written in an answer to this prompt, which was told of `tools`.
 
     None where the template writes calls otherwise, or where the answer's reader would not find
@@ -64,7 +64,7 @@ def _answer(dialogue: Dialogue, tools: list[dict[str, Any]], call: bool) -> str:
     return dialogue.decode(dialogue.chat(messages, tools, ends=True), special=True)
 
 
-def _between(called: str, marked: str) -> Written | None:
+def _between(called: str, marked: str) -> CallFormat | None:
     start = _alike(called, marked)
     stop = _alike(called[start:][::-1], marked[start:][::-1])
     call = called[start : len(called) - stop].lstrip()
@@ -74,7 +74,7 @@ def _between(called: str, marked: str) -> Written | None:
         return None
     between = call[at + len(NAME) : arguments.start()]
     free = marked[start : len(marked) - stop] == MARK
-    return Written(call[:at], between, call[arguments.end() :], free)
+    return CallFormat(call[:at], between, call[arguments.end() :], free)
 
 
 def _alike(one: str, other: str) -> int:
@@ -86,11 +86,11 @@ def _is_read(
     dialogue: Dialogue,
     prompt: Sequence[int],
     tools: list[dict[str, Any]],
-    found: Written,
+    found: CallFormat,
 ) -> bool:
     name = tools[0]["function"]["name"]
-    speaker = dialogue.spoken(prompt, tools)
-    said: list[Said] = []
+    speaker = dialogue.reply_parser(prompt, tools)
+    said: list[ReplyPart] = []
     text = found.call(name, "{}")
     for token in dialogue.tokenizer(text, add_special_tokens=False)["input_ids"]:
         said += speaker.feed(token)

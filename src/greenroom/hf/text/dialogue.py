@@ -43,7 +43,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReplyPart:
     """A part of an answer: text for people, reasoning, or a tool call. One of them is set."""
 
     text: str = ""
@@ -72,12 +72,12 @@ class Dialogue:
         return bool(self.tokenizer.chat_template)
 
     @cached_property
-    def knows_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Whether tools can be told to the model, and its calls be found in what it says."""
-        return self.reads("tools") and "tool_calls" in self._fields
+        return self.template_uses("tools") and "tool_calls" in self._fields
 
     @property
-    def reasons(self) -> bool:
+    def supports_reasoning(self) -> bool:
         """Whether the model has a way to reason before it answers."""
         return any(name in self._fields for name in REASONING)
 
@@ -86,7 +86,7 @@ class Dialogue:
         """What the model's answers are parsed into."""
         return self._response_template.fields if self._response_template else {}
 
-    def reads(self, name: str) -> bool:
+    def template_uses(self, name: str) -> bool:
         """Whether the chat template looks at this variable."""
         found = self.tokenizer.chat_template or ""
         texts = found.values() if isinstance(found, dict) else (found,)
@@ -137,13 +137,13 @@ class Dialogue:
             return bytes([int(match[1], 16)])
         return self.decode([token_id]).encode()
 
-    def spoken(self, prompt: Sequence[int], tools: Tools | None = None) -> Spoken:
+    def reply_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> ReplyParser:
         """A reader for the answer to this prompt."""
         if self._response_template is None:
-            return Spoken(self)
+            return ReplyParser(self)
         # The parser must see what the template has begun to say, as "<think>".
         prefix = self.decode(prompt, special=True)
-        return Spoken(self, ResponseParser(self._response_template, prefix, tools=tools))
+        return ReplyParser(self, ResponseParser(self._response_template, prefix, tools=tools))
 
     @cached_property
     def _letters(self) -> dict[str, int]:
@@ -170,7 +170,7 @@ class Dialogue:
         return template if template.start_anchor_re.search(begun) else None
 
 
-class Spoken:
+class ReplyParser:
     """Turns tokens into text, reasoning and tool calls, by a response parser; without one, all is
     text.
 
@@ -178,7 +178,7 @@ class Spoken:
     """
 
     def __init__(self, dialogue: Dialogue, parser: ResponseParser | None = None) -> None:
-        self._text = Decoder(dialogue, special=parser is not None)
+        self._text = TextDecoder(dialogue, special=parser is not None)
         self._parser = parser
         self._raw = ""
         self._shown = 0  # characters of `_raw` that are told, or were delimiters
@@ -188,10 +188,10 @@ class Spoken:
             self._said(parser.initial_events)
             self._shown = 0
 
-    def feed(self, token_id: int) -> list[Said]:
+    def feed(self, token_id: int) -> list[ReplyPart]:
         return self._parse(self._text.feed(token_id))
 
-    def end(self) -> list[Said]:
+    def end(self) -> list[ReplyPart]:
         said = self._parse(self._text.end())
         if self._parser is None:
             return said
@@ -201,11 +201,11 @@ class Spoken:
             return said + self._give_up()
         return said + self._said(events)
 
-    def _parse(self, text: str) -> list[Said]:
+    def _parse(self, text: str) -> list[ReplyPart]:
         if not text:
             return []
         if self._parser is None:
-            return [Said(text)]
+            return [ReplyPart(text)]
         self._raw += text
         try:
             events = self._parser.feed(text)
@@ -213,8 +213,8 @@ class Spoken:
             return self._give_up()
         return self._said(events)
 
-    def _said(self, events: list[dict[str, Any]]) -> list[Said]:
-        said: list[Said] = []
+    def _said(self, events: list[dict[str, Any]]) -> list[ReplyPart]:
+        said: list[ReplyPart] = []
         for event in events:
             if event["type"] == "region_close" or event.get("field") != "content":
                 self._between = self._between or event["type"] != "region_chunk"
@@ -226,23 +226,23 @@ class Spoken:
                 said += self._part(part)
         return said
 
-    def _part(self, part: Any) -> list[Said]:
+    def _part(self, part: Any) -> list[ReplyPart]:
         if isinstance(part, serving.ToolCall):
             self._shown = len(self._raw)
-            return [Said(call=ToolCall(part.name, part.arguments))]
+            return [ReplyPart(call=ToolCall(part.name, part.arguments))]
         self._shown = self._raw.rfind(part) + len(part)
         text = part.lstrip() if self._between else str(part)
         self._between = self._between and not text
         if isinstance(part, serving.ReasoningText):
-            return [Said(reasoning=text)] if text else []
+            return [ReplyPart(reasoning=text)] if text else []
         return _text(text)
 
-    def _give_up(self) -> list[Said]:
+    def _give_up(self) -> list[ReplyPart]:
         self._parser = None
         return _text(self._raw[self._shown :])
 
 
-class Decoder:
+class TextDecoder:
     """Text of tokens as they come, whole characters at a time."""
 
     def __init__(self, dialogue: Dialogue, special: bool) -> None:
@@ -270,5 +270,5 @@ class Decoder:
         return text[len(before) :]
 
 
-def _text(text: str) -> list[Said]:
-    return [Said(text)] if text else []
+def _text(text: str) -> list[ReplyPart]:
+    return [ReplyPart(text)] if text else []

@@ -29,7 +29,7 @@ from greenroom.json_file import JsonObject, Malformed, parse, printable, read
 from greenroom.plan.history.records import Records
 from greenroom.plan.history.routing import Arrays, RoutingHistory
 from greenroom.trace import container
-from greenroom.trace.container import Tensor, beside
+from greenroom.trace.container import Tensor, atomic_file
 
 SWITCH = "GREENROOM_LEARNED"
 LIMIT = 64 << 20  # bytes of arrays in a file of routing
@@ -163,7 +163,7 @@ def update_records(
         machines[machine] = asdict(after)
         found = {"format": RECORDS, "version": RECORDS_VERSION, "machines": machines}
         _prepare(path)
-        with beside(path) as file:
+        with atomic_file(path) as file:
             file.write(json.dumps(found, indent=1).encode())
     return path
 

@@ -1,6 +1,6 @@
 """The routing of the latest tokens: a state of the history of a model's routing.
 
-Plans without a recording go by it (plan/evidence.py), and so do the defaults of a run. Passes of
+Plans without a recording go by it (plan/workload.py), and so do the defaults of a run. Passes of
 single sequences are noted; a pass of several sequences mixes their tokens and is not. Ids of
 experts only: no text, no token, no weight.
 """
@@ -24,7 +24,7 @@ NAME = "recent"  # of the state
 TOKENS = 4096  # that are kept, the latest
 
 
-class Pass(NamedTuple):
+class RoutedPass(NamedTuple):
     """One sequence's: experts are [tokens, layers, top_k] ids within their layers."""
 
     experts: np.ndarray
@@ -38,24 +38,24 @@ class RecentRouting:
     def __init__(self, offsets: Sequence[int], history: RoutingHistory | None) -> None:
         """`offsets` [layers + 1] are the dense ids at which layers begin."""
         self._sizes = [b - a for a, b in pairwise(offsets)]
-        self._passes: deque[Pass] = deque()
+        self._passes: deque[RoutedPass] = deque()
         self._tokens, self._earlier = 0, 0
         self._now: tuple[int, bool] | None = None  # request and kind of the pass that is noted
         self._rows: dict[int, Ids] = {}
-        if (trace := trace_of(history, self._sizes)) is not None:
+        if (trace := recent_trace(history, self._sizes)) is not None:
             parts = np.split(trace.experts, trace.pass_starts[1:-1])
             for each in zip(
                 parts, trace.pass_requests.tolist(), trace.pass_prefill.tolist(), strict=True
             ):
-                self._note(Pass(*each))
+                self._note(RoutedPass(*each))
             self._earlier = trace.requests
 
-    def begins(self, request: int, prompt: bool, sequences: int) -> None:
+    def on_pass(self, request: int, prompt: bool, sequences: int) -> None:
         """A pass of so many sequences begins; the one before has ended."""
         self._end()
         self._now = (self._earlier + request, prompt) if sequences == 1 else None
 
-    def chosen(self, layer: int, experts: Ids) -> None:
+    def on_choice(self, layer: int, experts: Ids) -> None:
         """A layer's router has chosen these experts, [tokens, top_k]."""
         if self._now is not None:
             self._rows[layer] = experts.astype(np.uint16)
@@ -81,9 +81,9 @@ class RecentRouting:
             return
         experts = np.stack([rows[layer] for layer in range(len(self._sizes))], axis=1)
         if (experts < np.array(self._sizes)[:, None]).all():
-            self._note(Pass(experts[-TOKENS:], *now))
+            self._note(RoutedPass(experts[-TOKENS:], *now))
 
-    def _note(self, each: Pass) -> None:
+    def _note(self, each: RoutedPass) -> None:
         if self._passes and each.experts.shape[1:] != self._passes[0].experts.shape[1:]:
             return
         self._passes.append(each)
@@ -92,7 +92,7 @@ class RecentRouting:
             self._tokens -= len(self._passes.popleft().experts)
 
 
-def trace_of(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
+def recent_trace(history: RoutingHistory | None, sizes: Sequence[int]) -> Trace | None:
     """The passes that were noted as a recording of a model whose layers have so many experts; None
     where there are none, or those of another model."""
     state = history.states.get(NAME, {}) if history is not None else {}

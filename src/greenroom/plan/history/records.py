@@ -13,7 +13,7 @@ from typing import Any
 
 from greenroom.config import scope_of, split_of
 from greenroom.json_file import JsonObject, Malformed, integer
-from greenroom.plan.costs import Observed
+from greenroom.plan.costs import RunMeasurement
 from greenroom.policies import policy
 from greenroom.predictors import predictor
 
@@ -88,7 +88,7 @@ class Records:
     """All that is stored of a model on one machine. `loads` are bytes that processes took beside
     dense parts and slots, when all was loaded; the latest come last."""
 
-    runs: tuple[Observed, ...] = ()
+    runs: tuple[RunMeasurement, ...] = ()
     settings: tuple[StoredSetting, ...] = ()
     loads: tuple[int, ...] = ()
     losses: tuple[Loss, ...] = ()
@@ -98,7 +98,7 @@ class Records:
         """Malformed or UsageError where they are none."""
         entry = JsonObject(found)
         return cls(
-            entry.list_of("runs", Observed.from_json, []),
+            entry.list_of("runs", RunMeasurement.from_json, []),
             entry.list_of("settings", StoredSetting.from_json, []),
             entry.list_of("loads", integer, []),
             entry.list_of("losses", Loss.from_json, []),
@@ -133,7 +133,7 @@ class Records:
         others = tuple(each for each in self.losses if each.key != loss.key)
         return replace(self, losses=(*others, loss))
 
-    def with_runs(self, runs: tuple[Observed, ...]) -> Records:
+    def with_runs(self, runs: tuple[RunMeasurement, ...]) -> Records:
         return replace(self, runs=(*self.runs, *runs)[-MOST_RUNS:])
 
     def with_setting(self, setting: StoredSetting) -> Records:

@@ -13,23 +13,25 @@ from greenroom.core.activity import Activity
 from greenroom.core.cache.scope import least_capacity
 from greenroom.core.config.scheduler import option_names, with_options
 from greenroom.errors import UsageError
-from greenroom.plan.configurator import Latency
-from greenroom.plan.recorded import Configured, foreseen, programmed
+from greenroom.plan.configurator import TokenLatency
+from greenroom.plan.sizing import CacheConfiguration, predicted_activity, slots_with_fewest_misses
 from greenroom.plan.systems.table import System
 from greenroom.predictors import AUTO, OFF, predictor
-from greenroom.sim.event_driven import parts_of
-from greenroom.sim.foresight import automatic, chosen
+from greenroom.sim.event_driven import split_pieces
+from greenroom.sim.foresight import automatic_predictor, resolve_predictor
 from greenroom.sim.study import Cell, Row, Study
 from greenroom.trace import Trace
 
 STAND_IN = "noisy-oracle:1,accuracy=0.85"  # about what the papers report of the next layer's gate
 
-Given = Mapping[str, Any]  # options of `simulate`; one that is missing or None is as the row has it
+UserOptions = Mapping[
+    str, Any
+]  # options of `simulate`; one that is missing or None is as the row has it
 
 
 def simulate_systems(
     rows: Sequence[System],
-    given: Given,
+    given: UserOptions,
     study: Study,
     capacities: Sequence[int],
     go: Callable[[Study, list[Cell]], list[Row]],
@@ -44,9 +46,9 @@ def simulate_systems(
     found: list[Row] = []
     for row in rows:
         policy, prefetches, both, notes = conditions(given, study, row)
-        activity = cache(partial(foreseen, before or study.trace, prefetches[-1]))
+        activity = cache(partial(predicted_activity, before or study.trace, prefetches[-1]))
         for capacity in capacities:
-            own, less = with_sizes(given, study, row, capacity, activity)
+            own, less = sized_study(given, study, row, capacity, activity)
             if both:
                 own = replace(own, config=with_options(own.config, co_compute="auto"))
             if row.chosen and study.event_by_event and policy == "lru":
@@ -60,7 +62,7 @@ def simulate_systems(
 
 
 def conditions(
-    given: Given, study: Study, row: System
+    given: UserOptions, study: Study, row: System
 ) -> tuple[str, tuple[str, ...], bool, list[str]]:
     """How a system is simulated, with the options that are given beside it: its policy, its
     predictors (several, where its guard would choose among them), whether misses are computed where
@@ -84,14 +86,14 @@ def conditions(
     if wanted != OFF and study.costs is None:
         notes.append("prefetching, which needs --machine")
     elif wanted != OFF:
-        found = wanted if given.get("prefetch") else replayed(study.trace, wanted)
+        found = wanted if given.get("prefetch") else replayable_predictor(study.trace, wanted)
         if found != wanted:
             notes.append(f"{wanted}, for which {found} stands in: the trace has no predictions")
         prefetches = (OFF, found) if row.guard else (found,)
     return policy, prefetches, both, notes
 
 
-def without_algorithm_1(given: Given, study: Study) -> list[str]:
+def without_algorithm_1(given: UserOptions, study: Study) -> list[str]:
     """What of MoEpic's Algorithm 1 is not simulated, or by what instead."""
     if given.get("scope") is not None:
         return ["split experts, since --scope is given and no --split with it"]
@@ -124,19 +126,19 @@ def most_used(study: Study, capacity: int) -> tuple[int, ...]:
     return tuple(np.sort(most).tolist())
 
 
-def replayed(trace: Trace, prefetch: str) -> str:
+def replayable_predictor(trace: Trace, prefetch: str) -> str:
     """A row's predictor, or what stands in for one that runs beside a model only."""
     if predictor(prefetch).kind is AUTO:
-        return automatic(trace)
+        return automatic_predictor(trace)
     try:
-        chosen(trace, prefetch)
+        resolve_predictor(trace, prefetch)
     except UsageError:
         return STAND_IN
     return prefetch
 
 
-def with_sizes(
-    given: Given, study: Study, row: System, capacity: int, activity: Callable[[], Activity]
+def sized_study(
+    given: UserOptions, study: Study, row: System, capacity: int, activity: Callable[[], Activity]
 ) -> tuple[Study, tuple[str, ...]]:
     """The study with a row's slots shared out as it says, unless the user said otherwise; experts
     split, where Algorithm 1 has them so; and what of that there is no room for.
@@ -150,14 +152,14 @@ def with_sizes(
         return replace(study, scope=row.scope), ()
     if row.sizes == "dp" or study.costs is None:
         offsets = study.trace.offsets
-        found = programmed(study.requests, offsets, capacity, reset=study.reset)
+        found = slots_with_fewest_misses(study.requests, offsets, capacity, reset=study.reset)
         return replace(study, scope=found), ()
-    latency = Latency.of(study.costs, study.expert_bytes, study.trace.top_k)
-    best = Configured.of(activity(), capacity, latency)
+    latency = TokenLatency.of(study.costs, study.expert_bytes, study.trace.top_k)
+    best = CacheConfiguration.of(activity(), capacity, latency)
     whole = replace(study, scope=best.scope)
     if best.split is None or given.get("split") is not None or not can_split(study):
         return whole, ()
-    pieces = parts_of(study.trace, study.expert_bytes, best.split)
+    pieces = split_pieces(study.trace, study.expert_bytes, best.split)
     if capacity < least_capacity(pieces, best.scope):
         return whole, (f"Algorithm 1's splits, for which {capacity} slots are too few",)
     return replace(whole, split=best.split), ()

@@ -233,7 +233,7 @@ def check_parts(rows: Sequence[System], given: Mapping[str, Any]) -> None:
             )
 
 
-def options(
+def system_options(
     row: System, given: Mapping[str, Any], known: Collection[str], later: Collection[str] = ()
 ) -> dict[str, Any]:
     """The options of a run that make a row: `given` by the user go before the row's own.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.spread import copied
-from greenroom.runtime.kernels.base import Kernel, Step
+from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Slots
@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 class HostPart:
     """What the host's processor computes of a step; its inputs begin to come down at once."""
 
-    def __init__(self, step: Step, layer: LayerExperts, engine: Engine) -> None:
+    def __init__(self, step: KernelStep, layer: LayerExperts, engine: Engine) -> None:
         """`layer` is the layer as the host has it."""
         self.experts: list[int] = []  # that are computed
         self._layer, self._routing, self._engine = layer, step.routing, engine
         self._inputs = [engine.down(tensor) for tensor in (step.x, step.weights)]
-        self._kernel = step.first.host_kernel(layer)
-        self._step: Step | None = None
+        self._kernel = step.main_step.host_kernel(layer)
+        self._step: KernelStep | None = None
 
     def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts from these slots of host memory."""
@@ -42,14 +42,14 @@ class HostPart:
                 self._engine.wait(mark)
             (x, _), (weights, _) = self._inputs
             self._step = self._kernel.begin(self._layer, x, self._routing, weights)
-        self._step.part(experts, slots, self._layer)
+        self._step.compute_from(experts, slots, self._layer)
         self.experts += experts
 
-    def give(self, step: Step) -> None:
+    def give(self, step: KernelStep) -> None:
         """Put what was computed into the device's step."""
         if self.experts:
-            step.first.wave([], [])  # some kernels send the routing with the first wave
-            step.first.take(self._step, self.experts, self._engine.up)
+            step.main_step.compute_group([], [])  # some kernels send the routing with it
+            step.main_step.merge_outputs(self._step, self.experts, self._engine.up)
 
 
 class CoComputeKernel(Kernel):
@@ -68,13 +68,15 @@ class CoComputeKernel(Kernel):
         module = copied(layer.module, CPU)
         self._layers[id(layer)] = LayerExperts(module, layer.layout, self._slots, layer.recipe)
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> KernelStep:
         """Start a step: x [T, H], weights [T, K], on the first device."""
         self._part = None
         return self.kernel.begin(layer, x, routing, weights)
 
-    def on_host(
-        self, step: Step, experts: Sequence[int], slots: Sequence[int]
+    def host_job(
+        self, step: KernelStep, experts: Sequence[int], slots: Sequence[int]
     ) -> Callable[[], None]:
         """A wave of the host's processor, to be called in its thread. `slots` are those of host
         memory."""
@@ -82,7 +84,7 @@ class CoComputeKernel(Kernel):
             self._part = HostPart(step, self._layers[id(step.layer)], self._engine)
         return partial(self._part.compute, experts, slots)
 
-    def combine(self, step: Step) -> Tensor:
+    def combine(self, step: KernelStep) -> Tensor:
         """The step's result [T, H], in x's type."""
         part, self._part = self._part, None
         if part is not None:

@@ -16,7 +16,7 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.layout import Copy
 from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.kernels.base import Kernel, Step
+from greenroom.runtime.kernels.base import Kernel, KernelStep
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.host import HostSlots
@@ -50,18 +50,18 @@ def calibrate(
     for tokens in TOKENS:
         step = trial_step(both, layer, engine, tokens)
 
-        def wave(step: Step = step) -> None:
-            both.wave(step, [0], [0])
+        def wave(step: KernelStep = step) -> None:
+            both.compute_group(step, [0], [0])
             engine.wait(engine.mark())
 
-        jobs = [both.on_host(step, [0], [n % touched]) for n in range(TRIES + touched)]
+        jobs = [both.host_job(step, [0], [n % touched]) for n in range(TRIES + touched)]
         on_device.append((tokens, shortest([wave] * TRIES)))
         on_host.append((tokens, shortest(jobs)))
     links = Link(DISK), Link(nbytes / moved)
     return Costs(links, Work(tuple(on_device)), Work.constant(0.0), host=Work(tuple(on_host)))
 
 
-def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> Step:
+def trial_step(kernel: Kernel, layer: LayerExperts, engine: Engine, tokens: int) -> KernelStep:
     """A step of zeros, of which every token wants expert 0."""
     x = torch.zeros(tokens, layer.hidden, dtype=layer.dtype, device=engine.device)
     weights = torch.ones(tokens, 1, dtype=layer.dtype, device=engine.device)

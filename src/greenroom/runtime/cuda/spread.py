@@ -21,7 +21,7 @@ from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.tier import Tier, by_pool
 
 
-class Step(base.Step):
+class SpreadStep(base.KernelStep):
     """A step under way: the steps of the devices that have had a wave."""
 
     def __init__(
@@ -34,21 +34,21 @@ class Step(base.Step):
     ) -> None:
         super().__init__(layers[0], x, routing, weights)
         self._kernel, self._layers = kernel, layers
-        self._steps: dict[int, base.Step] = {}
+        self._steps: dict[int, base.KernelStep] = {}
         self._experts: dict[int, list[int]] = {}  # computed on each device
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts of the step, each where its slot is."""
         for device, places in by_pool(slots, len(self._layers)).items():
             own = [experts[i] for i in places]
             numbers = [slots[i] // len(self._layers) for i in places]
             if device:
-                self._on(device).part(own, numbers, self._layers[device])
+                self._on(device).compute_from(own, numbers, self._layers[device])
             else:
-                self.first.wave(own, numbers)
+                self.main_step.compute_group(own, numbers)
             self._experts.setdefault(device, []).extend(own)
 
-    def _on(self, device: int) -> base.Step:
+    def _on(self, device: int) -> base.KernelStep:
         """The step as a device has it."""
         if device not in self._steps:
             layer = self._layers[device]
@@ -60,16 +60,16 @@ class Step(base.Step):
         return self._steps[device]
 
     @property
-    def first(self) -> base.Step:
+    def main_step(self) -> base.KernelStep:
         return self._on(0)
 
     def total(self) -> Tensor:
         others = {device: own for device, own in self._experts.items() if device}
         if others and 0 not in self._experts:
-            self.first.wave([], [])  # some kernels send the routing with the first wave
+            self.main_step.compute_group([], [])  # some kernels send the routing with it
         for device, own in others.items():
-            self.first.take(self._steps[device], own, lambda tensor: tensor)
-        return self.first.combine()
+            self.main_step.merge_outputs(self._steps[device], own, lambda tensor: tensor)
+        return self.main_step.combine()
 
 
 class SpreadKernel(Kernel):
@@ -90,9 +90,11 @@ class SpreadKernel(Kernel):
             ),
         ]
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> SpreadStep:
         """Start a step: x [T, H], weights [T, K], on the first device."""
-        return Step(self.kernel, self._layers[id(layer)], x, routing, weights)
+        return SpreadStep(self.kernel, self._layers[id(layer)], x, routing, weights)
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.core.events import HOST, Compute, StartChunk
-from greenroom.trace.container import beside
+from greenroom.trace.container import atomic_file
 
 LIMIT = 100_000  # events
 COMPUTE = "compute"  # the row of waves, of the rest of a pass, and of stalls
@@ -81,7 +81,7 @@ class Timeline:
             else "all events are here",
         }
         target = Path(path)
-        with beside(target) as file:
+        with atomic_file(target) as file:
             file.write(b'{"displayTimeUnit": "ms", "otherData": ')
             file.write(json.dumps(note).encode() + b', "traceEvents": [\n')
             for n, event in enumerate(self._as_json(events, dropped)):

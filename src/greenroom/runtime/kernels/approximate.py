@@ -38,20 +38,24 @@ class ExpertsWithCopies(LayerExperts):
 class ApproximateKernel(PooledKernel):
     """Another kernel, over `ExpertsWithCopies`."""
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> base.Step:
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> base.KernelStep:
         """Start a step: x [T, H], weights [T, K]. A layer whose copies no compiled product reads is
         left to the eager kernel."""
         low: LayerExperts | None = layer.low  # type: ignore[attr-defined]
-        if low is not None and low.unfused:
-            return eager.Step(layer, x, routing, weights)
+        if low is not None and low.fallback_reason:
+            return eager.EagerStep(layer, x, routing, weights)
         return self.kernel.begin(layer, x, routing, weights)
 
-    def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0) -> None:
+    def compute_group(
+        self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int = 0
+    ) -> None:
         """Compute experts of the step from their slots, or from those of their copies, or not."""
         numbers = self.numbers(slots)
         if part == SKIP:
-            step.leave_out(experts)
+            step.skip_experts(experts)
         elif part == LOW:
-            step.part(experts, numbers, step.layer.low)
+            step.compute_from(experts, numbers, step.layer.low)
         else:
-            step.wave(experts, numbers)
+            step.compute_group(experts, numbers)

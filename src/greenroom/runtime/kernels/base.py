@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.kernels.layer import LayerExperts
 
 
-class Step:
+class KernelStep:
     """A step under way: any waves that cover its experts, then `combine`.
 
     The result has the same bits however the experts are split into waves, in which order they
@@ -21,18 +21,18 @@ class Step:
     """
 
     __slots__ = ("layer", "residual", "routing", "weights", "x")
-    by_pieces = False  # can pieces of an expert be computed one after the other?
+    supports_segments = False  # can pieces of an expert be computed one after the other?
 
     def __init__(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> None:
         """x [T, H], weights [T, K]."""
         self.layer, self.x, self.routing, self.weights = layer, x, routing, weights
         self.residual: Tensor | None = None  # [T, H], what the result is added to
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts (local ids) from the slots that hold them."""
         raise NotImplementedError
 
-    def part(
+    def compute_from(
         self,
         experts: Sequence[int],
         slots: Sequence[int],
@@ -44,7 +44,7 @@ class Step:
         layer: as these slots have it: a piece of each expert, its copy in low precision, or all
         carry: add to what the pieces before left, rather than start from nothing
         """
-        self.wave(experts, slots)
+        self.compute_group(experts, slots)
 
     def total(self) -> Tensor:
         """The sum over each token's experts [T, H], in x's type, by ascending id."""
@@ -56,11 +56,13 @@ class Step:
         return total if self.residual is None else self.residual + total
 
     @property
-    def first(self) -> Step:
+    def main_step(self) -> KernelStep:
         """The step on the first device, where the sum is taken."""
         return self
 
-    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+    def merge_outputs(
+        self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
+    ) -> None:
         """Put what these experts gave in a step elsewhere beside what is in this one; `send` brings
         a tensor to this one's device."""
         raise NotImplementedError
@@ -70,7 +72,7 @@ class Step:
         `layer` is the layer there."""
         raise NotImplementedError
 
-    def leave_out(self, experts: Sequence[int]) -> None:
+    def skip_experts(self, experts: Sequence[int]) -> None:
         """Nothing of these experts, which had no wave, is in the sum."""
 
 
@@ -79,15 +81,17 @@ class Kernel:
 
     name: str
     # A wave of the host's processor, for kernels that compute on a device and on the host at once.
-    on_host: Callable[..., Callable[[], None]] | None = None
+    host_job: Callable[..., Callable[[], None]] | None = None
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> KernelStep:
         """Start a step: x [T, H], weights [T, K]."""
         raise NotImplementedError
 
-    def wave(self, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute_group(self, step: Any, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts (local ids) of the step from the slots that hold them."""
-        step.wave(experts, slots)
+        step.compute_group(experts, slots)
 
     def combine(self, step: Any) -> Tensor:
         """The step's result [T, H], in x's type."""

@@ -9,7 +9,7 @@ experts it depends on the batch: those with few tokens multiply them one by one,
 summed in blocks of 64 of the intermediate dimension, so an expert can be cut at such a boundary
 into pieces that are computed one after the other, without changing a bit.
 
-A layer that has no compiled product (`LayerExperts.unfused` says why) is left to the eager kernel.
+The eager kernel computes a layer that has no compiled product (`LayerExperts.fallback_reason`).
 So is a float32 model by default: there the order of summation is the whole distance to eager, and
 transformers' `grouped_mm`, which calls the same matrix product as eager, is nearer to it than any
 other order can be.
@@ -32,17 +32,17 @@ from greenroom.runtime.kernels.activation import Activation, find_activation
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.codegen.entries import compiled, gating, layers, products
 from greenroom.runtime.kernels.launch import sequence
-from greenroom.runtime.kernels.launch.openmp import Body, body
+from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 from greenroom.runtime.kernels.layer import LayerExperts
-from greenroom.runtime.kernels.matrix import Matrix
+from greenroom.runtime.kernels.matrix import MatrixProduct
 from greenroom.runtime.kernels.routing import Routing
 
 _ALL = 1 << 62
 _SERIAL = 1 << 16  # elements below which the sum over experts is not worth a second thread
 
 
-class Plan:
+class CpuLayerPlan:
     """What never changes for a layer: compiled bodies and the constant words of their arguments."""
 
     __slots__ = (
@@ -56,10 +56,10 @@ class Plan:
         weights = layer.up_weight, layer.down_weight
         encoded = any(weight.encoding != PLAIN for weight in weights)
         by_columns = layer.transposed and not encoded
-        self.wave: Body = body(compiled.wave, layer.dtype, by_columns, encoded)
-        self.combine: Body = body(compiled.combine, layer.dtype)
-        self.join: Body = body(layers.join, layer.dtype)
-        self.matrices = [Matrix(w, layer.dtype, rounded) for w in weights] if encoded else []
+        self.wave: KernelEntry = kernel_entry(compiled.wave, layer.dtype, by_columns, encoded)
+        self.combine: KernelEntry = kernel_entry(compiled.combine, layer.dtype)
+        self.join: KernelEntry = kernel_entry(layers.join, layer.dtype)
+        self.matrices = [MatrixProduct(w, layer.dtype, rounded) for w in weights] if encoded else []
         # Bytes a thread: weight rows widened together, or a block of a strip and a panel's sums;
         # three more rows are for what an encoded product needs.
         rows = (products.GROUP + 3) * max(layer.hidden, layer.inner) + 1024
@@ -82,14 +82,14 @@ class Plan:
         ]
 
 
-def plan_of(layer: LayerExperts, rounded: bool = False) -> Plan:
-    """The layer's plan, made at its first use; `rounded` as for `Matrix`."""
-    if not isinstance(layer.plan, Plan) or layer.plan.rounded != rounded:
-        layer.plan = Plan(layer, rounded)
+def layer_plan(layer: LayerExperts, rounded: bool = False) -> CpuLayerPlan:
+    """The layer's plan, made at its first use; `rounded` as for `MatrixProduct`."""
+    if not isinstance(layer.plan, CpuLayerPlan) or layer.plan.rounded != rounded:
+        layer.plan = CpuLayerPlan(layer, rounded)
     return layer.plan
 
 
-class Step(base.Step):
+class CpuStep(base.KernelStep):
     """A step under way.
 
     All float32, one after another in `buffer`: mid [S, 2I], act [S, I], out [T * K, H] and
@@ -100,13 +100,13 @@ class Step(base.Step):
         *("buffer", "kept", "kernel", "narrow", "out", "plan", "result", "routing_words"),
         *("sums", "words"),
     )
-    by_pieces = True
+    supports_segments = True
 
     def __init__(
         self, kernel: CpuKernel, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
     ) -> None:
         super().__init__(layer, x, routing, weights)
-        self.kernel, self.plan = kernel, plan_of(layer, kernel.rounded)
+        self.kernel, self.plan = kernel, layer_plan(layer, kernel.rounded)
         self.result: Tensor | None = None  # where it was computed with the last wave
         # One token stays as it is: torch's conversion takes longer than the kernel's own.
         self.narrow = len(x) == 1 and x.dtype is layer.dtype and x.is_contiguous()
@@ -132,7 +132,7 @@ class Step(base.Step):
         tokens, top_k = self.routing.shape
         return self.matrix(self.out, tokens * top_k, self.layer.hidden)
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         plan, every = self.plan, len(experts) == len(self.routing.experts)
         compiled = plan.activation.code != gating.RAW and self.layer.norm is None
         if every and compiled and self.narrow:
@@ -140,20 +140,20 @@ class Step(base.Step):
         else:
             self._compute(plan, self.layer, experts, slots, False)
 
-    def part(
+    def compute_from(
         self,
         experts: Sequence[int],
         slots: Sequence[int],
         layer: LayerExperts,
         carry: bool = False,
     ) -> None:
-        """As `base.Step.part`; a piece has a multiple of 64 of the intermediate dimension."""
-        plan = plan_of(layer, self.kernel.rounded)
+        """As `base.KernelStep.part`; a piece has a multiple of 64 of the intermediate dimension."""
+        plan = layer_plan(layer, self.kernel.rounded)
         self._compute(plan, layer, experts, slots, carry)
 
     def _compute(
         self,
-        plan: Plan,
+        plan: CpuLayerPlan,
         layer: LayerExperts,
         experts: Sequence[int],
         slots: Sequence[int],
@@ -180,7 +180,9 @@ class Step(base.Step):
         self.plan.combine(words.buffer_info()[0], wide)
         return result
 
-    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+    def merge_outputs(
+        self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
+    ) -> None:
         target, source = self.outputs, other.outputs
         for expert in experts:
             rows = torch.from_numpy(self.routing.rows[self.routing.entries(expert)])
@@ -189,14 +191,14 @@ class Step(base.Step):
     def host_kernel(self, layer: LayerExperts) -> CpuKernel:
         return self.kernel
 
-    def rows_of(self, expert: int) -> Tensor:
+    def expert_outputs(self, expert: int) -> Tensor:
         """An expert's outputs [n, H], its bias added, before routing weights and norm."""
         layer, entries = self.layer, self.routing.entries(expert)
         out = self.outputs[torch.from_numpy(self.routing.rows[entries])]
         h = out.to(layer.recipe.compute or layer.dtype)
         return h if layer.down_bias is None else h + layer.down_bias[expert].to(h.dtype)
 
-    def leave_out(self, experts: Sequence[int]) -> None:
+    def skip_experts(self, experts: Sequence[int]) -> None:
         """Biases are added to whatever lies there, so it weighs nothing."""
         self.weights = self.weights.clone()
         for expert in experts:
@@ -204,7 +206,7 @@ class Step(base.Step):
             self.outputs[at] = 0
             self.weights.view(-1)[at] = 0
 
-    def _at_once(self, plan: Plan, wave: array[int]) -> None:
+    def _at_once(self, plan: CpuLayerPlan, wave: array[int]) -> None:
         """One token's only wave, the sum over its experts, and what that is added to."""
         words, result, _weights = self.words_of_sum(plan)
         stages, residual = [(plan.wave, wave), (plan.combine, words)], self.residual
@@ -217,7 +219,7 @@ class Step(base.Step):
         sequence.run(stages)
         self.result = result
 
-    def words_of_sum(self, plan: Plan) -> tuple[array[int], Tensor, Tensor]:
+    def words_of_sum(self, plan: CpuLayerPlan) -> tuple[array[int], Tensor, Tensor]:
         """(the words of `combine`, where it leaves the result [T, H], what must live until then)"""
         layer, routing, x = self.layer, self.routing, self.x
         tokens, hidden = routing.shape[0], layer.hidden
@@ -245,7 +247,7 @@ class Step(base.Step):
 
     def words_of_wave(
         self,
-        plan: Plan,
+        plan: CpuLayerPlan,
         experts: Sequence[int],
         slots: Sequence[int],
         carry: bool = False,
@@ -260,7 +262,7 @@ class Step(base.Step):
             "q",
             [
                 *(0, 0, up, down, count, *self.routing_words, carry, *self.words),
-                *(scratch, stride, *plan.tail, *steps, self.narrow, self.kernel.apart),
+                *(scratch, stride, *plan.tail, *steps, self.narrow, self.kernel.sequential_rows),
                 *(*slots, *experts, *[0] * count),
             ],
         )
@@ -298,29 +300,31 @@ class CpuKernel(Kernel):
         to that type; a layer has the bits of the default kernels on the checkpoint that it would
         save."""
         self.name = "rounded" if rounded else "numba"
-        self.apart = products.FEW  # tokens of an encoded expert up to which each is by itself
+        self.sequential_rows = (
+            products.FEW
+        )  # tokens of an encoded expert up to which each is by itself
         self.rounded, self._float32 = rounded, float32
         self._local = threading.local()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def sequential(self) -> Iterator[None]:
         """For the while every token has the bits that it has alone, of encoded experts too."""
-        before, self.apart = self.apart, _ALL
+        before, self.sequential_rows = self.sequential_rows, _ALL
         try:
             yield
         finally:
-            self.apart = before
+            self.sequential_rows = before
 
-    def fuses(self, layer: LayerExperts) -> bool:
+    def supports(self, layer: LayerExperts) -> bool:
         """Is a layer computed here, or left to the eager kernel?"""
-        return not layer.unfused and (self._float32 or layer.dtype is not torch.float32)
+        return not layer.fallback_reason and (self._float32 or layer.dtype is not torch.float32)
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> Step | eager.Step:
-        if not self.fuses(layer):
-            return eager.Step(layer, x, routing, weights)
-        return Step(self, layer, x, routing, weights)
+    ) -> CpuStep | eager.EagerStep:
+        if not self.supports(layer):
+            return eager.EagerStep(layer, x, routing, weights)
+        return CpuStep(self, layer, x, routing, weights)
 
     def scratch(self, stride: int) -> tuple[int, int]:
         """(address, bytes a thread) of memory that this thread's waves may use; it is kept."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.kernels.layer import LayerExperts
 
 
-class Step(base.Step):
+class EagerStep(base.KernelStep):
     """A step under way: per expert the tokens and their weighted outputs."""
 
     __slots__ = ("outputs",)
@@ -33,10 +33,10 @@ class Step(base.Step):
         super().__init__(layer, x, routing, weights)
         self.outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        self.part(experts, slots, self.layer)
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        self.compute_from(experts, slots, self.layer)
 
-    def part(
+    def compute_from(
         self,
         experts: Sequence[int],
         slots: Sequence[int],
@@ -64,30 +64,32 @@ class Step(base.Step):
             total.index_add_(0, tokens, out.to(dtype))
         return total.to(self.x.dtype)
 
-    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
+    def merge_outputs(
+        self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
+    ) -> None:
         device = self.x.device
         for expert in experts:
             tokens, out = other.outputs[expert]
             self.outputs[expert] = tokens.to(device), out.to(device, non_blocking=True)
 
-    def host_kernel(self, layer: LayerExperts) -> Eager:
-        return Eager()
+    def host_kernel(self, layer: LayerExperts) -> EagerKernel:
+        return EagerKernel()
 
 
-class Eager(Kernel):
+class EagerKernel(Kernel):
     """`kernels="eager"`."""
 
     name = "eager"
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
-        return Step(layer, x, routing, weights)
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> EagerStep:
+        return EagerStep(layer, x, routing, weights)
 
 
-class Outputs(Step):
+class UnweightedStep(EagerStep):
     """Each expert's outputs [n, H] by themselves, for a device's step that sums: before routing
     weights and norm, by torch's own products."""
 
-    def part(
+    def compute_from(
         self,
         experts: Sequence[int],
         slots: Sequence[int],
@@ -99,18 +101,18 @@ class Outputs(Step):
             up, down = (matrix(layer, slot, w) for w in (layer.up_weight, layer.down_weight))
             self.outputs[expert] = tokens, unnormed(layer, expert, self.x[tokens], up, down)
 
-    def rows_of(self, expert: int) -> Tensor:
+    def expert_outputs(self, expert: int) -> Tensor:
         """An expert's outputs."""
         return self.outputs[expert][1]
 
 
-class Plain(Kernel):
+class UnweightedEagerKernel(Kernel):
     """For layers that no compiled kernel knows, beside a device that sums."""
 
     name = "plain"
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
-        return Outputs(layer, x, routing, weights)
+    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> EagerStep:
+        return UnweightedStep(layer, x, routing, weights)
 
 
 def matrix(layer: LayerExperts, slot: int, weight: WeightSpec) -> Tensor:

@@ -52,13 +52,13 @@ class LayerExperts:
         self.plan: object = None  # what a kernel keeps for this layer
 
     @cached_property
-    def unfused(self) -> str:
+    def fallback_reason(self) -> str:
         """Why the compiled kernels leave this layer to the eager one; "" where they do not."""
-        from greenroom.runtime.kernels.matrix import unfused
+        from greenroom.runtime.kernels.matrix import fallback_reason
 
         if getattr(self.module, "eager_only", False):
             return f"{type(self.module).__name__} has an arithmetic of its own"
-        return unfused(self)
+        return fallback_reason(self)
 
     def _sizes(self, weight: WeightSpec) -> tuple[int, int]:
         """(outputs, inputs) of a matrix; an encoded one lies row by output, whatever the flag."""

@@ -22,7 +22,7 @@ from greenroom.core.layout import PLAIN, WeightSpec
 from greenroom.runtime.encodings.packed import GROUP as PACKED
 from greenroom.runtime.kernels.codegen.formats import codes, encoded, packing
 from greenroom.runtime.kernels.codegen.formats.expand import GROUP, NAMES
-from greenroom.runtime.kernels.launch.openmp import Body, body
+from greenroom.runtime.kernels.launch.openmp import KernelEntry, kernel_entry
 
 _GROUPS = {**PACKED, "mxfp4": GROUP}  # inputs that share a scale, where that is fixed
 # Codes of 3 bits and a sign times a scale of 5 significant bits are exact in bfloat16. These bits
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.kernels.layer import LayerExperts
 
 
-class Matrix:
+class MatrixProduct:
     """The compiled product of an encoding and the words that it finds a matrix by.
 
     words: what the wave's arguments hold: the product's address and that of the layout's words
@@ -64,22 +64,22 @@ class Matrix:
         self.words = self._product.address, self._layout.buffer_info()[0]
 
 
-def exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
+def is_exact(weight: WeightSpec, dtype: torch.dtype) -> bool:
     """Are all weights of an encoded matrix numbers of the model's type?"""
     return (weight.encoding, dtype) in _NUMBERS
 
 
-def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[Body, int]:
+def _product(weight: WeightSpec, dtype: torch.dtype, rounded: bool) -> tuple[KernelEntry, int]:
     """(a matrix's product, bytes of a row of x that is packed for it)."""
     name = _name(weight)
     number = NAMES.index(name)
-    if name == PLAIN or (rounded and not exact(weight, dtype)):
+    if name == PLAIN or (rounded and not is_exact(weight, dtype)):
         mask = _SHORT.get(name, 0) if dtype is torch.bfloat16 else 0
-        return body(encoded.product, dtype, number, mask, False), 0
+        return kernel_entry(encoded.product, dtype, number, mask, False), 0
     if codes.INTEGERS and name in codes.WHOLE:
         room = packing.room(name, weight.shape[1])
-        return body(encoded.product, torch.float32, number, 0, True), room
-    return body(encoded.product, torch.float32, number, 0, False), 0
+        return kernel_entry(encoded.product, torch.float32, number, 0, True), room
+    return kernel_entry(encoded.product, torch.float32, number, 0, False), 0
 
 
 def _name(weight: WeightSpec) -> str:
@@ -91,7 +91,7 @@ def _name(weight: WeightSpec) -> str:
     return weight.encoding
 
 
-def unfused(layer: LayerExperts) -> str:
+def fallback_reason(layer: LayerExperts) -> str:
     """Why a layer's matrices are expanded one by one for eager's operations, or ""."""
     weights = layer.up_weight, layer.down_weight
     encodings = {weight.encoding for weight in weights}
@@ -99,10 +99,10 @@ def unfused(layer: LayerExperts) -> str:
         return ""
     if PLAIN in encodings and layer.transposed:
         return "transposed matrices beside encoded ones"
-    return next(filter(None, map(unread, weights)), "")
+    return next(filter(None, map(unsupported_reason, weights)), "")
 
 
-def unread(weight: WeightSpec) -> str:
+def unsupported_reason(weight: WeightSpec) -> str:
     """Why no product reads a matrix [outputs, inputs], or ""."""
     name, (rows, columns) = _name(weight), weight.shape
     if name not in NAMES:

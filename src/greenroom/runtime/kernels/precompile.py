@@ -59,7 +59,7 @@ def _marker(dtype: str) -> Path:
     return folder() / f"ahead-{dtype}-{_sources()}-numba{version('numba')}-py{python}.done"
 
 
-def start(dtype: str) -> None:
+def start_compiling(dtype: str) -> None:
     """Begin, where there is a second core, a folder that keeps the result, and a need."""
     global _child
     if _child or (os.cpu_count() or 1) < 2 or _marker(dtype).exists():
@@ -77,7 +77,7 @@ def start(dtype: str) -> None:
     atexit.register(_child.kill)
 
 
-def wait() -> None:
+def wait_for_compiling() -> None:
     """Until the second process, if there is one, has ended."""
     global _child
     if _child is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
 from greenroom.errors import UnsupportedModel
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.routing import Routing
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _find(module: nn.Module, dtype: torch.dtype, make: Make) -> Recipe:
 
 def _run(layer: LayerExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     routing = Routing.of(index.cpu().numpy(), _EXPERTS)
-    step = Eager().begin(layer, x, routing, weights)
+    step = EagerKernel().begin(layer, x, routing, weights)
     experts = routing.experts.tolist()
-    step.wave(experts, experts)
+    step.compute_group(experts, experts)
     return step.combine()

@@ -70,7 +70,7 @@ class Routing:
         c, d = b + kept, b + 2 * kept
         return cls(shape, data[:a], data[a:b], data[b:c], data[c:d], data[d:], address)
 
-    def counted(
+    def counts_and_weights(
         self, weights: NDArray[np.floating[Any]]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """(rows, sums of gate weights) of each expert; `weights` [tokens, top_k].
@@ -78,13 +78,13 @@ class Routing:
         As a trace tells them: weights in float16, summed exactly and rounded once. So a policy
         that looks at them does in a replay what it did in the run.
         """
-        rows = self.counts()
+        rows = self.row_counts()
         if not rows.size:
             return rows, np.empty(0, np.float32)
         each = weights.astype(np.float16).astype(np.float64).ravel()[self.rows]
         return rows, np.add.reduceat(each, self.starts[:-1]).astype(np.float32)
 
-    def counts(self) -> NDArray[np.int32]:
+    def row_counts(self) -> NDArray[np.int32]:
         """Rows of each expert."""
         return np.diff(self.starts).astype(np.int32)
 

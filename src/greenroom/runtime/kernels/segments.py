@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from greenroom.core.layout import SlotLayout, TensorSpec
-from greenroom.runtime.kernels.base import PooledKernel, Step
+from greenroom.runtime.kernels.base import KernelStep, PooledKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.cutting import Cutting
@@ -81,11 +81,13 @@ class SegmentedExperts(LayerExperts):
 class SegmentedKernel(PooledKernel):
     """Another kernel, over `SegmentedExperts`."""
 
-    def begin(self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor) -> Step:
+    def begin(
+        self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
+    ) -> KernelStep:
         layer.joined.where.clear()  # type: ignore[attr-defined]
         return self.kernel.begin(layer, x, routing, weights)
 
-    def wave(
+    def compute_group(
         self, step: Any, experts: Sequence[int], slots: Sequence[int], part: int | None = None
     ) -> None:
         """Compute a part of these experts from its slots; all parts, from slots of the same
@@ -93,11 +95,11 @@ class SegmentedKernel(PooledKernel):
         layer: SegmentedExperts = step.layer
         numbers = self.numbers(slots)
         for number in range(len(layer.parts)) if part is None else (part,):
-            if step.by_pieces:
+            if step.supports_segments:
                 for i, segment in enumerate(layer.parts[number]):
-                    step.part(experts, numbers, segment, number + i > 0)
+                    step.compute_from(experts, numbers, segment, number + i > 0)
                 continue
             for expert, slot in zip(experts, numbers, strict=True):
                 layer.joined.note(expert, slot)
             if number == len(layer.parts) - 1:
-                step.wave(experts, experts)
+                step.compute_group(experts, experts)

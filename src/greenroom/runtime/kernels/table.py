@@ -9,31 +9,35 @@ from importlib.util import find_spec
 from greenroom.errors import UnknownName, UsageError
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.cpu import CpuKernel
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
-    "eager": Eager,
+    "eager": EagerKernel,
     "numba": CpuKernel,
     "rounded": partial(CpuKernel, rounded=True),
 }
-ON_GPUS = "triton"  # what computes there; made by a library that only they need
+GPU_KERNEL = "triton"  # what computes there; made by a library that only they need
 
 
-def described(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
+def describe_kernel(chosen: Kernel, layers: Iterable[LayerExperts]) -> str:
     """A kernel's name, and what the compiled one leaves to eager of these layers."""
-    left = {layer.unfused for layer in layers} - {""} if isinstance(chosen, CpuKernel) else set()
+    left = (
+        {layer.fallback_reason for layer in layers} - {""}
+        if isinstance(chosen, CpuKernel)
+        else set()
+    )
     return f"{chosen.name}; eager for {', '.join(sorted(left))}" if left else chosen.name
 
 
-def kernel(name: str) -> Kernel:
+def make_kernel(name: str) -> Kernel:
     """The expert kernel of a name; `UnknownName` lists those that exist."""
-    if name == ON_GPUS:
+    if name == GPU_KERNEL:
         if find_spec("triton") is None:
             raise UsageError("kernels triton needs Triton: pip install 'greenroom[gpu]'")
-        from greenroom.runtime.kernels.triton import Triton
+        from greenroom.runtime.kernels.triton import TritonKernel
 
-        return Triton()
+        return TritonKernel()
     if name not in KERNELS:
-        raise UnknownName("kernel", name, [*KERNELS, ON_GPUS])
+        raise UnknownName("kernel", name, [*KERNELS, GPU_KERNEL])
     return KERNELS[name]()

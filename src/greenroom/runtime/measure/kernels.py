@@ -22,7 +22,7 @@ from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.recipes import Recipe
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.table import make_kernel
 from greenroom.runtime.slots.host import HostSlots
 
 STREAMED = 96 << 20  # bytes of weights that take turns
@@ -71,7 +71,7 @@ def step(chosen: Kernel, layer: LayerExperts, x: Tensor, index: Tensor, weights:
     routing = Routing.of(index.numpy(), layer.num_experts)
     state = chosen.begin(layer, x, routing, weights)
     ids = routing.experts.tolist()
-    chosen.wave(state, ids, ids)
+    chosen.compute_group(state, ids, ids)
     return chosen.combine(state)
 
 
@@ -88,7 +88,7 @@ def dense_times(seconds: float) -> Table:
 def _expert_steps(shape: tuple[int, int]) -> Steps:
     """Steps in which every token chooses the same four experts, others in every step."""
     hidden, inner = shape
-    nbytes, chosen = 6 * hidden * inner, kernel("numba")
+    nbytes, chosen = 6 * hidden * inner, make_kernel("numba")
     layer = random_layer(hidden, inner, TOGETHER * max(2, STREAMED // nbytes // TOGETHER))
     firsts = range(0, layer.num_experts, TOGETHER)
 

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 
 from greenroom.core.predictor import Inputs
 from greenroom.runtime.kernels.codegen.entries import layers
-from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.probes.routers import Router
 
 Floats = NDArray[np.float32]
@@ -72,7 +72,7 @@ class Linear:
         words[layers.W : layers.W_COLUMNS + 1] = array("q", (weight.data_ptr(), experts, hidden))
         words[layers.X_ROWS] = len(x)
         words[layers.X_WIDE], words[layers.OUT_WIDE] = _address(x), out.data_ptr()
-        body(layers.gemv, weight.dtype, False)(words.buffer_info()[0], False)
+        kernel_entry(layers.gemv, weight.dtype, False)(words.buffer_info()[0], False)
         scored: Floats = out.numpy()
         return scored
 

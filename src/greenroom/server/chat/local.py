@@ -41,7 +41,7 @@ class Voice:
 
     def answer(self, messages: Messages, on_delta: OnDelta) -> Reply:
         ids = self._ids(messages)
-        reader = Reader(self._dialogue.spoken(ids), end_ids=self._engine.end_ids)
+        reader = Reader(self._dialogue.reply_parser(ids), end_ids=self._engine.end_ids)
         events: Events = queue.SimpleQueue()
         ticket = self._engine.submit(self._request(ids), events.put)
         reply = Reply()

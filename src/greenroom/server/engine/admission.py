@@ -62,7 +62,7 @@ class Admission:
     def _about_to_be_read(self, sequence: Sequence, running: Many[Sequence]) -> bool:
         """Does a prompt that is being read begin like this one? Then it is worth the wait."""
         reading = [each for each in running if each.computed < each.prompt]
-        if not reading or not self._reuses(sequence) or not self._batch.plain:
+        if not reading or not self._reuses(sequence) or not self._batch.has_dynamic_cache:
             return False
         ids = as_ids(sequence.request.ids)
         there = max(self._usable(source, ids) for source in (*self._sources(running), _NOTHING))
@@ -104,10 +104,10 @@ class Admission:
         if not tokens:
             return
         if not taken:
-            if (growth := self._greenroom.growth) is not None:
-                growth.reserve(self._greenroom.parts.keys_values.held(tokens))
-            kv.adopt(sequence.cache, self._greenroom.parts.context + 1)
-            kv.copied(best.cache, tokens, sequence.cache)
+            if (slot_budget := self._greenroom.slot_budget) is not None:
+                slot_budget.reserve(self._greenroom.setup.keys_values.held_bytes(tokens))
+            kv.make_growing(sequence.cache, self._greenroom.setup.context + 1)
+            kv.copy_tokens(best.cache, tokens, sequence.cache)
         sequence.computed = sequence.reused = tokens
         sequence.exact = min(tokens, best.exact)
         if self._journal is not None:
@@ -133,7 +133,11 @@ class Admission:
             return 0
         if tokens == source.ids.size and source in self.prefixes:
             return tokens
-        return tokens if self._batch.plain and kv.whole(source.cache, tokens) else 0
+        return (
+            tokens
+            if self._batch.has_dynamic_cache and kv.has_all_tokens(source.cache, tokens)
+            else 0
+        )
 
     def _cut(self, tokens: int) -> int:
         """As many of so many tokens as a request alone would have read in whole chunks."""
@@ -145,7 +149,7 @@ class Admission:
         self.reserved -= sequence.needs
         cache, sequence.cache = sequence.cache, None
         if keep and cache is not None and sequence.computed:
-            ids, nbytes = sequence.read(), kv.held(cache)
+            ids, nbytes = sequence.read(), kv.held_bytes(cache)
             self.prefixes.keep(Kept(ids, cache, nbytes, sequence.exact, sequence.number))
             self._make_room()
 

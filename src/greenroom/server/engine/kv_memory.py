@@ -16,13 +16,13 @@ def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     A request is let in when its keys and values have room at its longest, so that none is ever
     thrown out for want of it.
     """
-    one = greenroom.parts.keys_values.total(greenroom.parts.context)
-    growth = greenroom.growth
-    if growth is None:  # the cache was sized alone
+    one = greenroom.setup.keys_values.total_bytes(greenroom.setup.context)
+    slot_budget = greenroom.slot_budget
+    if slot_budget is None:  # the cache was sized alone
         most = sized_alone = config.max_batch * one
         budget = None
     else:
-        most, budget = growth.most(), greenroom.parts.budget_bytes
+        most, budget = slot_budget.max_kv_bytes(), greenroom.setup.budget_bytes
         sized_alone = max(one, min(config.max_batch * one, int(SHARE * most)))
     if config.kv_memory is None:
         return int(sized_alone)
@@ -33,10 +33,10 @@ def kv_limit(greenroom: Any, config: ServeConfig) -> int:
     if limit < one:
         raise BudgetError(
             f"--kv-memory {config.kv_memory} has no room for one context of"
-            f" {greenroom.parts.context} tokens: it takes {show_bytes(one)}; --kv-memory"
+            f" {greenroom.setup.context} tokens: it takes {show_bytes(one)}; --kv-memory"
             f" {-(-one // (1 << 20))}MiB or a smaller --context would do"
         )
-    if growth is not None and limit > most:
+    if slot_budget is not None and limit > most:
         raise BudgetError(
             f"--kv-memory {config.kv_memory}: the budget of {show_bytes(budget or 0)} leaves"
             f" {show_bytes(most)} for keys and values"

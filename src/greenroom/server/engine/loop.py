@@ -29,7 +29,7 @@ from greenroom.errors import (
     UnsupportedModel,
 )
 from greenroom.hf.kv.batch import Batch
-from greenroom.runtime.kernels.dense.stored import matrix_of
+from greenroom.runtime.kernels.dense.stored import weight_matrix
 from greenroom.server.engine.admission import Admission
 from greenroom.server.engine.batches import compose, split
 from greenroom.server.engine.failures import contained
@@ -138,7 +138,7 @@ class ContinuousEngine:
             listener=listener,
             sampler=Sampler(request, self.model.generation_config, vocabulary, grammar),
             end_ids=frozenset(ends),
-            needs=self.greenroom.parts.keys_values.total(request.length),
+            needs=self.greenroom.setup.keys_values.total_bytes(request.length),
             on_cancel=self._cancel,
             scores=scores,
         )
@@ -211,14 +211,14 @@ class ContinuousEngine:
                 f"{type(self.model).__name__} is an encoder-decoder, which is not served:"
                 " `greenroom run` answers with it"
             )
-        self.context = greenroom.parts.context
-        self._vocabulary = int(matrix_of(self.model.get_output_embeddings()).shape[0])
+        self.context = greenroom.setup.context
+        self._vocabulary = int(weight_matrix(self.model.get_output_embeddings()).shape[0])
         self.end_ids, self.model_type = end_ids(self.model), self.model.config.model_type
         self._grammars = Grammars(tokenizer, self._vocabulary, self.end_ids)
         self._grammars.prepare()
         self.batch = Batch(self.model, exact=config.batch_invariant)
-        if self.batch.apart:
-            log.warning("requests are computed one after another: %s", self.batch.apart)
+        if self.batch.sequential_reason:
+            log.warning("requests are computed one after another: %s", self.batch.sequential_reason)
         self.passes = Passes(greenroom, self.batch, config.prefill_chunk, self.journal)
         limit = kv_limit(greenroom, config)
         self.admission = Admission(greenroom, self.batch, config, limit, self.journal)
@@ -231,7 +231,7 @@ class ContinuousEngine:
 
     def _placed(self, limit: int) -> str:
         """What was decided about requests, for the start-up line."""
-        one = "one after another" if self.batch.apart else "together"
+        one = "one after another" if self.batch.sequential_reason else "together"
         exact = ", each as if it were alone" if self.config.batch_invariant else ""
         return (
             f"up to {self.config.max_batch} requests {one}{exact}, with"
@@ -256,7 +256,7 @@ class ContinuousEngine:
             self._prepare(each)
         ready, config = self.admission.ready(self._running), self.config
         planned = compose(ready, config.prefill_chunk, config.batch_invariant)
-        for shares in split(planned, self.batch.goes_together):
+        for shares in split(planned, self.batch.can_batch):
             for sequence, found in self.passes.run(shares):
                 self._answer(sequence, found)
         self._drop_those_gone()

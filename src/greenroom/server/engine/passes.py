@@ -121,7 +121,7 @@ class Passes:
                 return False
             self._current = sequences
             self._driver.resume()
-        self._greenroom.hooks.begins(sum(not each.begun for each in sequences))
+        self._greenroom.hooks.announce_prompts(sum(not each.begun for each in sequences))
         return True
 
     def _note(self, shares: list[Share], caches: list[Any], requests: int, hits: int) -> None:
@@ -142,7 +142,7 @@ class Passes:
     def _take_back(self, sequences: list[Sequence]) -> None:
         """Forget what a pass that did not end has left of keys and values."""
         for each in sequences:
-            if not kv.cut(each.cache, each.computed):
+            if not kv.truncate(each.cache, each.computed):
                 each.start_again(self._batch.cache())
 
     def _again(self, share: Share) -> Share:

@@ -76,7 +76,7 @@ def of_model(engine: ContinuousEngine) -> dict[str, Any]:
             "count": passes.passes,
             "tokens": passes.tokens,
             "faults": passes.faults,
-            "apart": engine.batch.apart,
+            "apart": engine.batch.sequential_reason,
         },
         "memory": {
             "budget_bytes": stats.budget_bytes,

@@ -39,7 +39,7 @@ def start(
         from greenroom.hf.load.report import startup_line
 
         model, tokenizer = load_with(
-            source, load, progress=progress, beside=beside_bytes(load.context, serve)
+            source, load, progress=progress, caller_bytes=beside_bytes(load.context, serve)
         )
         return Loaded(model, tokenizer, startup_line(source, model, load, verbose))
 

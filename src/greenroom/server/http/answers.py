@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from greenroom.errors import GreenroomError
-from greenroom.hf.text.dialogue import Dialogue, Spoken
+from greenroom.hf.text.dialogue import Dialogue, ReplyParser
 from greenroom.server.engine.requests import (
     Event,
     Finished,
@@ -53,9 +53,9 @@ class Job:
     def reader(self, dialogue: Dialogue, index: int, end_ids: tuple[int, ...]) -> Reader:
         """For the answer of this index."""
         if self.plain or (self.grammar is not None and self.tools is None):
-            speaker = Spoken(dialogue)
+            speaker = ReplyParser(dialogue)
         else:
-            speaker = dialogue.spoken(self.prompts[index // self.n], self.tools)
+            speaker = dialogue.reply_parser(self.prompts[index // self.n], self.tools)
         # With log-probabilities a completion shows every token that was chosen, also the last.
         ends = () if self.plain and self.top_logprobs is not None else end_ids
         return Reader(speaker, self.stops, ends, self.one_call)

@@ -163,7 +163,7 @@ def test_verify_and_repair(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "same"])
 def test_verify_finds_nothing_wrong(kind: str) -> None:
     verdict = verify(str(packed(kind)), "25%", tokens=2)
-    assert not verdict.whole
+    assert not verdict.entire_model
     assert verdict.identical
     assert verdict.near
 

@@ -26,7 +26,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from greenroom.hf.kv.cache import reserve
+from greenroom.hf.kv.cache import append_token
 from greenroom.runtime.kernels.dense.accelerate import accelerate
 from greenroom.runtime.kernels.dense.attention import fits
 
@@ -95,7 +95,7 @@ def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
             )
         wanted = exact(x.double(), [p.double() for p in positions], None, wide)[0]
         theirs = module(x, positions, None, copy.deepcopy(cache))[0]
-        done = accelerate(module, reserve)
+        done = accelerate(module, append_token)
         assert done.counts["attention"] == 1
         ours = module(x, positions, None, cache)[0]
         done.detach()
@@ -104,7 +104,9 @@ def test_nearly_as_near_to_the_exact_result_as_torch(name, dtype):
         assert distance(ours, wanted) < 1.5 * distance(theirs, wanted) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("room", [reserve, lambda cache, layer: None], ids=["in place", "copied"])
+@pytest.mark.parametrize(
+    "room", [append_token, lambda cache, layer: None], ids=["in place", "copied"]
+)
 def test_the_cache_holds_what_torch_would_have_put_there(room):
     module = make(*FITTING["qwen3_moe"])
     x, positions, cache = inputs(module, 5, torch.bfloat16)
@@ -127,7 +129,7 @@ def test_the_cache_holds_what_torch_would_have_put_there(room):
 def test_threads_change_no_bit():
     module = make(Qwen3MoeAttention, Qwen3MoeConfig(**SHAPE, head_dim=64))
     x, positions, cache = inputs(module, 200, torch.bfloat16)
-    accelerate(module, reserve)
+    accelerate(module, append_token)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -155,7 +157,7 @@ def test_a_class_that_computes_otherwise_keeps_its_own_forward():
     module = make(Capped, Qwen3MoeConfig(**SHAPE, head_dim=32))
     x, positions, cache = inputs(module, 20, torch.bfloat16)
     wanted = module(x, positions, None, copy.deepcopy(cache))[0]
-    done = accelerate(module, reserve)
+    done = accelerate(module, append_token)
     assert done.counts["attention"] == 1  # its parts are those of the common kind
     assert distance(module(x, positions, None, cache)[0], wanted) < 1e-2
 
@@ -168,7 +170,7 @@ def test_a_class_that_computes_otherwise_keeps_its_own_forward():
     ],
 )
 def test_other_kinds_are_left_alone(cls, config):
-    done = accelerate(make(cls, config), reserve)
+    done = accelerate(make(cls, config), append_token)
     assert "attention" not in done.counts
 
 
@@ -185,7 +187,7 @@ def test_calls_that_do_not_fit_run_as_before():
         "no cache": lambda: module(x, positions, None, None)[0],
     }
     plain = {name: call() for name, call in calls.items()}
-    done = accelerate(module, reserve)
+    done = accelerate(module, append_token)
     for part in module.children():  # the linear layers' own forwards differ by rounding
         part.__dict__.pop("forward", None)
     for name, call in calls.items():

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from greenroom.runtime.kernels.codegen.entries import choice, ties
 from greenroom.runtime.kernels.dense import router
-from greenroom.runtime.kernels.dense.router import Asked, Router
+from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.launch import sequence
 
 HIDDEN = 96
@@ -55,10 +55,10 @@ def qwen(experts: int = 64, top_k: int = 8, summed: bool = True) -> Any:
 )
 def test_ids_and_weights_are_the_module_s_own(cls, config, dtype, monkeypatch):
     module = made(cls, config, dtype)
-    ours, by_torch = Router.of(module, ONE, dtype), []
+    ours, by_torch = CompiledRouter.of(module, ONE, dtype), []
     assert ours is not None
-    slow = Router.by_torch
-    monkeypatch.setattr(Router, "by_torch", lambda *a: by_torch.append(True) or slow(*a))
+    slow = CompiledRouter.by_torch
+    monkeypatch.setattr(CompiledRouter, "by_torch", lambda *a: by_torch.append(True) or slow(*a))
     same = near = 0
     for scale in (0.1, 1, 10):
         for _ in range(100):
@@ -89,7 +89,7 @@ def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     if not compiled:
         monkeypatch.setattr(ties, "known", lambda number, top_k: False)
     module = made(Qwen3MoeTopKRouter, qwen())
-    ours = Router.of(module, ONE, torch.bfloat16)
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.knows_ties == compiled
     module.weight.copy_(torch.randint(-2, 3, module.weight.shape))
     least = 0
@@ -112,11 +112,11 @@ def test_equal_scores_and_no_numbers_are_torch_s(compiled, monkeypatch) -> None:
     ("experts", "top_k"), [(64, 8), (128, 8), (60, 4), (512, 10), (8, 2), (5, 3), (3, 1), (72, 17)]
 )
 def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> None:
-    ours = Router.of(made(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16)
+    ours = CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen(experts, top_k)), ONE, torch.bfloat16)
     assert ours.knows_ties
     for values in (2, 9, 40):
         for _ in range(60):
-            asked = Asked(ours, 0)
+            asked = RouterCall(ours, 0)
             asked.products.copy_(torch.randint(values, asked.products.shape) / 8)
             sequence.run(asked.stages[1:])
             assert asked._words[choice.S_FOUND] == top_k
@@ -130,14 +130,14 @@ def test_of_equal_scores_those_that_torch_takes_in_its_order(experts, top_k) -> 
 def test_a_torch_that_takes_others_is_asked(monkeypatch) -> None:
     """Another library may sort otherwise: it shows when it is tried, once for all such routers."""
     monkeypatch.setattr(router, "_TIES", {})
-    slow = Router.by_torch
+    slow = CompiledRouter.by_torch
 
     def otherwise(self, products):
         ids, weights = slow(self, products.flip(-1))
         return len(self.weight) - 1 - ids, weights
 
-    monkeypatch.setattr(Router, "by_torch", otherwise)
-    assert not Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
+    monkeypatch.setattr(CompiledRouter, "by_torch", otherwise)
+    assert not CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.bfloat16).knows_ties
     assert list(router._TIES.values()) == [False]
     monkeypatch.undo()
     assert not ties.known(512, 8)  # torch keeps a heap
@@ -153,12 +153,14 @@ class Biased(Qwen3MoeTopKRouter):
 
 
 def test_routers_of_other_kinds_are_left_alone():
-    assert Router.of(made(Biased, qwen()), ONE, torch.bfloat16) is None
-    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
-    assert Router.of(made(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
+    assert CompiledRouter.of(made(Biased, qwen()), ONE, torch.bfloat16) is None
+    assert CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), ONE, torch.float16) is None
+    assert CompiledRouter.of(made(Qwen3MoeTopKRouter, qwen()), (1, 64), torch.bfloat16) is None
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64)
-    assert Router.of(made(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
-    assert Router.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
+    assert CompiledRouter.of(made(DeepseekV3TopkRouter, config), ONE, torch.bfloat16) is None
+    assert (
+        CompiledRouter.of(nn.Linear(HIDDEN, 8, bias=False).bfloat16(), ONE, torch.bfloat16) is None
+    )
 
 
 class Scored(Qwen3MoeTopKRouter):
@@ -172,7 +174,7 @@ class Scored(Qwen3MoeTopKRouter):
 @pytest.mark.parametrize("cls", [Qwen3MoeTopKRouter, Scored])
 def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> None:
     module = made(cls, qwen())
-    ours = Router.of(module, ONE, torch.bfloat16)
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     module.forward = ours.forward
     assert ours.intact()
     heard = []
@@ -190,7 +192,7 @@ def test_the_module_s_forward_chooses_for_one_token_as_it_does_unheard(cls) -> N
 @pytest.mark.parametrize("change", ["several", "type", "strided", "gradients"])
 def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) -> None:
     module = made(Qwen3MoeTopKRouter, qwen())
-    ours = Router.of(module, ONE, torch.bfloat16)
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     monkeypatch.setattr(ours, "_original", lambda module, x: "the class")
     assert ours.forward(torch.ones(*ONE).bfloat16()) != "the class"
     x = {
@@ -204,7 +206,7 @@ def test_the_module_s_forward_leaves_all_else_to_the_class(change, monkeypatch) 
 
 def test_who_changes_or_hears_a_router_gets_the_module():
     module = made(Qwen3MoeTopKRouter, qwen())
-    ours = Router.of(module, ONE, torch.bfloat16)
+    ours = CompiledRouter.of(module, ONE, torch.bfloat16)
     assert ours.intact()
     hook = module.register_forward_hook(lambda *_: None)
     assert not ours.intact()
@@ -212,7 +214,7 @@ def test_who_changes_or_hears_a_router_gets_the_module():
     assert ours.intact()
     module.forward = lambda x: x
     assert not ours.intact()
-    assert Router.of(module, ONE, torch.bfloat16) is None
+    assert CompiledRouter.of(module, ONE, torch.bfloat16) is None
     del module.forward
     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
     assert not ours.intact()

@@ -13,17 +13,17 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from greenroom.core.layout import SlotLayout
-from greenroom.hf.kv.cache import reserve
+from greenroom.hf.kv.cache import append_token
 from greenroom.runtime.kernels.dense import accelerate as accelerated
 from greenroom.runtime.kernels.dense.accelerate import FEW, accelerate
 from greenroom.runtime.kernels.dense.stored import (
-    Stored,
+    StoredMatrix,
+    attach_matrix,
     expanded_bytes,
-    keep,
-    put_back,
-    stored_of,
+    restore_weights,
+    stored_matrix,
 )
-from greenroom.runtime.kernels.matrix import exact
+from greenroom.runtime.kernels.matrix import is_exact
 from tests.runtime.kernels.codes import STYLES, Style, tensors_of
 from tests.runtime.kernels.dense.test_attention import SHAPE, distance, inputs, make
 
@@ -40,22 +40,22 @@ def _no_grad():
 
 def matrix(
     style: Style, shape: tuple[int, int] = (ROWS, COLUMNS), dtype: torch.dtype = torch.bfloat16
-) -> Stored:
+) -> StoredMatrix:
     parts = tensors_of(style, "weight", shape, np.random.default_rng(0))
     sizes = [(name, tuple(t.shape), str(t.dtype)[6:]) for name, t in parts.items()]
-    stored = Stored(SlotLayout.pack(sizes, {"weight": style.name}, str(dtype)[6:]), dtype)
+    stored = StoredMatrix(SlotLayout.pack(sizes, {"weight": style.name}, str(dtype)[6:]), dtype)
     for place, part in zip(stored.fill(), parts.values(), strict=True):
         place.view(torch.uint8).copy_(part.view(torch.uint8))
     return stored
 
 
-def pair(stored: Stored, bias: bool = True) -> nn.ModuleList:
+def pair(stored: StoredMatrix, bias: bool = True) -> nn.ModuleList:
     """A linear layer with a stored matrix, and one with the same matrix expanded."""
     rows, columns = stored.shape
     one = nn.Linear(columns, rows, bias=bias, dtype=stored.dtype).requires_grad_(False)
     other = copy.deepcopy(one)
     other.weight = nn.Parameter(stored.decoded(), requires_grad=False)
-    keep(one, stored)
+    attach_matrix(one, stored)
     return nn.ModuleList([one, other])
 
 
@@ -67,13 +67,13 @@ def test_the_bits_of_the_expanded_layer(style: Style) -> None:
     assert done.counts == {"linear": 2}
     for rows in (1, 2, 4, FEW, FEW + 1, 40):
         x = torch.randn(rows, COLUMNS).bfloat16()
-        if rows <= FEW and exact(matrix(style).spec, torch.bfloat16):  # by whole numbers
+        if rows <= FEW and is_exact(matrix(style).spec, torch.bfloat16):  # by whole numbers
             assert distance(stored(x), expanded(x)) < 1e-3
         else:
             assert torch.equal(stored(x), expanded(x)), rows
     done.detach()
     assert torch.equal(stored.weight, expanded.weight)
-    assert stored_of(stored) is None
+    assert stored_matrix(stored) is None
     assert torch.equal(stored(x), expanded(x))
 
 
@@ -90,7 +90,7 @@ def test_the_same_in_float16_and_with_any_number_of_threads(name: str) -> None:
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "int4-float16", "gguf_mxfp4"])
 def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
     stored = matrix(BY_NAME[name])
-    wide = Stored(stored.layout, torch.float32)
+    wide = StoredMatrix(stored.layout, torch.float32)
     for place, part in zip(wide.fill(), stored.parts, strict=True):
         place.copy_(part)
     model = pair(stored, bias=False)
@@ -104,7 +104,7 @@ def test_weights_are_nearer_to_what_the_format_says(name: str) -> None:
 def test_an_embedding_looks_rows_up() -> None:
     stored = matrix(BY_NAME["q4_k"])
     module = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16).requires_grad_(False)
-    keep(module, stored)
+    attach_matrix(module, stored)
     assert accelerate(module, rounded=True).counts == {"embedding": 1}
     ids = torch.randint(0, ROWS, (2, 7))
     assert torch.equal(module(ids), stored.decoded()[ids])
@@ -121,9 +121,9 @@ def test_modules_that_share_a_matrix_share_a_parameter_again() -> None:
         {"embedding": nn.Embedding(ROWS, COLUMNS), "head": nn.Linear(COLUMNS, ROWS, bias=False)}
     ).bfloat16()
     for module in model.values():
-        keep(module, stored)
+        attach_matrix(module, stored)
     assert list(model.parameters()) == []
-    put_back(model)
+    restore_weights(model)
     assert model["head"].weight is model["embedding"].weight
     assert torch.equal(model["head"].weight, stored.decoded())
 
@@ -136,13 +136,13 @@ def test_many_tokens_are_multiplied_with_some_rows_at_a_time(monkeypatch) -> Non
     wanted = model[1](x)
     monkeypatch.setattr(accelerated, "EXPANDED", 100 * COLUMNS * 2)
     asked: list[tuple[int, int]] = []
-    rows = Stored.rows
+    rows = StoredMatrix.rows
 
-    def counted(stored: Stored, first: int, count: int) -> torch.Tensor:
+    def counted(stored: StoredMatrix, first: int, count: int) -> torch.Tensor:
         asked.append((first, count))
         return rows(stored, first, count)
 
-    monkeypatch.setattr(Stored, "rows", counted)
+    monkeypatch.setattr(StoredMatrix, "rows", counted)
     assert distance(model[0](x), wanted) < torch.finfo(torch.bfloat16).eps
     assert asked == [(0, 100), (100, 100), (200, 100), (300, 84)]
 
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_torch_s() -> None:
     ],
 )
 def test_what_no_product_reads_is_named(style, shape, dtype, why) -> None:
-    assert why in matrix(style, shape, dtype).unread
+    assert why in matrix(style, shape, dtype).unsupported_reason
 
 
 # Attention
@@ -188,7 +188,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
     other = copy.deepcopy(one)
     for name, style in styles.items():
         stored = matrix(BY_NAME[style], tuple(getattr(one, name).weight.shape))
-        keep(getattr(one, name), stored)
+        attach_matrix(getattr(one, name), stored)
         getattr(other, name).weight = nn.Parameter(stored.decoded(), requires_grad=False)
     return one, other
 
@@ -204,7 +204,7 @@ def attention(styles: dict[str, str]) -> tuple[Any, Any]:
 def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> None:
     one, other = attention(styles)
     for module in (one, other):
-        assert accelerate(module, reserve, rounded=True).counts["attention"] == 1
+        assert accelerate(module, append_token, rounded=True).counts["attention"] == 1
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for tokens in (1, 40):
@@ -215,8 +215,8 @@ def test_attention_has_the_bits_of_the_expanded_one(styles: dict[str, str]) -> N
 
 def test_attention_with_weights_as_stored_is_near() -> None:
     one, other = attention({"q_proj": "q4_0", "k_proj": "q4_k", "v_proj": "q6_k", "o_proj": "q4_0"})
-    accelerate(one, reserve)
-    accelerate(other, reserve, rounded=True)
+    accelerate(one, append_token)
+    accelerate(other, append_token, rounded=True)
     x, positions, cache = inputs(other, 30, torch.bfloat16)
     mine = one(x, positions, None, copy.deepcopy(cache))[0]
     wanted = other(x, positions, None, copy.deepcopy(cache))[0]

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 from greenroom.core.layout import SlotLayout
 from greenroom.runtime.encodings import ENCODINGS
-from greenroom.runtime.kernels.eager import Eager
+from greenroom.runtime.kernels.eager import EagerKernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
-from greenroom.runtime.kernels.table import kernel
-from greenroom.runtime.kernels.triton import Triton, unread
+from greenroom.runtime.kernels.table import make_kernel
+from greenroom.runtime.kernels.triton import TritonKernel, fallback_reason
 from tests.runtime.kernels.toys import (
     CLASSES,
     EXPERTS,
@@ -60,14 +60,14 @@ def test_as_near_to_eager_as_grouped_mm(family):
     for dtype in (BF16, FP16) if family in ("qwen3_moe", "gpt_oss") else (BF16,):
         module = small(family, dtype)
         layer, places = layer_of(module)
-        assert (unread(layer) is not None) == (family in LEFT)
+        assert (fallback_reason(layer) is not None) == (family in LEFT)
         ours = theirs = 0.0
         for case in (some(1, dtype, top_k=2), many(dtype)):
             want = module(*case)
             module.config._experts_implementation = "grouped_mm"
             theirs = max(theirs, distance(module(*case), want))
             module.config._experts_implementation = "eager"
-            got = compute(Triton(), layer, places, *case)
+            got = compute(TritonKernel(), layer, places, *case)
             assert got.dtype == want.dtype
             ours = max(ours, distance(got, want))
         assert ours <= max(2 * theirs, torch.finfo(dtype).eps / 10)
@@ -77,29 +77,29 @@ def test_as_near_to_eager_as_grouped_mm(family):
 def test_waves_order_and_slots_do_not_change_a_bit(family):
     layer, places = layer_of(small(family))
     for case in (some(1, seed=3), many(seed=3)) if family == "qwen3_moe" else (some(1, seed=3),):
-        want = compute(Triton(), layer, places, *case)
+        want = compute(TritonKernel(), layer, places, *case)
         count = len(case[1].unique())
         for seed, waves in ((1, [[i] for i in range(count)][::-1]), (2, [[0], [*range(1, count)]])):
             other, slots = layer_of(small(family), seed=seed)
-            assert torch.equal(compute(Triton(), other, slots, *case, waves=waves), want)
+            assert torch.equal(compute(TritonKernel(), other, slots, *case, waves=waves), want)
 
 
 def test_weights_of_a_token_may_be_of_another_type():
     module = small("qwen3_moe")
     layer, places = layer_of(module)
     case = some(2, weights_dtype=torch.float32)
-    assert distance(compute(Triton(), layer, places, *case), module(*case)) < 2e-3
+    assert distance(compute(TritonKernel(), layer, places, *case), module(*case)) < 2e-3
 
 
 def test_foreign_experts_are_skipped():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(5)
     index[0, 1] = index[3] = EXPERTS
-    got = compute(Triton(), layer, places, x, index, weights)
-    assert distance(got, compute(Eager(), layer, places, x, index, weights)) < 2e-3
+    got = compute(TritonKernel(), layer, places, x, index, weights)
+    assert distance(got, compute(EagerKernel(), layer, places, x, index, weights)) < 2e-3
     assert torch.equal(got[3], torch.zeros_like(got[3]))
     index[:] = EXPERTS
-    assert not compute(Triton(), layer, places, x, index, weights).any()
+    assert not compute(TritonKernel(), layer, places, x, index, weights).any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -107,8 +107,8 @@ def test_nan_and_infinity_propagate_as_in_eager(bad):
     layer, places = layer_of(small("gpt_oss"))
     x, index, weights = some(2, top_k=2)
     x[1, 0] = bad
-    want = compute(Eager(), layer, places, x, index, weights)
-    got = compute(Triton(), layer, places, x, index, weights)
+    want = compute(EagerKernel(), layer, places, x, index, weights)
+    got = compute(TritonKernel(), layer, places, x, index, weights)
     assert torch.equal(got.isnan(), want.isnan())
     assert got[0].isfinite().all()
 
@@ -116,9 +116,9 @@ def test_nan_and_infinity_propagate_as_in_eager(bad):
 def test_float32_is_left_to_eager_and_has_its_bits():
     module = small("qwen3_moe", torch.float32)
     layer, places = layer_of(module)
-    assert "float32" in str(unread(layer))
+    assert "float32" in str(fallback_reason(layer))
     case = some(4, torch.float32)
-    assert torch.equal(compute(Triton(), layer, places, *case), module(*case))
+    assert torch.equal(compute(TritonKernel(), layer, places, *case), module(*case))
 
 
 # ---- encoded experts: hidden and intermediate sizes are multiples of every block
@@ -189,13 +189,13 @@ def test_an_encoding_has_the_bits_of_its_expanded_weights(name, monkeypatch):
     monkeypatch.setattr("greenroom.runtime.kernels.triton.kernel.FEW", (16, 64, 64))
     for family in ("qwen3_moe", "gpt_oss") if name == "mxfp4" else ("qwen3_moe",):
         layer, places, plain, where = encoded(family, name)
-        assert unread(layer) is None
+        assert fallback_reason(layer) is None
         case = inputs(BF16, 2, top_k=1, hidden=HIDDEN)
-        got = compute(Triton(), layer, places, *case)
+        got = compute(TritonKernel(), layer, places, *case)
         assert got.isfinite().all()
         assert got.any()
-        assert torch.equal(got, compute(Triton(), plain, where, *case))
-        assert distance(got, compute(Eager(), layer, places, *case)) < 2e-3
+        assert torch.equal(got, compute(TritonKernel(), plain, where, *case))
+        assert distance(got, compute(EagerKernel(), layer, places, *case)) < 2e-3
 
 
 def test_an_encoding_that_is_not_read_here_is_named():
@@ -207,17 +207,17 @@ def test_an_encoding_that_is_not_read_here_is_named():
         "down_proj", "q6_k", layer.down_weight.shape, "bfloat16", layer.down_weight.parts
     )
     assert layout.encodings["down_proj"] == "q6_k"
-    assert unread(layer) == "experts in q6_k"
+    assert fallback_reason(layer) == "experts in q6_k"
 
 
 def test_the_kernel_has_a_name():
-    assert kernel("triton").name == "triton"
+    assert make_kernel("triton").name == "triton"
 
 
 def test_a_wave_s_words_say_where_everything_is():
     layer, places = layer_of(small("qwen3_moe"))
     x, index, weights = some(40)
-    step = Triton().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
+    step = TritonKernel().begin(layer, x, Routing.of(index.numpy(), EXPERTS), weights)
     words = step.words([2, 4], [places[2], places[4]])
     for expert in (2, 4):
         mine = words[words[:, 1] == expert]

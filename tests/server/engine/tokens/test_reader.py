@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.hf.text.dialogue import Said, ToolCall
+from greenroom.hf.text.dialogue import ReplyPart, ToolCall
 from greenroom.server.engine.requests import Finished, Token
 from greenroom.server.engine.tokens.reader import Reader, Stops
 
@@ -16,13 +16,13 @@ texts = st.text("ab<|>\n", max_size=12)
 class Scripted:
     """A speaker whose token i says the i-th thing."""
 
-    def __init__(self, *said: Said) -> None:
+    def __init__(self, *said: ReplyPart) -> None:
         self._said = said
 
-    def feed(self, token_id: int) -> list[Said]:
+    def feed(self, token_id: int) -> list[ReplyPart]:
         return [self._said[token_id]]
 
-    def end(self) -> list[Said]:
+    def end(self) -> list[ReplyPart]:
         return []
 
 
@@ -72,7 +72,10 @@ def test_text_is_held_back_only_while_it_can_become_a_stop_string() -> None:
 
 
 def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
-    reader = Reader(Scripted(Said("one "), Said("tw"), Said("o STO"), Said("P more")), ["STOP"])
+    reader = Reader(
+        Scripted(ReplyPart("one "), ReplyPart("tw"), ReplyPart("o STO"), ReplyPart("P more")),
+        ["STOP"],
+    )
     deltas = [delta for i in range(4) for delta in reader.feed(Token(i))]
     assert "".join(delta.text for delta in deltas) == "one two "
     assert [token.id for delta in deltas for token in delta.tokens] == [0, 1, 2]
@@ -84,13 +87,13 @@ def test_an_answer_ends_at_a_stop_string_with_the_tokens_before_it() -> None:
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    reader = Reader(Scripted(Said("fine ST")), ["STOP"])
+    reader = Reader(Scripted(ReplyPart("fine ST")), ["STOP"])
     assert read(reader, 1) == "fine ST"
 
 
 def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
     call = ToolCall("look", "{}")
-    reader = Reader(Scripted(Said(reasoning="hm"), Said(call=call), Said("x")))
+    reader = Reader(Scripted(ReplyPart(reasoning="hm"), ReplyPart(call=call), ReplyPart("x")))
     deltas = [delta for i in range(3) for delta in reader.feed(Token(i))]
     assert [delta.call for delta in deltas if delta.call] == [call]
     _, end = reader.end(ENDED)
@@ -98,7 +101,7 @@ def test_a_call_gives_the_reason_and_reasoning_is_counted() -> None:
 
 
 def test_one_call_is_enough_where_only_one_is_wanted() -> None:
-    calls = [Said(call=ToolCall(name, "{}")) for name in "ab"]
+    calls = [ReplyPart(call=ToolCall(name, "{}")) for name in "ab"]
     reader = Reader(Scripted(*calls), one_call=True)
     found = [delta.call for i in range(2) for delta in reader.feed(Token(i)) if delta.call]
     assert [call.name for call in found] == ["a"]
@@ -106,12 +109,12 @@ def test_one_call_is_enough_where_only_one_is_wanted() -> None:
 
 
 def test_a_cut_answer_with_a_call_says_that_it_was_cut() -> None:
-    reader = Reader(Scripted(Said(call=ToolCall("a", "{}"))))
+    reader = Reader(Scripted(ReplyPart(call=ToolCall("a", "{}"))))
     reader.feed(Token(0))
     assert reader.end(Finished("length", 3, 0, 5, 0.0, 0.1, 0.2, None))[1].reason == "length"
 
 
 def test_the_token_that_ends_an_answer_has_no_logprob_to_show() -> None:
-    reader = Reader(Scripted(Said("a"), Said()), end_ids=(1,))
+    reader = Reader(Scripted(ReplyPart("a"), ReplyPart()), end_ids=(1,))
     deltas = reader.feed(Token(0)) + reader.feed(Token(1)) + reader.end(ENDED)[0]
     assert [token.id for delta in deltas for token in delta.tokens] == [0]

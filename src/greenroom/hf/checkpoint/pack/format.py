@@ -20,7 +20,7 @@ from typing import Any
 
 from greenroom.core.layout import SlotLayout
 from greenroom.hf.checkpoint.pack.low import BLOCK, Low
-from greenroom.trace.container import beside
+from greenroom.trace.container import atomic_file
 
 HEADER = "greenroom.json"
 DATA = "experts.greenroom"
@@ -183,7 +183,7 @@ class Header:
     def save(self, folder: Path) -> None:
         """Write greenroom.json as a whole, or OutputError."""
         text = json.dumps(as_json(self), indent=1)
-        with beside(folder / HEADER) as file:
+        with atomic_file(folder / HEADER) as file:
             file.write(text.encode())
 
 

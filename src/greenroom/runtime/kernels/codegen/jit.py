@@ -14,10 +14,10 @@ from greenroom.core.compiling.compile_cache import entry_point
 # A value whose Numba type stands for a weight type; see ir.py.
 WITNESS = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}
 
-Enter = Callable[[int], None]
+EntryFunction = Callable[[int], None]
 
 
 @cache
-def machine_code(kernel: Callable[..., Enter], dtype: str, *options: int) -> Any:
+def machine_code(kernel: Callable[..., EntryFunction], dtype: str, *options: int) -> Any:
     """`kernel(witness, *options)`, a function of a pointer; `.address` is where it lies."""
     return entry_point(kernel(WITNESS[dtype], *options), types.void(types.voidptr))

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.dense.attention import (
-    OneToken,
+    OneTokenAttention,
     Reserve,
     Style,
     attention_forward,
@@ -37,14 +37,14 @@ from greenroom.runtime.kernels.dense.patterns import sublayers
 from greenroom.runtime.kernels.dense.rotary import Rotary
 from greenroom.runtime.kernels.dense.stored import (
     EXPANDED,
-    Record,
-    Stored,
-    put_back,
+    MatrixRecord,
+    StoredMatrix,
+    restore_weights,
     room,
     scratch,
-    stored_of,
+    stored_matrix,
 )
-from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 
 FEW = 16  # tokens
@@ -80,7 +80,7 @@ class Accelerated:
             module.__dict__.pop("forward", None)
         self._modules.clear()
         self.counts.clear()
-        put_back(self._model)
+        restore_weights(self._model)
 
 
 def accelerate(
@@ -95,13 +95,17 @@ def accelerate(
     experts and adds them to what it is given; `rounded` says whether stored weights are rounded to
     the model's type.
     """
-    done, tried, attentions = Accelerated(model), dict[Any, bool](), dict[nn.Module, OneToken]()
+    done, tried, attentions = (
+        Accelerated(model),
+        dict[Any, bool](),
+        dict[nn.Module, OneTokenAttention](),
+    )
     for module in model.modules():
         if fits(module) and _free(module):
             styles = {_head_norm(module, part) for part in norms_of(module)}
             if len(styles) <= 1 and None not in styles:
                 style = styles.pop() if styles else None
-                attentions[module] = one = OneToken(module, style, reserve, tried, rounded)
+                attentions[module] = one = OneTokenAttention(module, style, reserve, tried, rounded)
                 done.add("attention", module, attention_forward(one))
     for layer in filter(_free, list(model.modules())):
         if (around := _around(layer, attentions, onto)) is not None:
@@ -114,7 +118,7 @@ def accelerate(
         if dtypes and (rotary := Rotary.of(module, dtypes)) is not None:
             done.add("rotary", module, rotary.forward)
     for module in model.modules():
-        if (stored := stored_of(module)) is not None:
+        if (stored := stored_matrix(module)) is not None:
             if isinstance(module, nn.Embedding):
                 done.add("embedding", module, embedding_forward(module, stored))
             else:
@@ -128,7 +132,7 @@ def accelerate(
 
 
 def _around(
-    layer: nn.Module, attentions: dict[nn.Module, OneToken], onto: Onto | None
+    layer: nn.Module, attentions: dict[nn.Module, OneTokenAttention], onto: Onto | None
 ) -> FusedDecoderLayer | None:
     """A decoder layer of the common kind around one of these attentions."""
     inside = [(name, attentions[m]) for name, m in layer._modules.items() if m in attentions]
@@ -146,7 +150,7 @@ def _around(
     return FusedDecoderLayer(layer, one, names, (styles[names[0]], styles[names[1]]), onto)
 
 
-def _norm_of(part: nn.Module, one: OneToken) -> Style | None:
+def _norm_of(part: nn.Module, one: OneTokenAttention) -> Style | None:
     """The style of a part that is an RMSNorm of an attention's input."""
     weight = part._parameters.get("weight")
     if weight is None or weight.shape != (one.hidden,) or weight.dtype is not one.dtype:
@@ -187,7 +191,7 @@ def _unheard(module: nn.Module) -> bool:
 
 
 def linear_forward(
-    module: nn.Module, stored: Stored | None = None, rounded: bool = False
+    module: nn.Module, stored: StoredMatrix | None = None, rounded: bool = False
 ) -> Forward:
     """nn.Linear's forward, compiled for up to FEW rows of its own type; perhaps of a stored
     matrix, `rounded` or not."""
@@ -196,8 +200,12 @@ def linear_forward(
     grad, empty = torch.is_grad_enabled, torch.empty
     matrix: Any = weight if stored is None else stored
     (N, K), dtype = matrix.shape, matrix.dtype
-    record = None if stored is None else Record(stored, rounded)
-    enter, wide, limit = body(layers.gemv, dtype, record is not None), N * K > _SERIAL, FEW * K
+    record = None if stored is None else MatrixRecord(stored, rounded)
+    enter, wide, limit = (
+        kernel_entry(layers.gemv, dtype, record is not None),
+        N * K > _SERIAL,
+        FEW * K,
+    )
     stride = 0 if record is None else 4 * limit + room(K)
 
     @outside_graphs
@@ -234,7 +242,7 @@ def linear_forward(
     return forward
 
 
-def many(x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
+def many(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
     """torch's own product with some rows of a stored matrix after others, each time expanded."""
     rows, columns = stored.shape
     step = max(1, EXPANDED // (columns * stored.dtype.itemsize))
@@ -245,7 +253,7 @@ def many(x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def embedding_forward(module: nn.Module, stored: Stored) -> Forward:
+def embedding_forward(module: nn.Module, stored: StoredMatrix) -> Forward:
     """nn.Embedding's forward with a stored matrix; its rows are always rounded."""
     parameters, original, columns = module._parameters, type(module).forward, stored.shape[1]
 
@@ -302,7 +310,7 @@ def norm_forward(module: nn.Module, style: int, eps: float) -> Forward:
     parameters, original = module._parameters, type(module).forward
     weight: Tensor = parameters["weight"]  # type: ignore[assignment]
     dtype, n = weight.dtype, weight.numel()
-    enter, limit = body(layers.join, dtype), 1 << 14
+    enter, limit = kernel_entry(layers.join, dtype), 1 << 14
     epsilon = bits(eps)
     empty_like, grad = torch.empty_like, torch.is_grad_enabled
 

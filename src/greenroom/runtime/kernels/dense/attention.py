@@ -20,16 +20,23 @@ from torch import Tensor, nn
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import heads
 from greenroom.runtime.kernels.codegen.llvm.target import LANES
-from greenroom.runtime.kernels.dense.guard import Guard
-from greenroom.runtime.kernels.dense.stored import Record, coded, matrix_of, readable, room, scratch
+from greenroom.runtime.kernels.dense.module_check import ModuleCheck
+from greenroom.runtime.kernels.dense.stored import (
+    MatrixRecord,
+    coded,
+    readable,
+    room,
+    scratch,
+    weight_matrix,
+)
 from greenroom.runtime.kernels.launch import sequence
-from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
-TOGETHER = "greenroom_sdpa"  # in place of sdpa, where a pass has several sequences
-_IMPLEMENTATIONS = {"sdpa", TOGETHER}
+BATCHED_ATTENTION = "greenroom_sdpa"  # in place of sdpa, where a pass has several sequences
+_IMPLEMENTATIONS = {"sdpa", BATCHED_ATTENTION}
 _TRIED_CONTEXT = 37  # tokens
 # Relative distance to the class's own forward that rounding alone can explain.
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -39,7 +46,7 @@ Positions = tuple[Tensor, Tensor]  # cosine, sine
 Style = tuple[int, float]  # how an RMSNorm applies its weight, its epsilon
 
 
-class Room(NamedTuple):
+class KeyValueView(NamedTuple):
     """A layer's keys and values [1, kv_heads, `tokens` or more, width]; the last token is unset."""
 
     keys: Tensor
@@ -48,7 +55,7 @@ class Room(NamedTuple):
 
 
 # (cache, layer) -> room for one more token, or None: the cache must be updated.
-Reserve = Callable[[Any, int], "Room | None"]
+Reserve = Callable[[Any, int], "KeyValueView | None"]
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -60,7 +67,7 @@ def _words(count: int, values: dict[int, int]) -> array[int]:
     return array("q", [values.get(index, 0) for index in range(count)])
 
 
-class OneToken:
+class OneTokenAttention:
     """One attention module's compiled forward; `fits` says whether a module may have one."""
 
     def __init__(
@@ -76,25 +83,25 @@ class OneToken:
         self.module, self.original = own, type(module).forward
         self._reserve, self._tried = reserve, tried
         parts: dict[str, Any] = dict(module._modules)
-        weights = [matrix_of(parts[name]) for name in _LINEAR]
+        weights = [weight_matrix(parts[name]) for name in _LINEAR]
         self.width: int = own.head_dim
         self.hidden: int = weights[0].shape[1]
         self.heads: int = weights[0].shape[0] // self.width
         self.kv_heads: int = weights[1].shape[0] // self.width
         self.dtype: torch.dtype = weights[0].dtype
-        self.guard = Guard()  # that the parts are those that the addresses are taken from
+        self.guard = ModuleCheck()  # that the parts are those that the addresses are taken from
         for name, part in parts.items():
             self.guard.same(own._modules, name, part)
             self.guard.weight(part)
             self.guard.unheard(part)
         self._key = type(module), self.dtype, style
         by_code = coded(weights)
-        self._records = [Record(weight, rounded) for weight in weights] if by_code else []
+        self._records = [MatrixRecord(weight, rounded) for weight in weights] if by_code else []
         matrices = [each.address for each in self._records] or [w.data_ptr() for w in weights]
         inputs = max(self.hidden, self.heads * self.width)
         self.stride = 4 * inputs + room(inputs) if by_code else 0
-        self._project = body(heads.project, self.dtype, by_code)
-        self._attend = body(heads.attend, self.dtype, by_code)
+        self._project = kernel_entry(heads.project, self.dtype, by_code)
+        self._attend = kernel_entry(heads.attend, self.dtype, by_code)
         self._projecting = self._to_all_heads(parts, matrices[:3], style)
         self._attending = _words(
             heads.ATTEND_WORDS,
@@ -178,7 +185,7 @@ class OneToken:
             self._tried[self._key] = try_out(self, rotary)
         return self._tried[self._key]
 
-    def room(self, cache: Any) -> Room | None:
+    def room(self, cache: Any) -> KeyValueView | None:
         """Room for one more token in a cache, or None."""
         return self._reserve(cache, self.module.layer_idx)
 
@@ -192,19 +199,19 @@ class OneToken:
             return out
         k, v = torch.empty(2, 1, self.kv_heads, 1, self.width, dtype=self.dtype).unbind()
         work = self.work(1)
-        words = self._to_project(x.data_ptr(), positions, Room(k, v, 1), work)
+        words = self._to_project(x.data_ptr(), positions, KeyValueView(k, v, 1), work)
         self._project(words.buffer_info()[0])
         k, v = cache.update(k, v, self.module.layer_idx)
         if k.dtype is not self.dtype or k.stride(-1) != 1 or v.stride(-1) != 1:
             k, v = k.to(self.dtype).contiguous(), v.to(self.dtype).contiguous()
-        room = Room(k, v, k.shape[2])
+        room = KeyValueView(k, v, k.shape[2])
         more = self.work(room.tokens)
         words = self._to_attend(work.data_ptr(), room, more, out.data_ptr())
         self._attend(words.buffer_info()[0])
         return out
 
     def stages(
-        self, x: int, positions: Positions, room: Room, work: Tensor, out: int
+        self, x: int, positions: Positions, room: KeyValueView, work: Tensor, out: int
     ) -> tuple[sequence.Stage, sequence.Stage]:
         """From the hidden state at address x to the attention's output at address out.
 
@@ -225,9 +232,11 @@ class OneToken:
         by_code = bool(self.stride)
         return (
             sequence.of_rows(
-                body(heads.project_rows, self.dtype, by_code), project, wide, projected
+                kernel_entry(heads.project_rows, self.dtype, by_code), project, wide, projected
             ),
-            sequence.of_rows(body(heads.attend_rows, self.dtype, by_code), attend, mixed, out),
+            sequence.of_rows(
+                kernel_entry(heads.attend_rows, self.dtype, by_code), attend, mixed, out
+            ),
         )
 
     @property
@@ -243,7 +252,9 @@ class OneToken:
         attended = self.heads * (context + 3 * self.width) + self.kv_heads * self.width
         return torch.empty(self.heads * self.width + max(projected, attended) + beside)
 
-    def _to_project(self, x: int, positions: Positions, room: Room, work: Tensor) -> array[int]:
+    def _to_project(
+        self, x: int, positions: Positions, room: KeyValueView, work: Tensor
+    ) -> array[int]:
         """The words of `project`; queries are left at the beginning of `work`."""
         words, size = array("q", self._projecting), self.dtype.itemsize
         cos, sin = positions
@@ -261,7 +272,7 @@ class OneToken:
             words[step] = size * step_of_head
         return words
 
-    def _to_attend(self, queries: int, room: Room, work: Tensor, out: int) -> array[int]:
+    def _to_attend(self, queries: int, room: KeyValueView, work: Tensor, out: int) -> array[int]:
         """The words of `attend`: queries [heads * width] over the room's keys and values."""
         words, size = array("q", self._attending), self.dtype.itemsize
         k, v, words[heads.CONTEXT] = room
@@ -286,7 +297,7 @@ class _Remembered:
         return torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
 
 
-def try_out(one: OneToken, rotary: int) -> bool:
+def try_out(one: OneTokenAttention, rotary: int) -> bool:
     """Does the compiled forward give what the class's own gives, but for rounding?
 
     On small inputs and on large ones, where a cap on scores or values would show.
@@ -314,11 +325,11 @@ def fits(module: nn.Module) -> bool:
     if not set(_LINEAR) <= set(parts) <= {*_LINEAR, *_NORMS} or own:
         return False
     linear = [parts[name] for name in _LINEAR]
-    if not all(type(part) is nn.Linear and matrix_of(part).is_contiguous() for part in linear):
+    if not all(type(part) is nn.Linear and weight_matrix(part).is_contiguous() for part in linear):
         return False
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts.values()):
         return False
-    q, k, v, o = weights = [matrix_of(part) for part in linear]
+    q, k, v, o = weights = [weight_matrix(part) for part in linear]
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int) or width % LANES or not hasattr(module, "layer_idx"):
         return False
@@ -337,7 +348,7 @@ def norms_of(module: nn.Module) -> list[nn.Module]:
     return [part for name in _NORMS if (part := module._modules.get(name)) is not None]
 
 
-def attention_forward(one: OneToken) -> Forward:
+def attention_forward(one: OneTokenAttention) -> Forward:
     """An attention's forward, compiled for one token."""
     module, original = one.module, one.original
 

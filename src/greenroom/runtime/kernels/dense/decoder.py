@@ -18,12 +18,17 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import heads, layers
-from greenroom.runtime.kernels.dense.attention import OneToken, Positions, Room, Style
-from greenroom.runtime.kernels.dense.guard import Guard
+from greenroom.runtime.kernels.dense.attention import (
+    KeyValueView,
+    OneTokenAttention,
+    Positions,
+    Style,
+)
+from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.dense.patterns import routed
-from greenroom.runtime.kernels.dense.router import Asked, Router
+from greenroom.runtime.kernels.dense.router import CompiledRouter, RouterCall
 from greenroom.runtime.kernels.launch import sequence
-from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 from greenroom.runtime.kernels.launch.sequence import bits
 
 # (experts module, x [1, H], index, weights [1, K], residual) -> residual + the experts' result
@@ -65,7 +70,7 @@ class FusedDecoderLayer:
     def __init__(
         self,
         layer: nn.Module,
-        one: OneToken,
+        one: OneTokenAttention,
         names: tuple[str, str, str],
         styles: tuple[Style, Style],
         onto: Onto | None,
@@ -76,20 +81,20 @@ class FusedDecoderLayer:
         first, second, self._name = names
         self._block: nn.Module = parts[self._name]
         norms = parts[first], parts[second]
-        self._parts = Guard()  # that norms, attention and block are still those
+        self._parts = ModuleCheck()  # that norms, attention and block are still those
         for name in (first, second, self._attention(), self._name):
             self._parts.same(layer._modules, name, parts[name])
         for norm in norms:
             self._parts.weight(norm)
         for part in (*norms, one.module):
             self._parts.unheard(part)
-        self._join = body(layers.join, one.dtype)
+        self._join = kernel_entry(layers.join, one.dtype)
         self._begin, self._middle = (
             self._words(norm.weight, style) for norm, style in zip(norms, styles, strict=True)
         )
         self._onto = onto
         self._router, self._experts, self._shape = self._parts_of_block()
-        self._plain = Guard()  # that the block is what it was, and nobody listens to it
+        self._plain = ModuleCheck()  # that the block is what it was, and nobody listens to it
         for part in (self._block, self._experts):
             if part is not None:
                 self._plain.unheard(part)
@@ -115,11 +120,11 @@ class FusedDecoderLayer:
                     return found[0], part, found[1]
         return "", None, ()
 
-    def _chosen_fast(self) -> Router | None:
+    def _chosen_fast(self) -> CompiledRouter | None:
         """The router, where its choice can be compiled."""
         if self._experts is None:
             return None
-        return Router.of(self._block._modules[self._router], self._shape, self.one.dtype)  # type: ignore[arg-type]
+        return CompiledRouter.of(self._block._modules[self._router], self._shape, self.one.dtype)  # type: ignore[arg-type]
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids of the experts that x [T, hidden] goes to, their weights), [T, K] each."""
@@ -152,7 +157,7 @@ class FusedDecoderLayer:
             sequence.run(stages)
             return residual.view(x.shape) + self._block(state.view(x.shape))
         if self.choice is not None and self.choice.intact():
-            asked = Asked(self.choice, state.data_ptr())
+            asked = RouterCall(self.choice, state.data_ptr())
             sequence.run((*stages, *asked.stages))
             return self.from_choice(state, *asked.answer(), residual).view(x.shape)
         sequence.run(stages)
@@ -164,10 +169,10 @@ class FusedDecoderLayer:
         self.forward = self._layer.forward = forward
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> ModuleCheck:
         """That the layer is what it is now, its forward too, and nobody listens to its parts."""
         assert self.choice is not None
-        guard = Guard()
+        guard = ModuleCheck()
         guard.same(vars(self._layer), "forward", self.forward)
         for each in (self.choice.guard, self._plain, self._parts, self.one.guard):
             guard.include(each)
@@ -195,16 +200,16 @@ class FusedDecoderLayer:
         self,
         x: Tensor,
         positions: Positions,
-        room: Room,
+        room: KeyValueView,
         residual: Tensor,
         state: Tensor,
         work: Tensor,
-    ) -> tuple[Sequence[sequence.Stage], Asked]:
+    ) -> tuple[Sequence[sequence.Stage], RouterCall]:
         """(stages to residual = x + attention and state = its norm [1, hidden] and to the choice
         of experts for that, the choice). All of it must live until they are done."""
         assert self.choice is not None
         stages = self._stages(x, positions, room, residual, state, work)
-        asked = Asked(self.choice, state.data_ptr())
+        asked = RouterCall(self.choice, state.data_ptr())
         return (*stages, *asked.stages), asked
 
     def from_choice(
@@ -215,20 +220,22 @@ class FusedDecoderLayer:
         assert self._onto is not None
         return self._onto(self._experts, state, index, weights, residual)
 
-    def tokens(self, x: Tensor, kwargs: dict[str, Any], together: Any) -> Tensor | None:
-        """The layer's output for x [1, T, hidden], a token each of the T sequences of `together`
-        (`hf.kv.batch.Together`), whose experts are one step; None, and nothing done, where a token
-        is none that the compiled bodies know.
+    def tokens(self, x: Tensor, kwargs: dict[str, Any], batched_cache: Any) -> Tensor | None:
+        """The layer's output for x [1, T, hidden], a token each of the T sequences of
+        `batched_cache` (`hf.kv.batch.BatchedCache`), whose experts are one step; None, and nothing
+        done, where a token is none that the compiled bodies know.
 
         Up to the router every token is computed as if it were alone, and experts are: with
         `exact` the rest is too.
         """
-        positions = together.positions(kwargs["position_embeddings"])
+        positions = batched_cache.positions(kwargs["position_embeddings"])
         tokens = x.split(1, 1)
-        first = {"position_embeddings": positions[0], "past_key_values": together.caches[0]}
+        first = {"position_embeddings": positions[0], "past_key_values": batched_cache.caches[0]}
         if not self.takes(tokens[0], {**kwargs, **first}):  # and so are the others
             return None
-        rooms = [room for cache in together.caches if (room := self.one.room(cache)) is not None]
+        rooms = [
+            room for cache in batched_cache.caches if (room := self.one.room(cache)) is not None
+        ]
         if len(rooms) < len(tokens):
             if rooms:
                 raise AssertionError("caches of one batch are of one kind")
@@ -239,12 +246,12 @@ class FusedDecoderLayer:
             tokens, positions, rooms, total.split(1, 1), state.split(1, 1), works, strict=True
         )
         self._run_rows([self._stages(*row) for row in rows])
-        return self._after(total, state, together.exact)
+        return self._after(total, state, batched_cache.exact)
 
     def _run_rows(self, rows: Sequence[Sequence[sequence.Stage]]) -> None:
         """The stages of several tokens, side by side."""
         begin, project, attend, middle = zip(*rows, strict=True)
-        join, one = body(layers.join_rows, self.one.dtype), self.one
+        join, one = kernel_entry(layers.join_rows, self.one.dtype), self.one
         work = torch.empty(4, len(rows), one.widest)
         sequence.run(
             (
@@ -268,7 +275,7 @@ class FusedDecoderLayer:
         self,
         x: Tensor,
         positions: Positions,
-        room: Room,
+        room: KeyValueView,
         total: Tensor,
         out: Tensor,
         work: Tensor,
@@ -297,9 +304,9 @@ def layer_forward(one: FusedDecoderLayer, module: nn.Module) -> Callable[..., An
             out = one(hidden_states, kwargs)
             if out is not None:
                 return out
-        together = kwargs.get("together")
-        if together is not None and together.singles:
-            out = one.tokens(hidden_states, kwargs, together)
+        batched_cache = kwargs.get("batched_cache")
+        if batched_cache is not None and batched_cache.one_token_each:
+            out = one.tokens(hidden_states, kwargs, batched_cache)
             if out is not None:
                 return out
         return original(module, hidden_states, **kwargs)

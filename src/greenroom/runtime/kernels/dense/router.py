@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.kernels.codegen.entries import choice, layers, ties
-from greenroom.runtime.kernels.dense.guard import Guard
+from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.launch import sequence
-from greenroom.runtime.kernels.launch.openmp import body
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
 
 _TRIALS = 48
 _AGREE = 45  # of them: a last bit may decide between two experts
@@ -33,12 +33,12 @@ _NEAR = 2e-2
 _ODD = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 
 
-class Asked:
+class RouterCall:
     """A choice to be made: the stages that make it, after which `answer` has it."""
 
     __slots__ = ("_router", "_words", "ids", "stages", "weights")
 
-    def __init__(self, router: Router, x: int) -> None:
+    def __init__(self, router: CompiledRouter, x: int) -> None:
         """For the hidden state at address x."""
         self._router = router
         self.ids = torch.empty(1, router.top_k, dtype=torch.int64)
@@ -80,7 +80,7 @@ class Asked:
         return found[None]
 
 
-class Router:
+class CompiledRouter:
     """One router's choice for one token; `of` says whether it is of this kind."""
 
     def __init__(
@@ -91,11 +91,11 @@ class Router:
         self.module, self.top_k, self._summed, self.dtype = module, top_k, summed, dtype
         self._scored, self._original = scored, type(module).forward
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
-        self._known = Guard()
+        self._known = ModuleCheck()
         self._known.weight(module)
         self._known.unheard(module)
-        self.multiply = body(layers.gemv, self.weight.dtype, False)
-        self.select = body(choice.select, self.weight.dtype, dtype is torch.float32)
+        self.multiply = kernel_entry(layers.gemv, self.weight.dtype, False)
+        self.select = kernel_entry(choice.select, self.weight.dtype, dtype is torch.float32)
         self.product = array("q", [0] * (layers.OUT_WIDE + 1))
         self.product[layers.W], self.product[layers.X_ROWS] = self.weight.data_ptr(), 1
         self.product[layers.W_ROWS], self.product[layers.W_COLUMNS] = self.weight.shape
@@ -111,7 +111,7 @@ class Router:
             self.knows_ties = _ties_tried(self)
 
     @staticmethod
-    def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Router | None:
+    def of(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
         """One for a router of x in `dtype`, of this shape for one token, or None."""
         weight = module._parameters.get("weight")
         parts = len(module._parameters), len(module._buffers), len(module._modules)
@@ -129,9 +129,9 @@ class Router:
         return self._known.holds() and own == self.forward
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> ModuleCheck:
         """That it is, with the forward that it has now, where that is the class's or this one."""
-        guard, own = Guard(), vars(self.module).get("forward")
+        guard, own = ModuleCheck(), vars(self.module).get("forward")
         guard.include(self._known)
         known = own is None or own == self.forward
         guard.same(vars(self.module), "forward", own if known else self.forward)
@@ -139,7 +139,7 @@ class Router:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [1, top_k] of the experts that x [1, hidden] goes to, their weights)."""
-        asked = Asked(self, x.data_ptr())
+        asked = RouterCall(self, x.data_ptr())
         sequence.run(asked.stages)
         return asked.answer()
 
@@ -156,7 +156,7 @@ class Router:
             or self.module._parameters["weight"] is not self.weight
         ):
             return self._original(self.module, x, *args, **kwargs)
-        asked = Asked(self, x.data_ptr())
+        asked = RouterCall(self, x.data_ptr())
         sequence.run(asked.stages)
         ids, weights = asked.answer()
         return self.of_all(asked.products), weights, ids
@@ -177,7 +177,7 @@ _TIES: dict[Hashable, bool] = {}  # what came of trying, by the kind of router
 
 
 @torch.no_grad()
-def _ties_tried(router: Router) -> bool:
+def _ties_tried(router: CompiledRouter) -> bool:
     """Does `ties` choose among equal scores as this torch does?"""
     key = len(router.weight), router.top_k, router.weight.dtype, router.dtype
     if key not in _TIES:
@@ -186,9 +186,9 @@ def _ties_tried(router: Router) -> bool:
     return _TIES[key]
 
 
-def _tie_agrees(router: Router, random: torch.Generator) -> bool:
+def _tie_agrees(router: CompiledRouter, random: torch.Generator) -> bool:
     """Are the experts torch's where many products are equal?"""
-    asked = Asked(router, 0)
+    asked = RouterCall(router, 0)
     asked.products.copy_(torch.randint(-4, 4, asked.products.shape, generator=random) / 4)
     sequence.run(asked.stages[1:])
     found, wanted = (
@@ -198,7 +198,7 @@ def _tie_agrees(router: Router, random: torch.Generator) -> bool:
 
 
 @torch.no_grad()
-def _tried(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Router | None:
+def _tried(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> CompiledRouter | None:
     """The router that gives the module's own answers, on small inputs and on large ones."""
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(_TRIALS, *shape, generator=random)
@@ -213,7 +213,9 @@ def _tried(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Rou
         return None
     first, weights, ids = answers[0]  # type: ignore[misc]
     for summed in (True, False):
-        made = Router(module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32)
+        made = CompiledRouter(
+            module, ids.shape[1], summed, weights.dtype, first.dtype is torch.float32
+        )
         pairs = zip((made.forward(x) for x in inputs), answers, strict=True)
         if sum(_alike(mine, answer) for mine, answer in pairs) >= _AGREE:
             return made

@@ -1,7 +1,7 @@
 """Dense matrices that stay as their checkpoint stores them: smaller in memory, and read as such.
 
-`Stored` is one matrix; a module that has one (`stored_of`) has no parameter `weight`, and computes
-by a forward of accelerate.py. `Record` is how compiled bodies find a matrix, stored or plain.
+`StoredMatrix` is one matrix. A module that has one (`stored_matrix`) has no parameter `weight` and
+computes by a forward of accelerate.py. `MatrixRecord` tells kernel entries where a matrix lies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from greenroom.core.layout import ALIGNMENT, SlotLayout, TensorSpec, WeightSpec
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.entries import layers
 from greenroom.runtime.kernels.codegen.formats.encoded import FRAME_WORDS
-from greenroom.runtime.kernels.launch.openmp import body
-from greenroom.runtime.kernels.matrix import Matrix, unread
+from greenroom.runtime.kernels.launch.openmp import kernel_entry
+from greenroom.runtime.kernels.matrix import MatrixProduct, unsupported_reason
 
 STORED = "_greenroom_stored"  # attribute of a module: its matrix
 EXPANDED = 32 << 20  # bytes of a matrix that are expanded at a time, for many tokens
@@ -28,7 +28,7 @@ _DTYPES = {torch.bfloat16, torch.float16}
 _local = threading.local()
 
 
-class Stored:
+class StoredMatrix:
     """A matrix [outputs, inputs] as `layout` describes it: `weight`, and what `weight.` begins.
 
     It looks like the tensor that it expands to: `shape`, `dtype`, `device`.
@@ -42,14 +42,14 @@ class Stored:
         self.nbytes = layout.nbytes
         self.device = torch.device("meta")
         self._memory: Tensor | None = None
-        self._expanding: Record | None = None
+        self._expanding: MatrixRecord | None = None
 
     @property
-    def unread(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why the compiled bodies cannot read it, or ""."""
         if self.dtype not in _DTYPES:
             return f"{self.dtype}"
-        return unread(self.spec)
+        return unsupported_reason(self.spec)
 
     def fill(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
         """Take memory from `empty`; returns its parts, to be written: codes, then companions."""
@@ -103,7 +103,7 @@ class Stored:
 
     def _unfold(self, count: int, first: int, index: array[int] | None) -> Tensor:
         if self._expanding is None:
-            self._expanding = Record(self, rounded=True)
+            self._expanding = MatrixRecord(self, rounded=True)
         columns = self.shape[1]
         out = torch.empty(count, columns, dtype=self.dtype)
         stride = 4 * layers.FEW * columns + room(columns)
@@ -113,19 +113,19 @@ class Stored:
         words[layers.U_INDEX] = index.buffer_info()[0] if index else 0
         words[layers.U_OUT] = out.data_ptr()
         words[layers.U_SCRATCH], words[layers.U_STRIDE] = scratch(stride), stride
-        enter = body(layers.unfold, self.dtype)
+        enter = kernel_entry(layers.unfold, self.dtype)
         enter(words.buffer_info()[0], count * columns > 1 << 17)
         return out
 
 
-class Record:
+class MatrixRecord:
     """What compiled bodies know of a matrix: the words at `address` (see layers.py)."""
 
-    def __init__(self, weight: Tensor | Stored, rounded: bool = False) -> None:
-        """`rounded` as for `Matrix`."""
-        spec = weight.spec if isinstance(weight, Stored) else _plain(weight)
-        self._matrix = Matrix(spec, weight.dtype, rounded)
-        base = weight.address if isinstance(weight, Stored) else weight.data_ptr()
+    def __init__(self, weight: Tensor | StoredMatrix, rounded: bool = False) -> None:
+        """`rounded` as for `MatrixProduct`."""
+        spec = weight.spec if isinstance(weight, StoredMatrix) else _plain(weight)
+        self._matrix = MatrixProduct(spec, weight.dtype, rounded)
+        base = weight.address if isinstance(weight, StoredMatrix) else weight.data_ptr()
         self._words = array("q", [*self._matrix.words, base])
         self.address = self._words.buffer_info()[0]
 
@@ -135,25 +135,25 @@ def _plain(weight: Tensor) -> WeightSpec:
     return SlotLayout.pack([("weight", tuple(weight.shape), name)]).weight("weight")
 
 
-def stored_of(module: nn.Module) -> Stored | None:
+def stored_matrix(module: nn.Module) -> StoredMatrix | None:
     """The stored matrix that a module has in the place of its weight."""
     return module.__dict__.get(STORED)
 
 
-def matrix_of(module: nn.Module) -> Any:
+def weight_matrix(module: nn.Module) -> Any:
     """A linear module's matrix: its weight, or what it has in its place."""
-    return stored_of(module) or module._parameters["weight"]
+    return stored_matrix(module) or module._parameters["weight"]
 
 
-def keep(module: nn.Module, stored: Stored) -> None:
+def attach_matrix(module: nn.Module, stored: StoredMatrix) -> None:
     """Take a module's weight out of it; the attribute stays, as None."""
     module.register_parameter("weight", None)
     module.__dict__[STORED] = stored
 
 
-def put_back(model: nn.Module) -> None:
+def restore_weights(model: nn.Module) -> None:
     """Give every module its weight, expanded; those that shared a matrix share a parameter."""
-    made: dict[Stored, nn.Parameter] = {}
+    made: dict[StoredMatrix, nn.Parameter] = {}
     for module in model.modules():
         stored = module.__dict__.pop(STORED, None)
         if stored is None:
@@ -172,27 +172,27 @@ def dense_bytes(model: nn.Module) -> int:
     sizes: dict[object, int] = {
         (t.data_ptr(), t.nbytes): t.nbytes for t in tensors if t.device.type != "meta"
     }
-    for matrix in filter(None, map(stored_of, model.modules())):
+    for matrix in filter(None, map(stored_matrix, model.modules())):
         sizes[matrix] = matrix.nbytes
     return sum(sizes.values())
 
 
-def coded(weights: Sequence[Tensor | Stored]) -> bool:
+def coded(weights: Sequence[Tensor | StoredMatrix]) -> bool:
     """Must these be read by records? All are where any is stored."""
-    return any(isinstance(weight, Stored) for weight in weights)
+    return any(isinstance(weight, StoredMatrix) for weight in weights)
 
 
-def readable(weights: Sequence[Tensor | Stored]) -> bool:
+def readable(weights: Sequence[Tensor | StoredMatrix]) -> bool:
     """Can compiled bodies read them, all in the same way?"""
     if not coded(weights):
         return True
-    specs = (w.spec if isinstance(w, Stored) else _plain(w) for w in weights)
-    return not any(unread(spec) for spec in specs)
+    specs = (w.spec if isinstance(w, StoredMatrix) else _plain(w) for w in weights)
+    return not any(unsupported_reason(spec) for spec in specs)
 
 
 def expanded_bytes(model: nn.Module) -> int:
     """The most that is expanded at a time in a pass of many tokens."""
-    matrices = filter(None, map(stored_of, model.modules()))
+    matrices = filter(None, map(stored_matrix, model.modules()))
     sizes = (m.shape.numel() * m.dtype.itemsize for m in matrices)
     return max((min(size, EXPANDED) for size in sizes), default=0)
 

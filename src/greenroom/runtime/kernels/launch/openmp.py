@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from greenroom.runtime.kernels.codegen.jit import Enter, machine_code
+from greenroom.runtime.kernels.codegen.jit import EntryFunction, machine_code
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
 
@@ -49,7 +49,7 @@ def find_parallel() -> tuple[Callable[[int, int, int, int], None] | None, int]:
 PARALLEL, BARRIER = find_parallel()
 
 
-class Body:
+class KernelEntry:
     """A compiled `void(void *)` that any number of threads may enter with the same argument."""
 
     __slots__ = ("_alone", "_owner", "address")
@@ -60,7 +60,7 @@ class Body:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, argument: int, wide: bool = True) -> None:
-        """Enter with all of torch's threads, or with the caller's alone; the GIL is released."""
+        """Run on all of torch's threads, or only on the caller's; the GIL is released."""
         threads = torch.get_num_threads() if wide else 1
         if threads > 1 and PARALLEL is not None:
             PARALLEL(self.address, argument, threads, 0)
@@ -69,7 +69,9 @@ class Body:
 
 
 @cache
-def body(kernel: Callable[..., Enter], dtype: torch.dtype, *options: int) -> Body:
+def kernel_entry(
+    kernel: Callable[..., EntryFunction], dtype: torch.dtype, *options: int
+) -> KernelEntry:
     """A kernel, compiled for a weight type, as the body of a region."""
     code = machine_code(kernel, str(dtype).removeprefix("torch."), *options)
-    return Body(code.address, code)
+    return KernelEntry(code.address, code)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from greenroom.runtime.kernels.codegen.entries import layers
-from greenroom.runtime.kernels.launch.openmp import BARRIER, Body, body
+from greenroom.runtime.kernels.launch.openmp import BARRIER, KernelEntry, kernel_entry
 
-Stage = tuple[Body, "array[int]"]  # a body, and the words that it is entered with
+Stage = tuple[KernelEntry, "array[int]"]  # a body, and the words that it is entered with
 
 
 def bits(value: float) -> int:
@@ -23,7 +23,9 @@ def bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-def of_rows(body_of_rows: Body, each: Sequence[array[int]], wide: int = 0, out: int = 0) -> Stage:
+def of_rows(
+    body_of_rows: KernelEntry, each: Sequence[array[int]], wide: int = 0, out: int = 0
+) -> Stage:
     """A stage for several tokens, from the words that a body for one would have for each, and the
     addresses of float32 matrices of what goes in and what comes out."""
     words = array("q", (0, 0, len(each), wide, out))
@@ -37,4 +39,4 @@ def run(stages: Sequence[Stage]) -> None:
     for each, argument in stages:
         words.append(each.address)
         words.append(argument.buffer_info()[0])
-    body(layers.in_turn, torch.float32)(words.buffer_info()[0])
+    kernel_entry(layers.in_turn, torch.float32)(words.buffer_info()[0])

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.kernels.dense.attention import Positions, Room
+from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Key
-from greenroom.runtime.kernels.dense.guard import Guard
+from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 from greenroom.runtime.kernels.resident.launch_plan import LaunchPlan
 from greenroom.runtime.slots.resident_tables import Tables
 
@@ -71,7 +71,7 @@ class FusedLayers:
     ) -> None:
         self._links, self._experts, self._take_back = tuple(links), experts, take_back
         self._in_order: bool | None = None  # not known yet
-        self._guard: Guard | None = None
+        self._guard: ModuleCheck | None = None
         self._pass = _Pass()
         for number, link in enumerate(links):
             link.replace_forward(self._forward(number, link.forward))
@@ -149,7 +149,7 @@ class FusedLayers:
     def _intact(self) -> bool:
         """Are all layers what they were when this was first found so, and does nobody listen?"""
         if self._guard is None:
-            guard = Guard()
+            guard = ModuleCheck()
             for link in self._links:
                 guard.include(link.guard)
             if not guard.holds():
@@ -183,7 +183,7 @@ class _Token:
     ) -> None:
         self._links, self._experts, self._pass = links, experts, state
         self._x, self._kwargs = x, kwargs
-        self.next, self.rooms = 0, list[Room]()
+        self.next, self.rooms = 0, list[KeyValueView]()
         self._used: LaunchPlan | None = None
         self._all = torch.empty(len(links), *x.shape, dtype=x.dtype)
         self.outputs = self._all.unbind()

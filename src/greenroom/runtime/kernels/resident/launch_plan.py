@@ -20,11 +20,11 @@ from torch import Tensor
 
 from greenroom.core.pieces import Ints
 from greenroom.runtime.kernels.codegen.entries import choice, layers
-from greenroom.runtime.kernels.dense.attention import Positions, Room
+from greenroom.runtime.kernels.dense.attention import KeyValueView, Positions
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer, Place
-from greenroom.runtime.kernels.dense.router import Asked
+from greenroom.runtime.kernels.dense.router import RouterCall
 from greenroom.runtime.kernels.dense.stored import scratch
-from greenroom.runtime.kernels.launch.openmp import BARRIER, body
+from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.resident.one_token import OneTokenExperts
 from greenroom.runtime.slots.resident_tables import Tables
 
@@ -56,7 +56,7 @@ class LaunchPlan:
         firsts: Sequence[int],
         x: Tensor,
         positions: Positions,
-        rooms: Sequence[Room],
+        rooms: Sequence[KeyValueView],
     ) -> None:
         """For tokens like x [1, 1, hidden]; `firsts` are the layers' first pieces."""
         self._count, self._rotary = len(links), positions[0].shape[-1]
@@ -76,7 +76,7 @@ class LaunchPlan:
         self._kernel = experts[0]
         self._scratch = self._scratches()  # before any of its addresses is written down
 
-        self.asked: list[Asked] = []
+        self.asked: list[RouterCall] = []
         self._found: list[tuple[array[int], int]] = []
         self._entries: list[list[int]] = []
         stages: list[list[array[int]]] = []
@@ -117,7 +117,7 @@ class LaunchPlan:
         stages: Sequence[Sequence[array[int]]],
         links: Sequence[FusedDecoderLayer],
         direct: Sequence[OneTokenExperts],
-        rooms: Sequence[Room],
+        rooms: Sequence[KeyValueView],
     ) -> Iterator[Change]:
         """The words of all layers that change."""
         keys = [_rows(room.keys) for room in rooms]
@@ -145,7 +145,7 @@ class LaunchPlan:
     def _region(self, first: int) -> array[int]:
         """The words of `in_turn` for the layers from number `first` on."""
         entries = [n for each in self._entries[first:] for n in each]
-        renew = body(layers.renew, torch.float32).address, _address(self._renew)
+        renew = kernel_entry(layers.renew, torch.float32).address, _address(self._renew)
         return array("q", (1 + len(entries) // 2, BARRIER, *renew, *entries))
 
     def _scratches(self) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class LaunchPlan:
         dense, experts = self._strides
         return scratch(dense), self._kernel.scratch(experts)
 
-    def fits(self, positions: Positions, rooms: Sequence[Room]) -> bool:
+    def fits(self, positions: Positions, rooms: Sequence[KeyValueView]) -> bool:
         """Do the addresses that are kept hold for this token too?"""
         return (
             all(
@@ -165,7 +165,9 @@ class LaunchPlan:
             and self._scratches() == self._scratch
         )
 
-    def set(self, x: Tensor, positions: Positions, rooms: Sequence[Room], outputs: Tensor) -> None:
+    def set(
+        self, x: Tensor, positions: Positions, rooms: Sequence[KeyValueView], outputs: Tensor
+    ) -> None:
         """The next token, and where the layers' outputs [layers, 1, 1, hidden] go."""
         tokens = np.array([room.tokens for room in rooms])
         self._values = self._number + self._each * tokens[self._layer]
@@ -181,7 +183,7 @@ class LaunchPlan:
         self._renew[0] = 0
         if first not in self._regions:
             self._regions[first] = self._region(first)
-        body(layers.in_turn, torch.float32)(_address(self._regions[first]))
+        kernel_entry(layers.in_turn, torch.float32)(_address(self._regions[first]))
         found = [each[at] for each, at in self._found[first:]]
         return found[: found.index(0)] if 0 in found else found
 

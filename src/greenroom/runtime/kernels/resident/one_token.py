@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from greenroom.runtime.kernels.codegen.entries import choice, compiled, gating, layers
-from greenroom.runtime.kernels.cpu import CpuKernel, Step, plan_of
-from greenroom.runtime.kernels.launch.openmp import BARRIER, body
+from greenroom.runtime.kernels.cpu import CpuKernel, CpuStep, layer_plan
+from greenroom.runtime.kernels.launch.openmp import BARRIER, kernel_entry
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.slots.resident_tables import Tables
@@ -32,14 +32,14 @@ class OneTokenExperts:
     def __init__(
         self, kernel: CpuKernel, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> None:
-        plan, hidden = plan_of(layer, kernel.rounded), layer.hidden
+        plan, hidden = layer_plan(layer, kernel.rounded), layer.hidden
         self._kernel, self._plan = kernel, plan
         self._dtype, self._hidden, self._top_k = layer.dtype, hidden, top_k
         self._weights = layer.dtype if weights is layer.dtype else torch.float32
         # The words of all bodies, made by the kernel for a token that chooses the first experts.
         routing = Routing.of(np.arange(top_k)[None], layer.num_experts)
         x = torch.zeros(1, hidden, dtype=layer.dtype)
-        step = Step(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
+        step = CpuStep(kernel, layer, x, routing, torch.zeros(1, top_k, dtype=weights))
         wave = step.words_of_wave(plan, range(top_k), [0] * top_k)
         combine = step.words_of_sum(plan)[0]
         start = step.words[1]
@@ -74,17 +74,21 @@ class OneTokenExperts:
             (self._place + choice.P_EXPERTS, slots + top_k), (self._place + choice.P_SLOTS, slots),
             (self._place + choice.P_RANKS, rows),
         )  # fmt: skip
-        self._in_turn = body(layers.in_turn, torch.float32)
-        self._find = body(choice.place, torch.float32)
+        self._in_turn = kernel_entry(layers.in_turn, torch.float32)
+        self._find = kernel_entry(choice.place, torch.float32)
 
     @staticmethod
     def of(
         kernel: object, layer: LayerExperts, top_k: int, weights: torch.dtype
     ) -> OneTokenExperts | None:
         """One for a layer that the fused kernel computes without Python in between, or None."""
-        if not isinstance(kernel, CpuKernel) or not kernel.fuses(layer) or layer.norm is not None:
+        if (
+            not isinstance(kernel, CpuKernel)
+            or not kernel.supports(layer)
+            or layer.norm is not None
+        ):
             return None
-        raw = plan_of(layer, kernel.rounded).activation.code == gating.RAW
+        raw = layer_plan(layer, kernel.rounded).activation.code == gating.RAW
         if raw or top_k > layer.num_experts:
             return None
         return OneTokenExperts(kernel, layer, top_k, weights)

@@ -1,5 +1,5 @@
 """Triton kernels over slots in device memory: one token and many, plain and encoded experts."""
 
-from greenroom.runtime.kernels.triton.kernel import Triton, unread
+from greenroom.runtime.kernels.triton.kernel import TritonKernel, fallback_reason
 
-__all__ = ["Triton", "unread"]
+__all__ = ["TritonKernel", "fallback_reason"]

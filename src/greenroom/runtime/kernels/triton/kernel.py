@@ -3,7 +3,7 @@
 Every entry's output is kept apart until the sum over a token's experts, which is taken by
 ascending id; so waves, slots and the order of arrival do not change a bit. What the programs do
 not know (float32 models, arithmetic that is not the common one, other encodings) is left to the
-eager kernel on the same device, layer by layer: `unread` says why.
+eager kernel on the same device, layer by layer: `fallback_reason` says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUMMED = 1024  # outputs of a program of `combine`
 GGUF = ("q8_0", "q4_0", "gguf_mxfp4")  # codes and scales in one tensor
 
 
-def unread(layer: LayerExperts) -> str | None:
+def fallback_reason(layer: LayerExperts) -> str | None:
     """Why a layer is left to the eager kernel; None where it is not."""
     if layer.dtype is torch.float32:
         return "float32 experts, for which eager is the nearest to transformers"
@@ -50,7 +50,7 @@ def unread(layer: LayerExperts) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TritonMatrix:
     """A matrix's constant arguments: its tensors seen from slot 0, and how rows follow."""
 
     codes: Tensor
@@ -60,7 +60,7 @@ class Matrix:
     units: tuple[int, int]  # elements of codes, of scales, in a unit of a slot's offset
 
     @classmethod
-    def of(cls, layer: LayerExperts, weight: WeightSpec) -> Matrix:
+    def of(cls, layer: LayerExperts, weight: WeightSpec) -> TritonMatrix:
         codes, scales = weight.parts[0], weight.parts[-1]
         code, scale = codes.dtype, scales.dtype
         rows, row_n, row_k, scale_n, span = weight.shape[0], codes.shape[1], 1, 0, (1, 1)
@@ -89,11 +89,13 @@ def _anchor(layer: LayerExperts, dtype: str) -> Tensor:
     return layer.slots.tensor(0, TensorSpec("slot", (elements,), dtype, 0))
 
 
-class Plan:
+class TritonLayerPlan:
     """What does not change for a layer."""
 
     def __init__(self, layer: LayerExperts) -> None:
-        self.up, self.down = (Matrix.of(layer, w) for w in (layer.up_weight, layer.down_weight))
+        self.up, self.down = (
+            TritonMatrix.of(layer, w) for w in (layer.up_weight, layer.down_weight)
+        )
         self.activation: Activation = find_activation(layer)
         self.device = self.up.codes.device
         self.start = self.up.codes.data_ptr()
@@ -108,14 +110,19 @@ class Plan:
         return (layer.slots.address(slot) - self.start) // programs.UNIT
 
 
-class Step(base.Step):
+class TritonStep(base.KernelStep):
     """A step under way: mid [S, 2I] where the activation is the module's, act [S, I] and out
     [S, H], all in the layer's type; S is the number of entries of the routing."""
 
     __slots__ = ("act", "kind", "mid", "order", "out", "plan", "sizes", "tokens")
 
     def __init__(
-        self, layer: LayerExperts, plan: Plan, x: Tensor, routing: Routing, weights: Tensor
+        self,
+        layer: LayerExperts,
+        plan: TritonLayerPlan,
+        x: Tensor,
+        routing: Routing,
+        weights: Tensor,
     ) -> None:
         super().__init__(layer, x.to(layer.dtype).contiguous(), routing, weights.contiguous())
         self.plan, self.kind = plan, x.dtype
@@ -164,7 +171,7 @@ class Step(base.Step):
         order[of, rank, 0], order[of, rank, 1] = entries, routing.rows[entries]
         return order
 
-    def wave(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute_group(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Compute experts from their slots; returns before the device has done it."""
         with _on(self.plan.device):
             words = self.send(experts, slots)
@@ -188,7 +195,7 @@ class Step(base.Step):
     def launch(
         self,
         words: Tensor,
-        matrix: Matrix,
+        matrix: TritonMatrix,
         x: Tensor,
         bias: Tensor | None,
         out: Tensor,
@@ -228,34 +235,36 @@ class Step(base.Step):
             )
         return result
 
-    def rows_of(self, expert: int) -> Tensor:
+    def expert_outputs(self, expert: int) -> Tensor:
         """An expert's outputs [n, H], before routing weights and norm."""
         return self.out[self.routing.entries(expert)]
 
-    def take(self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]) -> None:
-        each = [other.rows_of(expert) for expert in experts]
+    def merge_outputs(
+        self, other: Any, experts: Sequence[int], send: Callable[[Tensor], Tensor]
+    ) -> None:
+        each = [other.expert_outputs(expert) for expert in experts]
         there = send(torch.cat(each).to(self.out.dtype))
         for expert, rows in zip(experts, there.split([len(e) for e in each]), strict=True):
-            self.rows_of(expert).copy_(rows, non_blocking=True)
+            self.expert_outputs(expert).copy_(rows, non_blocking=True)
 
     def host_kernel(self, layer: LayerExperts) -> Kernel:
         compiled = CpuKernel()
-        return compiled if compiled.fuses(layer) else eager.Plain()
+        return compiled if compiled.supports(layer) else eager.UnweightedEagerKernel()
 
 
-class Triton(Kernel):
+class TritonKernel(Kernel):
     """`kernels="triton"`; without a GPU only under Triton's interpreter."""
 
     name = "triton"
 
     def begin(
         self, layer: LayerExperts, x: Tensor, routing: Routing, weights: Tensor
-    ) -> Step | eager.Step:
-        if unread(layer) is not None or x.dtype is not layer.dtype:
-            return eager.Step(layer, x, routing, weights)
+    ) -> TritonStep | eager.EagerStep:
+        if fallback_reason(layer) is not None or x.dtype is not layer.dtype:
+            return eager.EagerStep(layer, x, routing, weights)
         if layer.plan is None:
-            layer.plan = Plan(layer)
-        return Step(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
+            layer.plan = TritonLayerPlan(layer)
+        return TritonStep(layer, layer.plan, x, routing, weights)  # type: ignore[arg-type]
 
 
 def upload(words: Words, device: torch.device) -> Tensor:

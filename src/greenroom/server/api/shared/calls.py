@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from greenroom.hf.text.calls import Written, written
+from greenroom.hf.text.calls import CallFormat, find_call_format
 from greenroom.hf.text.dialogue import Dialogue
 from greenroom.server.api.shared.formats import STRICT, check_schema, json_grammar
 from greenroom.server.http.errors import ApiError
@@ -37,7 +37,7 @@ def call_grammar(
     named = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     if not named:
         raise ApiError(400, f"tool_choice: there is no tool {choice.name!r}", param="tool_choice")
-    form = written(dialogue, prompt, named)
+    form = find_call_format(dialogue, prompt, named)
     if form is None or not (choice.forced or form.free):
         param = "tool_choice" if choice.forced else "tools"
         what = "tool_choice that asks for a call" if choice.forced else "strict of tools"
@@ -47,7 +47,7 @@ def call_grammar(
 
 
 def _grammar(
-    dialogue: Dialogue, form: Written, tools: Tools, strict: Collection[str] | None
+    dialogue: Dialogue, form: CallFormat, tools: Tools, strict: Collection[str] | None
 ) -> str:
     """One call, or, of `strict` tools, text with calls in it."""
     schemas = [tool["function"]["parameters"] for tool in tools]

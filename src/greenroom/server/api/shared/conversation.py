@@ -35,7 +35,7 @@ def call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 
 def check_tools(dialogue: Dialogue, param: str = "tools") -> None:
     """ApiError where a model's template knows no tools, or its calls cannot be told from text."""
-    if not dialogue.knows_tools:
+    if not dialogue.supports_tools:
         raise ApiError(400, f"{param} is not supported by this model's chat template", param=param,
                        code="unsupported_parameter")  # fmt: skip
 
@@ -45,11 +45,11 @@ def thinking(dialogue: Dialogue, effort: str | None, param: str) -> dict[str, An
 
     "none" switches reasoning off; other efforts are the template's own words.
     """
-    if effort is None or (effort == "none" and not dialogue.reasons):
+    if effort is None or (effort == "none" and not dialogue.supports_reasoning):
         return {}
-    if effort == "none" and dialogue.reads("enable_thinking"):
+    if effort == "none" and dialogue.template_uses("enable_thinking"):
         return {"enable_thinking": False}
-    if effort != "none" and dialogue.reads("reasoning_effort"):
+    if effort != "none" and dialogue.template_uses("reasoning_effort"):
         return {"reasoning_effort": effort}
     raise ApiError(400, f"{param} {effort!r} is not supported by this model's chat template",
                    param=param, code="unsupported_value")  # fmt: skip
@@ -94,7 +94,7 @@ def chat_job(
         if form is not None:
             raise ApiError(400, "tools cannot be called in JSON mode: send one of tools and"
                            f" {form.param}", param=form.param)  # fmt: skip
-    if (form is not None or choice.forced) and dialogue.reads("enable_thinking"):
+    if (form is not None or choice.forced) and dialogue.template_uses("enable_thinking"):
         options = options or {"enable_thinking": False}  # it can say nothing else
     ids = tuple(dialogue.chat(messages, usable, resume, **options))
     if usable:

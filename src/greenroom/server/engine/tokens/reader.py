@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 from greenroom.server.engine.requests import Finished, Token
 
 if TYPE_CHECKING:  # who talks to a server elsewhere needs no transformers
-    from greenroom.hf.text.dialogue import Said, ToolCall
+    from greenroom.hf.text.dialogue import ReplyPart, ToolCall
 
 
 class Speaker(Protocol):
-    """What turns tokens into text, reasoning and calls: see `Dialogue.spoken`."""
+    """What turns tokens into text, reasoning and calls: see `Dialogue.reply_parser`."""
 
-    def feed(self, token_id: int) -> list[Said]: ...
+    def feed(self, token_id: int) -> list[ReplyPart]: ...
 
-    def end(self) -> list[Said]: ...
+    def end(self) -> list[ReplyPart]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Reader:
             reason = "tool_calls"
         return deltas, End(reason, self._stop, finished, self._reasoning_tokens)
 
-    def _deltas(self, said: list[Said]) -> list[Delta]:
+    def _deltas(self, said: list[ReplyPart]) -> list[Delta]:
         deltas: list[Delta] = []
         for part in said:
             if self.stopped:

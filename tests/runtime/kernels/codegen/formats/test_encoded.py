@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from greenroom.core.layout import BLOCKS
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.codegen.formats import codes
-from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
-from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.matrix import Matrix, exact
-from greenroom.runtime.kernels.table import described, kernel
+from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.matrix import MatrixProduct, is_exact
+from greenroom.runtime.kernels.table import describe_kernel, make_kernel
 from tests.runtime.kernels.codes import STYLES, Coded, Style, tensors_of
 from tests.runtime.kernels.toys import DTYPES, compute, experts, inputs
 
@@ -36,13 +36,13 @@ def sizes(style: Style) -> tuple[int, int]:
 def check(coded: Coded, tokens: int) -> None:
     """Same bits as the expanded weights; near where whole numbers are multiplied all the same."""
     fused, hidden = CpuKernel(float32=True, rounded=True), coded.layer.hidden
-    assert not coded.layer.unfused
+    assert not coded.layer.fallback_reason
     case = inputs(coded.dtype, tokens, hidden=hidden, seed=tokens)
     want = compute(fused, coded.plain, coded.places, *case)
     got = compute(fused, coded.layer, coded.places, *case)
     assert want.isfinite().all()
     assert want.abs().max() > 0
-    if any(matrix.packs for matrix in plan_of(coded.layer, True).matrices):
+    if any(matrix.packs for matrix in layer_plan(coded.layer, True).matrices):
         assert (got - want).norm() <= 2e-3 * want.norm()
     else:
         assert torch.equal(got, want)
@@ -52,8 +52,8 @@ def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
     for style in STYLES:
         coded = Coded(experts("qwen3_moe", torch.bfloat16, *sizes(style)), style, style)
         for weight in (coded.layer.up_weight, coded.layer.down_weight):
-            assert exact(weight, torch.bfloat16) == (style.name in ("mxfp4", "gguf_mxfp4"))
-            assert not exact(weight, torch.float16)
+            assert is_exact(weight, torch.bfloat16) == (style.name in ("mxfp4", "gguf_mxfp4"))
+            assert not is_exact(weight, torch.float16)
             parts = [coded.layer.slots.tensor(coded.places[0], part) for part in weight.parts]
             decode = ENCODINGS[style.name].decode
             wide, narrow = (
@@ -61,10 +61,10 @@ def test_what_the_model_s_type_holds_is_not_rounded_first() -> None:
                 for dtype in (torch.float32, torch.bfloat16)
             )
             # compressed-tensors rounds to its scale's type, which may be bfloat16, by itself.
-            rounds = str(style) != "ct_int4-bfloat16" and not exact(weight, torch.bfloat16)
+            rounds = str(style) != "ct_int4-bfloat16" and not is_exact(weight, torch.bfloat16)
             assert torch.equal(wide, narrow) != rounds
-            packs = Matrix(weight, torch.bfloat16, rounded=True).packs
-            assert packs == (codes.INTEGERS and exact(weight, torch.bfloat16))
+            packs = MatrixProduct(weight, torch.bfloat16, rounded=True).packs
+            assert packs == (codes.INTEGERS and is_exact(weight, torch.bfloat16))
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)
@@ -91,7 +91,7 @@ def test_the_promise(style: Style) -> None:
             for name in ("eager", "grouped_mm"):
                 module.config._experts_implementation = name
                 found[name] = module(x, index, weights).double()
-            if exact(coded.layer.up_weight, torch.bfloat16):
+            if is_exact(coded.layer.up_weight, torch.bfloat16):
                 want = found["eager"]
             else:
                 stored.config._experts_implementation = "eager"
@@ -200,7 +200,7 @@ def test_eager_is_near() -> None:
         hidden, inner = sizes(style)
         coded = Coded(experts("qwen3_moe", torch.bfloat16, hidden, inner), style, style)
         case = inputs(torch.bfloat16, 5, hidden=hidden)
-        want = compute(Eager(), coded.layer, coded.places, *case).double()
+        want = compute(EagerKernel(), coded.layer, coded.places, *case).double()
         got = compute(CpuKernel(), coded.layer, coded.places, *case).double()
         assert (got - want).norm() <= 0.01 * want.norm()
 
@@ -209,28 +209,28 @@ def test_what_is_not_fused_is_left_to_eager_and_said() -> None:
     """A plain transposed matrix beside an encoded one, and groups that are no multiple of 32."""
     module = experts("gpt_oss", torch.bfloat16, 96, 160)
     mixed = Coded(module, MXFP4, None, flip=False)
-    assert "transposed" in mixed.layer.unfused
+    assert "transposed" in mixed.layer.fallback_reason
     odd = Coded(
         experts("qwen3_moe", torch.bfloat16, 96, 96),
         *[Style("ct_int4", "float16", (1, 48))] * 2,
     )
-    assert odd.layer.unfused == "ct_int4 with scales for 1 x 48 weights"
+    assert odd.layer.fallback_reason == "ct_int4 with scales for 1 x 48 weights"
     for coded in (mixed, odd):
         case = inputs(torch.bfloat16, 3, hidden=96)
-        want = compute(Eager(), coded.layer, coded.places, *case)
+        want = compute(EagerKernel(), coded.layer, coded.places, *case)
         assert torch.equal(compute(CpuKernel(), coded.layer, coded.places, *case), want)
         assert coded.layer.plan is None
     good = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
     layers = [good.layer, odd.layer]
-    said = described(kernel("numba"), layers)
+    said = describe_kernel(make_kernel("numba"), layers)
     assert said == "numba; eager for ct_int4 with scales for 1 x 48 weights"
-    assert described(kernel("numba"), layers[:1]) == "numba"
-    assert described(kernel("eager"), layers) == "eager"
+    assert describe_kernel(make_kernel("numba"), layers[:1]) == "numba"
+    assert describe_kernel(make_kernel("eager"), layers) == "eager"
 
 
 def test_one_product_is_compiled_for_both_matrices() -> None:
     coded = Coded(experts("qwen3_moe", torch.bfloat16, 64, 64), INT4, INT4)
-    up, down = plan_of(coded.layer).matrices
+    up, down = layer_plan(coded.layer).matrices
     assert up.words[0] == down.words[0]
     assert up.words[1] != down.words[1]
 

@@ -7,9 +7,9 @@ import torch
 
 from greenroom.runtime.kernels.codegen.entries.products import FEW
 from greenroom.runtime.kernels.codegen.formats import codes
-from greenroom.runtime.kernels.cpu import CpuKernel, plan_of
-from greenroom.runtime.kernels.eager import Eager
-from greenroom.runtime.kernels.table import kernel
+from greenroom.runtime.kernels.cpu import CpuKernel, layer_plan
+from greenroom.runtime.kernels.eager import EagerKernel
+from greenroom.runtime.kernels.table import make_kernel
 from tests.runtime.kernels.codegen.formats.test_encoded import BY_NAME, sizes
 from tests.runtime.kernels.codes import STYLES, Coded, Style
 from tests.runtime.kernels.toys import compute, experts, inputs
@@ -42,7 +42,9 @@ def test_near_the_weights_that_are_not_rounded(style: Style) -> None:
     case = coded(style)
     for tokens in TOKENS:
         near(case, tokens, 3e-4)
-    assert any(m.packs for m in plan_of(case.layer).matrices) == (codes.INTEGERS and style in WHOLE)
+    assert any(m.packs for m in layer_plan(case.layer).matrices) == (
+        codes.INTEGERS and style in WHOLE
+    )
 
 
 @pytest.mark.parametrize("style", [BY_NAME["int4-float16"], BY_NAME["q6_k"]], ids=str)
@@ -50,7 +52,7 @@ def test_a_processor_without_integers(style: Style, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codes, "INTEGERS", False)
     case = coded(style)
     near(case, 1, 1e-6)
-    assert not any(m.packs for m in plan_of(case.layer).matrices)
+    assert not any(m.packs for m in layer_plan(case.layer).matrices)
 
 
 @pytest.mark.parametrize("style", WHOLE, ids=str)
@@ -75,7 +77,7 @@ def test_weights_of_the_models_type_are_as_near_to_eager(name: str) -> None:
     case = coded(BY_NAME[name], torch.bfloat16)
     for tokens in TOKENS:
         args = inputs(torch.bfloat16, tokens, hidden=case.layer.hidden, seed=tokens)
-        want = compute(Eager(), case.layer, case.places, *args)
+        want = compute(EagerKernel(), case.layer, case.places, *args)
         assert distance(compute(CpuKernel(), case.layer, case.places, *args), want) < 2e-3
 
 
@@ -107,9 +109,9 @@ def test_a_layer_may_be_computed_by_either() -> None:
     case = coded(BY_NAME["int8-float16"], torch.bfloat16)
     args = inputs(torch.bfloat16, 1, hidden=case.layer.hidden)
     want = compute(CpuKernel(rounded=True), case.plain, case.places, *args)
-    near_by = compute(kernel("numba"), case.layer, case.places, *args)
+    near_by = compute(make_kernel("numba"), case.layer, case.places, *args)
     assert not torch.equal(near_by, want)
-    assert torch.equal(compute(kernel("rounded"), case.layer, case.places, *args), want)
+    assert torch.equal(compute(make_kernel("rounded"), case.layer, case.places, *args), want)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "mxfp4-uint8"])
@@ -129,6 +131,6 @@ def test_a_token_has_the_bits_that_it_has_alone(name: str) -> None:
     )  # fmt: skip
     assert torch.equal(outputs(FEW), alone[:FEW])
     assert torch.equal(outputs(12), alone) != codes.INTEGERS
-    with fused.alone():
+    with fused.sequential():
         assert torch.equal(outputs(12), alone)
     assert torch.equal(outputs(12), alone) != codes.INTEGERS

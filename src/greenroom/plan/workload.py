@@ -27,15 +27,15 @@ ENOUGH = 256  # decoded tokens of earlier runs, of two requests at least, that s
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Workload:
     """Traces to simulate, the first for what is expected; `own` says whose, `said` in words."""
 
     traces: tuple[Trace, ...]
-    own: bool
-    said: str
+    recorded: bool
+    description: str
 
 
-def recorded(trace: Trace, model: Model, where: str) -> Evidence:
+def recorded_workload(trace: Trace, model: Model, where: str) -> Workload:
     """A recording of the model itself; TraceError where it is of another, UsageError where it has
     no decode pass."""
     theirs = tuple(trace.experts_per_layer.tolist())
@@ -53,43 +53,44 @@ def recorded(trace: Trace, model: Model, where: str) -> Evidence:
     if trace.pass_prefill.all():
         raise UsageError(f"{where} has prompts only: a plan needs tokens that were decoded")
     trace = trace.head(MOST)
-    return Evidence(
+    return Workload(
         (trace,), True,
         f"its own routing, {trace.tokens:,} tokens of {trace.requests} requests in {where}",
     )  # fmt: skip
 
 
-def decoded(trace: Trace) -> int:
+def decoded_tokens(trace: Trace) -> int:
     """Tokens that were decoded one by one."""
     return int(np.diff(trace.pass_starts)[~trace.pass_prefill].sum())
 
 
-def enough(trace: Trace | None) -> bool:
+def has_enough_tokens(trace: Trace | None) -> bool:
     """Whether the routing of earlier runs says more than stand-ins."""
-    return trace is not None and trace.requests > 1 and decoded(trace) >= ENOUGH
+    return trace is not None and trace.requests > 1 and decoded_tokens(trace) >= ENOUGH
 
 
-def earlier(trace: Trace | None) -> Evidence | None:
+def earlier_workload(trace: Trace | None) -> Workload | None:
     """The routing that earlier runs left (plan/history/recent.py), where it is enough."""
-    if trace is None or not enough(trace):
+    if trace is None or not has_enough_tokens(trace):
         return None
-    return Evidence(
+    return Workload(
         (trace,), True,
         f"its own routing, the last {trace.tokens:,} tokens of earlier runs, {trace.requests}"
         " requests",
     )  # fmt: skip
 
 
-def stand_ins(model: Model) -> Evidence:
+def synthetic_workload(model: Model) -> Workload:
     """Synthetic traces of the model's shape."""
-    return Evidence(
-        tuple(stand_in(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES), False,
-        "synthetic stand-ins of its shape, of typical, little and much locality, prompts of"
-        f" {PROMPT} tokens: none of its own is recorded (run it, or trace record)",
+    return Workload(
+        tuple(synthetic_trace(model.experts_per_layer, model.top_k, *each) for each in LOCALITIES),
+        False,
+        f"synthetic, with typical, little and much locality and prompts of {PROMPT} tokens: no"
+        " routing of this model is recorded yet (greenroom run or trace record does that)",
     )  # fmt: skip
 
 
-def stand_in(
+def synthetic_trace(
     sizes: Sequence[int], top_k: int, skew: float = TYPICAL[0], stickiness: float = TYPICAL[1]
 ) -> Trace:
     """A synthetic trace of a model whose layers have so many experts."""

@@ -15,7 +15,7 @@ from greenroom.sim.table import show_time
 BUSY = 0.5  # of the cores: more load than that spoils a measurement
 
 
-def of_machine(machine: Machine) -> list[str]:
+def machine_summary(machine: Machine) -> list[str]:
     """Sentences, the most important first."""
     host, link = machine.host, machine.routes[0].link
     processor = machine.processors[0]
@@ -49,7 +49,7 @@ def of_machine(machine: Machine) -> list[str]:
         lines.append(
             f"{show_bytes(available)} of {show_bytes(host['memory_bytes'])} of memory were free."
         )
-    if loaded(machine):
+    if was_under_load(machine):
         lines.append(
             f"The load was {host['load']:.1f} on {host['cores']} cores: others were at work, and"
             " these figures are too low. Measure again on a quiet machine."
@@ -57,7 +57,7 @@ def of_machine(machine: Machine) -> list[str]:
     return lines
 
 
-def loaded(machine: Machine) -> bool:
+def was_under_load(machine: Machine) -> bool:
     """Whether others were at work while the machine was measured."""
     host = machine.host
     return bool(host.get("load", 0.0) > BUSY * (host.get("cores") or 1))
@@ -79,7 +79,7 @@ def _of_device(device: Mapping[str, Any], size: int) -> str:
     )
 
 
-def of_model(model: Model, available: int) -> list[str]:
+def model_summary(model: Model, available: int) -> list[str]:
     """Whether it fits, and at which budget. `available` is what this machine has now, in bytes."""
     whole, least = model.memory(model.experts), model.least_memory
     return [
@@ -99,7 +99,7 @@ def _fits(available: int, least: int, whole: int) -> str:
     return f" it does not fit; {show_bytes(least - available)} more are needed."
 
 
-def limits(plan: Plan) -> str:
+def bottleneck(plan: Plan) -> str:
     """What a token of the chosen settings waits for."""
     best = plan.best
     if best.stall < 0.1:
@@ -110,7 +110,7 @@ def limits(plan: Plan) -> str:
     )
 
 
-def line_of(found: Estimate) -> tuple[str, ...]:
+def curve_row(found: Estimate) -> tuple[str, ...]:
     """A row of the curve: memory, experts in it, TPOT, its range, tokens a second, TTFT."""
     return (
         show_bytes(found.memory),
@@ -122,7 +122,7 @@ def line_of(found: Estimate) -> tuple[str, ...]:
     )
 
 
-def compared_line(found: Estimate) -> tuple[str, ...]:
+def comparison_row(found: Estimate) -> tuple[str, ...]:
     """A row of the settings that were compared: flags, TPOT, its range, misses, bytes read."""
     return (
         found.setting.flags(),
@@ -133,5 +133,5 @@ def compared_line(found: Estimate) -> tuple[str, ...]:
     )
 
 
-COMPARED = ("settings", "TPOT", "range", "miss ratio", "read a token")
-HEADER = ("memory", "experts in it", "TPOT", "range", "tokens/s", "TTFT")
+COMPARISON_HEADER = ("settings", "TPOT", "range", "miss ratio", "read a token")
+CURVE_HEADER = ("memory", "experts in it", "TPOT", "range", "tokens/s", "TTFT")

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from greenroom.core.cost import Link
-from greenroom.plan import words
+from greenroom.plan import summary
 from tests.plan.models import HOST, MACHINE, MIB, MODEL
 
 
 def test_a_machine_whose_disk_limits_and_one_whose_disk_keeps_up():
-    said = " ".join(words.of_machine(MACHINE))
+    said = " ".join(summary.machine_summary(MACHINE))
     assert "from the disk it comes in 4 ms, 4 times as long" in said
     assert "the disk limits" in said
     assert "Memory delivers 20.0 GB/s" in said
     assert "512 MiB of 1 GiB of memory were free" in said
     assert "Measure again" not in said
     fast = replace(MACHINE.routes[0], link=Link(MIB / 1e-3))
-    assert "nearly keeps up" in " ".join(words.of_machine(replace(MACHINE, routes=(fast,))))
+    assert "nearly keeps up" in " ".join(summary.machine_summary(replace(MACHINE, routes=(fast,))))
 
 
 def test_a_busy_machine_is_not_to_be_trusted():
     busy = replace(MACHINE, host={**HOST, "load": 1.5})
-    assert "Measure again on a quiet machine" in words.of_machine(busy)[-1]
+    assert "Measure again on a quiet machine" in summary.machine_summary(busy)[-1]
 
 
 def test_whether_a_model_fits():
@@ -31,4 +31,4 @@ def test_whether_a_model_fits():
         (MODEL.memory(20), "experts that do not fit wait on disk"),
         (MODEL.memory(2) - 3 * MIB, "it does not fit; 3 MiB more are needed"),
     ):
-        assert expected in words.of_model(MODEL, available)[-1]
+        assert expected in summary.model_summary(MODEL, available)[-1]

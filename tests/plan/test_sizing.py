@@ -9,19 +9,24 @@ import pytest
 
 from greenroom.core.activity import Activity
 from greenroom.errors import UnknownName, UsageError
-from greenroom.plan.configurator import Latency
-from greenroom.plan.recorded import Configured, activity_of, foreseen, programmed
+from greenroom.plan.configurator import TokenLatency
+from greenroom.plan.sizing import (
+    CacheConfiguration,
+    predicted_activity,
+    recorded_activity,
+    slots_with_fewest_misses,
+)
 from greenroom.trace import stream
 from greenroom.trace.trace import Prediction
 from tests.sim import small
 
-SECONDS = Latency(attention=1.0, moe=1.0, head=0.0, load=4.0)
+SECONDS = TokenLatency(attention=1.0, moe=1.0, head=0.0, load=4.0)
 
 
 def test_the_programme_gives_slots_where_misses_are():
     """Layer 0 asks for experts 0 to 2 in turn, layer 1 for expert 3 alone: three slots and one."""
     trace = small.of([[[i % 3], [3]] for i in range(12)], [[1] * 12])
-    assert programmed(stream(trace, "runtime"), trace.offsets, 4) == (3.0, 1.0)
+    assert slots_with_fewest_misses(stream(trace, "runtime"), trace.offsets, 4) == (3.0, 1.0)
 
 
 def test_a_replayed_predictor_is_counted_like_its_recording():
@@ -30,24 +35,24 @@ def test_a_replayed_predictor_is_counted_like_its_recording():
     trace = small.trace([[-5, 1, 1, 1], [-3, 1, 1]], top_k=2)
     said = np.full((trace.tokens, trace.layers, 2), 255, np.uint8)
     said[:, 1] = trace.experts[:, 1]
-    recorded = activity_of(replace(trace, predictions={"by hand": Prediction(said, 1)}))
-    replayed = foreseen(trace, "oracle:1")
+    recorded = recorded_activity(replace(trace, predictions={"by hand": Prediction(said, 1)}))
+    replayed = predicted_activity(trace, "oracle:1")
     assert recorded.tokens.tolist() == replayed.tokens.tolist() == [5, 5]
     assert replayed.accuracy(1)[1:3].tolist() == [1.0, 1.0]
     assert recorded.accuracy(1)[1:3].tolist() == [1.0, 1.0]
     for layer in range(2):
         assert recorded.hit_ratio(layer).tolist() == replayed.hit_ratio(layer).tolist()
-    assert not foreseen(trace, "off").accuracy(1).any()
+    assert not predicted_activity(trace, "off").accuracy(1).any()
     with pytest.raises(UsageError, match="does not hold its predictions"):
-        foreseen(trace, "next-gate:1")
+        predicted_activity(trace, "next-gate:1")
     with pytest.raises(UnknownName, match="unknown predictions 'x'"):
-        activity_of(trace, "x")
+        recorded_activity(trace, "x")
 
 
 def test_a_trace_of_prompts_alone_is_counted_whole():
     trace = small.trace([[-4], [-6]])
-    assert foreseen(trace, "off").tokens.tolist() == [10, 10]
-    assert activity_of(trace).tokens.tolist() == [10, 10]
+    assert predicted_activity(trace, "off").tokens.tolist() == [10, 10]
+    assert recorded_activity(trace).tokens.tolist() == [10, 10]
 
 
 def test_ratios_near_to_whole_are_none():
@@ -58,9 +63,9 @@ def test_ratios_near_to_whole_are_none():
         for layer in range(2):
             chosen = rng.choice(4, 1)
             sure.token(layer, chosen, chosen)
-    whole = Configured.of(sure, 8, SECONDS)
-    assert whole == Configured((4.0, 4.0), None)
-    cut = Configured.of(sure, 4, SECONDS)
+    whole = CacheConfiguration.of(sure, 8, SECONDS)
+    assert whole == CacheConfiguration((4.0, 4.0), None)
+    cut = CacheConfiguration.of(sure, 4, SECONDS)
     assert sum(cut.scope) == pytest.approx(4)
     assert cut.split is not None
     assert min(cut.split) < 1

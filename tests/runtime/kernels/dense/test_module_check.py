@@ -14,13 +14,13 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from greenroom.runtime.kernels.dense.guard import Guard
+from greenroom.runtime.kernels.dense.module_check import ModuleCheck
 
 
-def made() -> tuple[nn.Module, Guard]:
+def made() -> tuple[nn.Module, ModuleCheck]:
     """A linear layer in a parent, and what is taken for granted of both."""
     parent = nn.Sequential(nn.Linear(2, 2))
-    guard, part = Guard(), Guard()
+    guard, part = ModuleCheck(), ModuleCheck()
     part.unheard(parent[0])
     part.weight(parent[0])
     guard.same(parent._modules, "0", parent[0])

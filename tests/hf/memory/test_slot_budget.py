@@ -13,16 +13,16 @@ from greenroom.errors import BudgetError
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import kv_bytes
-from greenroom.hf.memory import growth as module
-from greenroom.hf.memory.budget import SLACK, Needs, Workspace
-from greenroom.hf.memory.growth import Growth
+from greenroom.hf.memory import slot_budget as module
+from greenroom.hf.memory.budget import SLACK, MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
+from greenroom.hf.memory.slot_budget import SlotBudget
 from greenroom.hf.model.draft import Draft
 from greenroom.runtime.cuda.engine import Engine
 from tests.models import cached_tiny, reference
 
 CONTEXT, FEWEST = 600, 4
-NOTHING = Needs(0, 0, 0, 0, 0)
+NOTHING = MemoryNeeds(0, 0, 0, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +39,22 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-def growth_of(draft: Draft, **options: Any) -> Growth:
+def growth_of(draft: Draft, **options: Any) -> SlotBudget:
     """Of a budget that leaves FEWEST slots with a full context, and nothing for activations."""
     sizes = kv_bytes(draft.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
-    return Growth(
+    return SlotBudget(
         1 << 40, NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
-        context=CONTEXT, at_least=1, **options,
+        context=CONTEXT, min_slots=1, **options,
     ).leaving(FEWEST)  # fmt: skip
 
 
 class Watched:
     """A model whose passes note (slots, bytes of them, bytes of keys and values)."""
 
-    def __init__(self, model: Any, growth: Growth) -> None:
-        self.model, self.growth, self.passes = model, growth, []
+    def __init__(self, model: Any, slot_budget: SlotBudget) -> None:
+        self.model, self.slot_budget, self.passes = model, slot_budget, []
         self.greenroom = model.greenroom
-        self.greenroom.grow(growth)
+        self.greenroom.use_slot_budget(slot_budget)
         self.resizes: list[int] = []
         resize = self.greenroom.driver.resize
         self.greenroom.driver.resize = lambda n: (self.resizes.append(n), resize(n))
@@ -64,11 +64,13 @@ class Watched:
         slots = self.greenroom.driver.slots
         segments = getattr(slots, "_segments", None)
         nbytes = slots.capacity * slots.stride if segments is None else sum(map(len, segments))
-        held = sum(kv.held(cache) for cache in {out.past_key_values, *self.growth._caches})
+        held = sum(
+            kv.held_bytes(cache) for cache in {out.past_key_values, *self.slot_budget._caches}
+        )
         self.passes.append((slots.capacity, nbytes, held))
 
     def inside(self) -> bool:
-        room = self.growth.budget - SLACK
+        room = self.slot_budget.budget - SLACK
         return all(nbytes + held <= room for _, nbytes, held in self.passes)
 
 
@@ -83,7 +85,7 @@ def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder)
     model, options = watched.model, {"max_new_tokens": 34, "do_sample": False}
     options |= {"min_new_tokens": 34}
     wanted = reference(folder).generate(ids(1, 560), **options)
-    experts = watched.greenroom.parts.catalog.experts
+    experts = watched.greenroom.setup.catalog.experts
     model.generate(ids(1, 5), max_new_tokens=2)
     assert watched.greenroom.capacity == experts
     watched.passes.clear()
@@ -105,8 +107,10 @@ def test_slots_make_room_for_a_conversation_and_come_back_after(watched, folder)
 
 def test_what_is_there_for_the_next_tokens_is_not_asked_again(watched, monkeypatch):
     settled = []
-    settle = watched.growth._settle
-    monkeypatch.setattr(watched.growth, "_settle", lambda *args: (settled.append(1), settle(*args)))
+    settle = watched.slot_budget._settle
+    monkeypatch.setattr(
+        watched.slot_budget, "_settle", lambda *args: (settled.append(1), settle(*args))
+    )
     watched.model.generate(ids(1, 40), max_new_tokens=65, min_new_tokens=65, do_sample=False)
     assert len(settled) == 4  # the prompt, the first token, and where 64 and 96 tokens are passed
 
@@ -124,7 +128,7 @@ def test_conversations_that_live_at_once_are_all_counted(watched):
         assert watched.inside()
         del first, second
         model(ids(1, 5))
-    assert watched.greenroom.capacity == watched.greenroom.parts.catalog.experts
+    assert watched.greenroom.capacity == watched.greenroom.setup.catalog.experts
     assert watched.inside()
 
 
@@ -157,9 +161,9 @@ def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
     draft = Draft.of(folder)
     sizes = kv_bytes(draft.model, block=512, room=CONTEXT)
     with pytest.raises(BudgetError, match="is too small"):
-        Growth(
-            SLACK + sizes.total(CONTEXT), NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
-            context=CONTEXT, at_least=1,
+        SlotBudget(
+            SLACK + sizes.total_bytes(CONTEXT), NOTHING, draft.catalog, sizes,
+            Workspace(0, 0, 0, 0), context=CONTEXT, min_slots=1,
         )  # fmt: skip
 
 
@@ -196,11 +200,11 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
 
 def test_a_budget_of_the_process_grows_and_a_cache_of_a_size_does_not(folder):
     model, _ = greenroom.load(str(folder), memory="3GiB", kernels="eager")
-    assert model.greenroom.growth.least == model.greenroom.capacity == 16
+    assert model.greenroom.slot_budget.full_context_slots == model.greenroom.capacity == 16
     model.generate(ids(1, 20), max_new_tokens=2)
     model.greenroom.detach()
     model, _ = greenroom.load(str(folder), cache="50%", kernels="eager")
-    assert model.greenroom.growth is None
+    assert model.greenroom.slot_budget is None
     model.greenroom.detach()
 
 
@@ -216,7 +220,7 @@ def test_sequences_that_go_together_are_all_counted(watched):
     with torch.inference_mode():
         batch(prompts, own)
         some = watched.greenroom.capacity
-        assert some < watched.greenroom.parts.catalog.experts
+        assert some < watched.greenroom.setup.catalog.experts
         watched.resizes.clear()
         for _ in range(32):
             batch([[5]] * 3, own)
@@ -232,14 +236,14 @@ def test_sequences_that_go_together_are_all_counted(watched):
 
 
 def test_room_for_keys_and_values_that_are_to_come(watched):
-    growth, slot = watched.growth, watched.greenroom.parts.catalog.slot_bytes
-    most = growth.most()
-    assert most + SLACK + slot == growth.budget  # one slot is the least
+    slot_budget, slot = watched.slot_budget, watched.greenroom.setup.catalog.slot_bytes
+    most = slot_budget.max_kv_bytes()
+    assert most + SLACK + slot == slot_budget.budget  # one slot is the least
     for slots in (4, 7, 1):
-        growth.reserve(most - (slots - 1) * slot)
+        slot_budget.reserve(most - (slots - 1) * slot)
         assert watched.greenroom.capacity == slots
     with pytest.raises(BudgetError):
-        growth.reserve(most + 1)
+        slot_budget.reserve(most + 1)
     with torch.no_grad():
         watched.model(ids(1, 5))
-    assert watched.greenroom.capacity == watched.greenroom.parts.catalog.experts
+    assert watched.greenroom.capacity == watched.greenroom.setup.catalog.experts

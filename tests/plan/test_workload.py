@@ -8,36 +8,41 @@ import numpy as np
 import pytest
 
 from greenroom.errors import TraceError, UsageError
-from greenroom.plan.evidence import decoded, earlier, recorded, stand_ins
+from greenroom.plan.workload import (
+    decoded_tokens,
+    earlier_workload,
+    recorded_workload,
+    synthetic_workload,
+)
 from greenroom.trace.locality import adjacent_overlap
 from tests.plan.models import MODEL, trace
 
 
 def test_the_models_own_recording():
-    found = recorded(trace(), MODEL, "it")
-    assert found.own
-    assert "its own routing, 240 tokens of 6 requests" in found.said
+    found = recorded_workload(trace(), MODEL, "it")
+    assert found.recorded
+    assert "its own routing, 240 tokens of 6 requests" in found.description
 
 
 def test_a_trace_of_another_model():
     with pytest.raises(
         TraceError, match=r"another model .64 experts in 4 layers, top-2.: small has"
     ):
-        recorded(trace(), replace(MODEL, top_k=3), "it")
+        recorded_workload(trace(), replace(MODEL, top_k=3), "it")
     with pytest.raises(TraceError, match="another model of this shape, small"):
-        recorded(trace(), replace(MODEL, fingerprint="other"), "it")
+        recorded_workload(trace(), replace(MODEL, fingerprint="other"), "it")
 
 
 def test_prompts_alone_are_not_enough():
     prompts = replace(trace(), pass_prefill=np.ones(trace().passes, np.bool_))
     with pytest.raises(UsageError, match="has prompts only"):
-        recorded(prompts, MODEL, "it")
+        recorded_workload(prompts, MODEL, "it")
 
 
 def test_stand_ins_have_the_models_shape_and_differ_in_locality():
-    found = stand_ins(MODEL)
-    assert not found.own
-    assert "none of its own" in found.said
+    found = synthetic_workload(MODEL)
+    assert not found.recorded
+    assert "no routing of this model is recorded" in found.description
     overlaps = [adjacent_overlap(each).mean() for each in found.traces]
     assert overlaps[1] < overlaps[0] < overlaps[2]
     for each in found.traces:
@@ -48,17 +53,17 @@ def test_stand_ins_have_the_models_shape_and_differ_in_locality():
 
 def test_what_earlier_runs_left_where_it_is_enough():
     own = trace(400)
-    found = earlier(own)
+    found = earlier_workload(own)
     assert found is not None
-    assert found.own
-    assert "the last 400 tokens of earlier runs, 6 requests" in found.said
-    assert decoded(own) == 340
-    assert earlier(None) is None
-    assert earlier(own.select([0])) is None  # one request says nothing of others
-    assert earlier(trace(240)) is None  # 180 that were decoded
+    assert found.recorded
+    assert "the last 400 tokens of earlier runs, 6 requests" in found.description
+    assert decoded_tokens(own) == 340
+    assert earlier_workload(None) is None
+    assert earlier_workload(own.select([0])) is None  # one request says nothing of others
+    assert earlier_workload(trace(240)) is None  # 180 that were decoded
 
 
 def test_layers_may_differ():
     model = replace(MODEL, experts_per_layer=(16, 4, 16, 8))
-    for each in stand_ins(model).traces:  # or TraceError: ids in range, none twice
+    for each in synthetic_workload(model).traces:  # or TraceError: ids in range, none twice
         assert tuple(each.experts_per_layer) == (16, 4, 16, 8)

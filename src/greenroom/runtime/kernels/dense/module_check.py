@@ -19,7 +19,7 @@ EVERY: tuple[Mapping[Any, Any], ...] = (
 )  # fmt: skip
 
 
-class Guard:
+class ModuleCheck:
     """What has to be so of some modules."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Guard:
         """Its weight is the parameter that it is now."""
         self.same(module._parameters, "weight", module._parameters["weight"])
 
-    def include(self, other: Guard) -> None:
+    def include(self, other: ModuleCheck) -> None:
         """All of another's too."""
         self._empty += other._empty[len(EVERY) :]
         self._where += other._where

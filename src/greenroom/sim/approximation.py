@@ -63,7 +63,7 @@ def check_weights(trace: Trace) -> None:
         )
 
 
-def tails_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
+def tail_weights_of(trace: Trace, begin: int, end: int, layer: int) -> NDArray[np.float32]:
     """Of each expert of a step, in ascending order, how much it matters; tokens begin .. end."""
     assert trace.weights is not None
     chosen = trace.experts[begin:end, layer].astype(np.int64)

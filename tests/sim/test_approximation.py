@@ -13,8 +13,8 @@ from greenroom.core.cost import Costs, Link, Work
 from greenroom.core.gates import tails
 from greenroom.errors import UsageError
 from greenroom.policies import policy
+from greenroom.sim.approximation import CopySizes, tail_weights_of
 from greenroom.sim.event_driven import EventOptions, passes, simulate_events
-from greenroom.sim.lesser import CopySizes, tails_of
 from greenroom.sim.study import Cell, Study
 from greenroom.trace import Trace, stream
 from tests.plan.models import trace
@@ -44,13 +44,13 @@ def run(of: Trace, at: Approximation | None, capacity: int = 16, **options):
 
 def test_a_step_s_tails_are_those_of_its_tokens():
     of = weighed()
-    found = tails_of(of, 3, 4, 1)
+    found = tail_weights_of(of, 3, 4, 1)
     chosen = of.experts[3, 1]
     assert found.tolist() == tails(of.weights[3, 1])[np.argsort(chosen)].tolist()
-    for at, steps in passes(of, stream(of, "runtime"), tails=True):
+    for at, steps in passes(of, stream(of, "runtime"), tail_weights=True):
         for step in steps:
-            assert (step.tails is None) == at.prefill
-            assert at.prefill or step.tails.size == step.experts.size
+            assert (step.tail_weights is None) == at.prefill
+            assert at.prefill or step.tail_weights.size == step.experts.size
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -92,7 +92,7 @@ def test_more_is_exact_where_experts_follow_their_copies():
 def test_the_event_machine_alone_counts_the_same():
     of = weighed()
     at = Approximation(skip=0.2, substitute=0.5)
-    steps = [s for _, each in passes(of, stream(of, "runtime"), tails=True) for s in each]
+    steps = [s for _, each in passes(of, stream(of, "runtime"), tail_weights=True) for s in each]
     from greenroom.core.pieces import Pieces
 
     pieces = Pieces.whole(of.offsets.tolist(), [BYTES] * of.layers)

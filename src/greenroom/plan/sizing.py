@@ -13,8 +13,8 @@ from greenroom.core.pieces import Ints
 from greenroom.core.predictor import Seen
 from greenroom.core.stream import Stream
 from greenroom.errors import UnknownName
-from greenroom.plan.budgets import miss_tables, optimal
-from greenroom.plan.configurator import Latency, configure, layers_of
+from greenroom.plan.budgets import miss_tables, optimal_slots
+from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
 from greenroom.predictors import OFF
 from greenroom.sim.event_driven import passes
 from greenroom.sim.foresight import foresight_of
@@ -23,15 +23,15 @@ from greenroom.trace import Trace, stream
 EIGHTHS = 8  # a ratio that is nearer to 1 than to 7/8 is 1: a simulation cuts at eighths
 
 
-def programmed(
+def slots_with_fewest_misses(
     requests: Stream, offsets: Ints, capacity: int, *, reset: bool = False
 ) -> tuple[float, ...]:
     """Slots of each layer with the fewest misses of LRU; `requests` are in any order of steps."""
-    return tuple(map(float, optimal(miss_tables(requests, offsets, reset=reset), capacity)))
+    return tuple(map(float, optimal_slots(miss_tables(requests, offsets, reset=reset), capacity)))
 
 
 @dataclass(frozen=True, slots=True)
-class Configured:
+class CacheConfiguration:
     """What Algorithm 1 chose: `scope` is each layer's budget in experts, `split` the share of an
     expert that is its top, None where every layer's are as good as whole."""
 
@@ -39,15 +39,15 @@ class Configured:
     split: tuple[float, ...] | None
 
     @classmethod
-    def of(cls, activity: Activity, capacity: int, latency: Latency) -> Configured:
+    def of(cls, activity: Activity, capacity: int, latency: TokenLatency) -> CacheConfiguration:
         """Run it over what was counted."""
-        chosen = configure(layers_of(activity), float(capacity), latency)
+        chosen = configure(layer_statistics(activity), float(capacity), latency)
         ratios = tuple(each.ratio for each in chosen)
         cut = any(round(EIGHTHS * ratio) < EIGHTHS for ratio in ratios)
         return cls(tuple(float(each.budget) for each in chosen), ratios if cut else None)
 
 
-def activity_of(trace: Trace, predictions: str | None = None) -> Activity:
+def recorded_activity(trace: Trace, predictions: str | None = None) -> Activity:
     """Count a trace's tokens: those of decode passes, of all passes where it has no other.
 
     `predictions` names one of the trace's (default: the first; without any nothing is taken as
@@ -68,7 +68,7 @@ def activity_of(trace: Trace, predictions: str | None = None) -> Activity:
     return activity
 
 
-def foreseen(trace: Trace, prefetch: str) -> Activity:
+def predicted_activity(trace: Trace, prefetch: str) -> Activity:
     """The same counts where a predictor's guesses are those of a simulation: it is replayed beside
     the trace. UsageError where it needs what the trace does not have."""
     activity = Activity(trace.experts_per_layer.tolist())

@@ -19,7 +19,7 @@ from greenroom.core.layout import Catalog
 from greenroom.errors import DeviceError
 from greenroom.hf.kv import cache as kv
 from greenroom.hf.kv.sizes import KVBytes
-from greenroom.hf.memory.budget import PREFILL_BLOCK, SLACK, Needs, Workspace, capacity_for
+from greenroom.hf.memory.budget import PREFILL_BLOCK, SLACK, MemoryNeeds, Workspace, capacity_for
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.memory.system import trim_heap
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Growth:
+class SlotBudget:
     """How many slots a budget leaves to the passes of one model.
 
     need:     what is there for good; what passes need comes on top of it
@@ -41,16 +41,16 @@ class Growth:
     """
 
     budget: int
-    need: Needs
+    need: MemoryNeeds
     catalog: Catalog
     keys_values: KVBytes
     workspace: Workspace
     context: int
-    at_least: int
-    of: str = ""
+    min_slots: int
+    label: str = ""
     devices: int = 1
     release: Callable[[], None] = trim_heap
-    least: int = field(init=False)
+    full_context_slots: int = field(init=False)
     _driver: Driver = field(init=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _caches: weakref.WeakSet[Any] = field(init=False, default_factory=weakref.WeakSet)
@@ -59,36 +59,36 @@ class Growth:
 
     def __post_init__(self) -> None:
         self._block = min(self.context, PREFILL_BLOCK)
-        self.least = self._slots(self.full())
+        self.full_context_slots = self._slots(self.full_context_needs())
 
-    def full(self) -> Needs:
+    def full_context_needs(self) -> MemoryNeeds:
         """At the end of the longest prompt."""
         return self._of_one(self._block, self.context)
 
-    def first(self) -> Needs:
+    def first_block_needs(self) -> MemoryNeeds:
         """With the first block of a prompt."""
         return self._of_one(self._block, self._block)
 
-    def at_first(self) -> int:
+    def initial_slots(self) -> int:
         """Slots that a run begins with, and has with short contexts."""
-        return self._slots(self.first())
+        return self._slots(self.first_block_needs())
 
-    def in_decode(self) -> int:
+    def decode_slots(self) -> int:
         """Slots while single tokens follow a short prompt."""
         return self._slots(self._of_one(1, min(BLOCK, self.context)))
 
-    def leaving(self, slots: int) -> Growth:
+    def for_slots(self, slots: int) -> SlotBudget:
         """The same with the budget that leaves so many slots when the context is full."""
-        return replace(self, budget=self.full().total + self._nbytes(slots))
+        return replace(self, budget=self.full_context_needs().total + self._nbytes(slots))
 
     def bind(self, driver: Driver) -> None:
         """From here on, resize its slots; they begin with what the first block of a prompt
         leaves."""
         self._driver = driver
-        driver.resize(self.at_first())
-        self._asked = self.first().total
+        driver.resize(self.initial_slots())
+        self._asked = self.first_block_needs().total
 
-    def before(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
+    def make_room(self, caches: Sequence[Any], lengths: Sequence[int], batch: int = 1) -> None:
         """A pass adds so many tokens to each of these caches, whose sequences are `batch` each.
         None stands for a cache that the pass makes.
 
@@ -103,16 +103,16 @@ class Growth:
             return
         sizes = self.keys_values
         with self._lock:
-            nbytes = sum(sizes.held(tokens, batch) for tokens in blocks) + self._others(there)
-            nbytes += max(sizes.passing(tokens, batch) for tokens in blocks)
+            nbytes = sum(sizes.held_bytes(tokens, batch) for tokens in blocks) + self._others(there)
+            nbytes += max(sizes.update_bytes(tokens, batch) for tokens in blocks)
             for cache, before, tokens in zip(caches, had, after, strict=True):
                 if before:  # a cache of a kind that takes more than ours do
-                    nbytes += max(0, kv.held(cache) - sizes.held(tokens, batch))
+                    nbytes += max(0, kv.held_bytes(cache) - sizes.held_bytes(tokens, batch))
             self._settle(self._needs(nbytes, batch, length, max(blocks)))
             for cache, before, tokens in zip(caches, had, blocks, strict=True):
                 if before and sizes.on_a_gpu:
                     kv.make_room(cache, tokens, self.release)
-                self.seen(cache)
+                self.track(cache)
             self._known = known
 
     def reserve(self, nbytes: int) -> None:
@@ -122,12 +122,12 @@ class Growth:
             self._settle(self._needs(nbytes, 1, self._block, self.context))
             self._known = ()
 
-    def most(self) -> int:
+    def max_kv_bytes(self) -> int:
         """Bytes that keys and values can have where the fewest slots are left."""
         need = self._needs(0, 1, self._block, self.context)
-        return max(0, self.budget - need.total - self._nbytes(self.at_least))
+        return max(0, self.budget - need.total - self._nbytes(self.min_slots))
 
-    def seen(self, cache: Any) -> None:
+    def track(self, cache: Any) -> None:
         """A cache that a pass was given, or has made."""
         if cache is not None:
             self._caches.add(cache)
@@ -140,17 +140,17 @@ class Growth:
     def _others(self, caches: Sequence[Any]) -> int:
         """Bytes of the caches that live, but for these."""
         given = {id(cache) for cache in caches}
-        return sum(kv.held(each) for each in list(self._caches) if id(each) not in given)
+        return sum(kv.held_bytes(each) for each in list(self._caches) if id(each) not in given)
 
-    def _of_one(self, length: int, tokens: int) -> Needs:
+    def _of_one(self, length: int, tokens: int) -> MemoryNeeds:
         """What a pass of one sequence needs."""
-        return self._needs(self.keys_values.total(tokens), 1, length, tokens)
+        return self._needs(self.keys_values.total_bytes(tokens), 1, length, tokens)
 
-    def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> Needs:
+    def _needs(self, keys_values: int, batch: int, length: int, tokens: int) -> MemoryNeeds:
         workspace = self.workspace.nbytes(batch, length, tokens) + SLACK
         return replace(self.need, kv_cache=keys_values, workspace=workspace)
 
-    def _settle(self, need: Needs) -> None:
+    def _settle(self, need: MemoryNeeds) -> None:
         """Have the slots that needs leave."""
         driver = self._driver
         wanted, now = self._slots(need), driver.scheduler.capacity
@@ -176,8 +176,10 @@ class Growth:
         """Of the budget, which is each device's where there are several."""
         return -(-slots // self.devices) * self.catalog.slot_bytes
 
-    def _slots(self, need: Needs) -> int:
-        return capacity_for(self.budget, need, self.catalog, self.at_least, self.of, self.devices)
+    def _slots(self, need: MemoryNeeds) -> int:
+        return capacity_for(
+            self.budget, need, self.catalog, self.min_slots, self.label, self.devices
+        )
 
 
 def _tokens(cache: Any) -> int:
