@@ -73,7 +73,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     single system takes all options, and UsageError names parts that are missing.
     """
     from greenroom.hf.measure.entries import Entry
-    from greenroom.plan.systems.table import check_parts, system_options, systems
+    from greenroom.plan.systems.table import check_parts, systems
 
     fields, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in configured(args).items() if name in fields}

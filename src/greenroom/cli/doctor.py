@@ -71,9 +71,6 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.budget import budget_bytes
-    from greenroom.plan import summary
-    from greenroom.plan.planner import default_curve
-    from greenroom.plan.workload import synthetic_workload
     from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
     config = LoadConfig()

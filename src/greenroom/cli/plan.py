@@ -75,7 +75,6 @@ def main(args: argparse.Namespace) -> None:
     if args.output is not None:
         check_target(args.output)
     with model_progress(args.model) as progress:
-        from greenroom.plan.page import plan_page
         from greenroom.plan.planner import plan
 
         machine, local = machine_of(args.machine, progress)

@@ -105,7 +105,6 @@ def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], N
 
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
-    from greenroom.hf.check.loss import store_loss
     from greenroom.hf.check.quality import quality, text_in
 
     approximation = {name: value for name, value in configured(args).items() if name in APPROXIMATE}

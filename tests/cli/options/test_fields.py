@@ -117,8 +117,8 @@ def parser_of(config: type) -> Parser:
 
 
 def test_nothing_given_and_no_trace_of_the_call_before():
-    assert given(parsed("--readers", "3")) == {"readers": 3}
-    assert given(parsed()) == {}
+    assert configured(parsed("--readers", "3")) == {"readers": 3}
+    assert configured(parsed()) == {}
     assert take(parsed(), LoadConfig) == LoadConfig()
 
 

@@ -42,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
 def asked(text: str) -> tuple[int, int]:
     """(requests, misses) of what `trace record` says."""
     words = text.partition("expert cache: ")[2].split()
-    return int(words[0]), int(words[2])
+    return int(words[0].replace(",", "")), int(words[2].replace(",", ""))
 
 
 def test_a_split_run_counts_what_simulate_counts(

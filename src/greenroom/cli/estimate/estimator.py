@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.machine import Machine, Processor
     from greenroom.plan.model import Model
-    from greenroom.plan.workload import Workload
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
@@ -31,8 +30,6 @@ def workload_of(trace: Path | None, model: Model) -> Evidence:
     """
     from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.plan.history.files import load_routing
-    from greenroom.plan.history.recent import recent_trace
-    from greenroom.plan.workload import earlier_workload, recorded_workload, synthetic_workload
     from greenroom.trace import load
 
     if trace is not None:
@@ -55,7 +52,7 @@ def estimator_of(
     `processor` computes (default: the first); `both`: estimate also co-compute with the host.
     """
     from greenroom.core.machine import name_of
-    from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
+    from greenroom.plan.costs import calibrated_costs, throttled_costs
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.history.files import load_records
 

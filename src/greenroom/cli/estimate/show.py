@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from greenroom.plan.estimate import Estimate
     from greenroom.plan.model import Model
     from greenroom.plan.planner import Plan
-    from greenroom.plan.workload import Workload
 
 
 def facts_of(
@@ -28,7 +27,6 @@ def facts_of(
 ) -> list[tuple[str, str]]:
     """The facts that a plan is based on, by name."""
     from greenroom.core.machine import name_of
-    from greenroom.plan.summary import was_under_load
 
     whose = "this one" if local else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
@@ -80,7 +78,6 @@ def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory as a table, one line for each budget."""
-    from greenroom.plan.words import HEADER, line_of
 
     return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 

@@ -77,8 +77,7 @@ def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
     """MoEpic's Algorithm 1, over the activations and predictions of a trace's decode tokens."""
-    from greenroom.plan.configurator import Latency, configure, layers_of
-    from greenroom.plan.recorded import activity_of
+    from greenroom.plan.configurator import configure
 
     activity = recorded_activity(trace, config.predictions)
     latency = TokenLatency.of(costs, expert_bytes, trace.top_k)

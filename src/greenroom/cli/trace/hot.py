@@ -33,7 +33,6 @@ def main(args: argparse.Namespace) -> None:
     if share is None:
         raise UsageError(f"--share {args.share}: write a share of every layer's experts, as 10%")
     with Progress(f"reading {args.trace}"):
-        from greenroom.sim.pinned import hot_experts
         from greenroom.trace import load
 
         trace = load(args.trace)

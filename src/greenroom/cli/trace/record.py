@@ -69,7 +69,6 @@ def _recorded(
     """Load the model, answer the prompts, write the trace."""
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import choices
-    from greenroom.trace.journal import journal_path
 
     if recording.predict is not None:
         choices(recording.predict)  # wrong names are errors before a model is loaded
