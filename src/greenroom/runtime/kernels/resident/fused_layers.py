@@ -165,7 +165,7 @@ class FusedLayers:
 
 def _same(kwargs: dict[str, Any], others: dict[str, Any]) -> bool:
     """Are two layers given the same besides hidden states?"""
-    names = ("position_embeddings", "past_key_values", "attention_mask", "together")
+    names = ("position_embeddings", "past_key_values", "attention_mask", "batched_cache")
     return all(kwargs.get(name) is others.get(name) for name in names)
 
 
