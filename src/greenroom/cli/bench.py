@@ -73,7 +73,7 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
     single system takes all options, and UsageError names parts that are missing.
     """
     from greenroom.hf.measure.entries import Entry
-    from greenroom.plan.systems.table import check_parts, systems
+    from greenroom.plan.systems.table import check_parts, system_options, systems
 
     fields, rows = LoadConfig.__dataclass_fields__, systems(args.system)
     mine = {name: value for name, value in configured(args).items() if name in fields}
@@ -85,11 +85,17 @@ def entries_of(args: argparse.Namespace) -> tuple[LoadConfig, list[Entry]]:
         load = shared_config(args, parts)
     entries = []
     for row, part in zip(rows, parts, strict=True):
-        wants = tuple(name for name in row.routed() if part.get(name, "auto") == "auto")
-        entry = Entry(row.name, load, wants=wants, notes=[row.reading])
+        calibrated_options = tuple(
+            name for name in row.routed() if part.get(name, "auto") == "auto"
+        )
+        entry = Entry(row.name, load, calibrated_options=calibrated_options, notes=[row.reading])
         try:
-            options_of_row = {name: value for name, value in part.items() if name not in wants}
-            entry.config = replace(load, **options(row, options_of_row, fields, wants))
+            options_of_row = {
+                name: value for name, value in part.items() if name not in calibrated_options
+            }
+            entry.config = replace(
+                load, **system_options(row, options_of_row, fields, calibrated_options)
+            )
         except UsageError as error:
             if len(rows) == 1:
                 raise
@@ -143,7 +149,7 @@ def run_entries(
             )
         run_rounds(
             harness, entries, prompts=prompts, tokens=how.tokens, rounds=how.rounds, raw=how.raw,
-            seconds=how.seconds or float("inf"), said=progress.say,
+            seconds=how.seconds or float("inf"), report=progress.say,
         )  # fmt: skip
     finally:
         harness.close()

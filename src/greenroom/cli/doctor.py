@@ -71,6 +71,9 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.estimate.show import shown_curve
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.budget import budget_bytes
+    from greenroom.plan import summary
+    from greenroom.plan.planner import default_curve
+    from greenroom.plan.workload import synthetic_workload
     from greenroom.runtime.memory.system import available_bytes, rss_bytes
 
     config = LoadConfig()
@@ -82,21 +85,21 @@ def of_model(args: argparse.Namespace, progress: Progress) -> None:
     progress.say("estimating")
     memory = budget_bytes("auto")
     available = available_bytes() + rss_bytes()
-    workload = stand_ins(model)
+    workload = synthetic_workload(model)
     estimator, runs = estimator_of(model, machine, workload, config)
-    points = outlook(estimator, available)
+    points = default_curve(estimator, available)
     fits = memory >= model.least_memory
     progress.clear()
     if args.json:
         print(json.dumps({
             "model": args.model, "fits": fits, "least_memory": model.least_memory,
             "whole_memory": model.memory(model.experts), "available": available,
-            "routing": workload.said, "runs": runs,
+            "routing": workload.description, "runs": runs,
             "curve": [{"memory": p.memory, **p.as_json()} for p in points],
         }))  # fmt: skip
         return
-    lines = [*words.of_machine(machine), "", *words.of_model(model, available), ""]
-    lines += [shown_curve(points), "", f"routing: {workload.said}"]
+    lines = [*summary.machine_summary(machine), "", *summary.model_summary(model, available), ""]
+    lines += [shown_curve(points), "", f"routing: {workload.description}"]
     if runs:
         lines.append(f"calibrated by {runs} measured runs of this model on this machine")
     if fits:

@@ -75,6 +75,7 @@ def main(args: argparse.Namespace) -> None:
     if args.output is not None:
         check_target(args.output)
     with model_progress(args.model) as progress:
+        from greenroom.plan.page import plan_page
         from greenroom.plan.planner import plan
 
         machine, local = machine_of(args.machine, progress)
@@ -95,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
         setting = planned.best.setting
         lossless = setting.miss_precision == setting.co_compute == "off"
         usual = config.read_limit is None and config.host_memory is None  # as in later runs
-        if local and planned.sure and lossless and usual:
+        if local and planned.overrides_default and lossless and usual:
             store_setting(model, machine, planned, device)
         progress.clear()
         if args.json:
@@ -103,7 +104,7 @@ def main(args: argparse.Namespace) -> None:
         else:
             print(shown(planned, facts, args.model, run_options(config, machine, processor)))
         if args.output is not None:
-            write_file(args.output, page(args.model, facts, planned, command_of(args)))
+            write_file(args.output, plan_page(args.model, facts, planned, command_of(args)))
             print(f"report: {args.output}", file=sys.stderr)
 
 

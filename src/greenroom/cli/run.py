@@ -91,11 +91,11 @@ def apply(args: argparse.Namespace) -> None:
 
     UsageError names parts of the system that are missing.
     """
-    from greenroom.plan.systems.table import options, system
+    from greenroom.plan.systems.table import system, system_options
 
     fields = LoadConfig.__dataclass_fields__
     mine = {name: value for name, value in configured(args).items() if name in fields}
-    for name, value in options(system(args.system), mine, fields).items():
+    for name, value in system_options(system(args.system), mine, fields).items():
         setattr(args, name, value)
 
 

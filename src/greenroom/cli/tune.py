@@ -98,11 +98,11 @@ def capacity_of(load: LoadConfig, model: Any) -> int:
 
 def candidates(estimator: Estimator, capacity: int) -> list[Setting]:
     """The settings to measure: plain LRU, the default, and the best others of a plan."""
-    from greenroom.plan.planner import compare
+    from greenroom.plan.planner import compare_settings
     from greenroom.plan.settings import DEFAULT, PLAIN
 
     always = (PLAIN, DEFAULT)
-    others = [e.setting for e in compare(estimator, capacity) if e.setting not in always]
+    others = [e.setting for e in compare_settings(estimator, capacity) if e.setting not in always]
     return [*always, *others[:FEW]]
 
 
@@ -140,7 +140,7 @@ def store_winner(
 
     if load.read_limit is not None or load.host_memory is not None:
         return None
-    device = device_of(harness.parts)
+    device = device_of(harness.setup)
     machine = name_of(host())
     options = {name: getattr(best.config, name) for name in OPTIONS}
     if options["split"] == "off":  # plans store no value for it either
@@ -154,7 +154,7 @@ def store_winner(
         records = records.with_setting(setting)
         if device != "cpu":  # plans calibrate the costs of the CPU alone
             return records
-        size = harness.parts.catalog.expert_bytes // harness.experts
+        size = harness.setup.catalog.expert_bytes // harness.experts
         for entry in entries:
             records = records.with_runs(tuple(entry.observed(size)))
         return records.with_load(harness.process_bytes) if harness.process_bytes else records

@@ -105,6 +105,7 @@ def _reporter(args: argparse.Namespace, progress: Progress) -> Callable[[str], N
 
 def _quality(args: argparse.Namespace, progress: Progress) -> None:
     from greenroom.cli.terminal.summary import inexact_line
+    from greenroom.hf.check.loss import store_loss
     from greenroom.hf.check.quality import quality, text_in
 
     approximation = {name: value for name, value in configured(args).items() if name in APPROXIMATE}
@@ -122,7 +123,7 @@ def _quality(args: argparse.Namespace, progress: Progress) -> None:
     )
     progress.clear()
     if args.against is None and approximation:
-        keep_loss(LoadConfig(**approximation), measured)
+        store_loss(LoadConfig(**approximation), measured)
     if args.json:
         print(json.dumps(asdict(measured)))
         return
@@ -154,7 +155,7 @@ def _proof(args: argparse.Namespace, progress: Progress) -> None:
     failed = [what for what, passed in verdict.checks if not passed]
     if args.json:
         fields = {name: getattr(verdict, name) for name in FIELDS}
-        fields["compared"] = "logits" if verdict.whole else "layers"
+        fields["compared"] = "logits" if verdict.entire_model else "layers"
         fields["layer_difference"], fields["grouped_mm_layer_difference"] = (
             verdict.layer_differences
         )

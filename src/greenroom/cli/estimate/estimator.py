@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from greenroom.core.cost import Costs
     from greenroom.core.machine import Machine, Processor
     from greenroom.plan.model import Model
+    from greenroom.plan.workload import Workload
 
 
 def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
@@ -23,25 +24,26 @@ def described(source: str, config: LoadConfig, gpu: bool = False) -> Model:
     return describe(source, config, gpu)
 
 
-def workload_of(trace: Path | None, model: Model) -> Evidence:
+def workload_of(trace: Path | None, model: Model) -> Workload:
     """The routing to simulate: a recording, that of earlier runs, or a synthetic workload.
 
     TraceError where the recording is of another model.
     """
-    from greenroom.plan.evidence import earlier, recorded, stand_ins
     from greenroom.plan.history.files import load_routing
+    from greenroom.plan.history.recent import recent_trace
+    from greenroom.plan.workload import earlier_workload, recorded_workload, synthetic_workload
     from greenroom.trace import load
 
     if trace is not None:
-        return recorded(load(trace), model, str(trace))
-    trace_of_runs = trace_of(load_routing(model.fingerprint), model.experts_per_layer)
-    return earlier(trace_of_runs) or stand_ins(model)
+        return recorded_workload(load(trace), model, str(trace))
+    trace_of_runs = recent_trace(load_routing(model.fingerprint), model.experts_per_layer)
+    return earlier_workload(trace_of_runs) or synthetic_workload(model)
 
 
 def estimator_of(
     model: Model,
     machine: Machine,
-    workload: Evidence,
+    workload: Workload,
     config: LoadConfig,
     processor: Processor | None = None,
     host_memory: str | int | None = None,
@@ -49,17 +51,17 @@ def estimator_of(
 ) -> Any:
     """An estimator, and how many measured runs of this model calibrated its costs.
 
-    `processor` computes (default: the first); `both`: estimate also co-compute with the host.
+    `processor` computes (default: the first); `co_compute`: estimate also co-compute with the host.
     """
     from greenroom.core.machine import name_of
-    from greenroom.plan.costs import calibrated_costs, throttled_costs
+    from greenroom.plan.costs import calibrated_costs, machine_costs, throttled_costs
     from greenroom.plan.estimate import Estimator
     from greenroom.plan.history.files import load_records
 
     runs = load_records(model.fingerprint, name_of(machine.host)).runs
     computing = processor or machine.processors[0]
     first = computing == machine.processors[0]  # the runs were on this one
-    costs = of_machine(machine, model, config.readers, computing.name)
+    costs = machine_costs(machine, model, config.readers, computing.name)
     if first:
         costs = calibrated_costs(costs, model, runs)
     host = host_slots(model, machine, costs, host_memory)
@@ -75,7 +77,7 @@ def estimator_of(
     measured = bool(runs) and first
     options = changed_options(config)
     estimator = Estimator(
-        model, costs, workload, measured=measured, host=host, both=both,
+        model, costs, workload, measured=measured, host=host, co_compute=co_compute,
         precision=options.get("miss_precision", "off"), low_below=options.get("low_below"),
     )  # fmt: skip
     return estimator, len(runs) if measured else 0

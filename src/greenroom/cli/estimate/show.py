@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from greenroom.plan.estimate import Estimate
     from greenroom.plan.model import Model
     from greenroom.plan.planner import Plan
+    from greenroom.plan.workload import Workload
 
 
 def facts_of(
     model: Model,
     machine: Machine,
-    workload: Evidence,
+    workload: Workload,
     local: bool,
     measured: int,
     plan: Plan,
@@ -27,11 +28,12 @@ def facts_of(
 ) -> list[tuple[str, str]]:
     """The facts that a plan is based on, by name."""
     from greenroom.core.machine import name_of
+    from greenroom.plan.summary import was_under_load
 
     whose = "this one" if local else "another machine than this one"
     runs = f", and {measured} runs of this model on it" * bool(measured)
     runs += f"; {processor.name} computes" * (len(machine.processors) > 1)
-    runs += "; measured under load: greenroom doctor measures it again" * loaded(machine)
+    runs += "; measured under load: greenroom doctor measures it again" * was_under_load(machine)
     full = model.slots_when_full(plan.memory)
     slots = f"{plan.capacity:,} experts" + (
         f", {full:,} when a context of {model.context:,} tokens is full"
@@ -41,34 +43,34 @@ def facts_of(
         ("model", f"{model.experts:,} experts in {model.layers} layers, top-{model.top_k};"
                   f" {show_bytes(model.expert_bytes)} each"),
         ("machine", f"{name_of(machine.host)} ({whose}){runs}"),
-        ("routing", workload.said),
+        ("routing", workload.description),
         ("slots", slots),
     ]  # fmt: skip
 
 
 def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = "") -> str:
     """A plan as text. `options` are those of the run that are not part of a setting."""
-    from greenroom.plan.page import said
-    from greenroom.plan.words import COMPARED, compared_line, limits
+    from greenroom.plan.page import target_message
+    from greenroom.plan.summary import COMPARISON_HEADER, bottleneck, comparison_row
 
     best = plan.best
     lines = [f"{name}: {value}" for name, value in facts]
     lines += [
         "",
-        columns(COMPARED, list(map(compared_line, plan.compared))),
+        text_table(COMPARISON_HEADER, list(map(comparison_row, plan.compared))),
         "",
         shown_curve(plan.curve),
         "",
     ]
     if plan.target is not None:
-        lines.append(said(plan.target))
+        lines.append(target_message(plan.target))
     size = format_amount(plan.memory * 9999 // 10000, plan.memory)
     run = f"greenroom run {shlex.quote(source)} --memory {size}{options}"
     lines += [
-        limits(plan),
+        bottleneck(plan),
         f"take: {run} {best.setting.flags()}",
         f"TPOT {show_time(best.tpot)} ({show_time(best.low)} to {show_time(best.high)})"
-        + ("" if plan.sure else ", the defaults for this --memory"),
+        + ("" if plan.overrides_default else ", the defaults for this --memory"),
     ]
     if best.ttft is not None:
         low, high = best.ttft_range
@@ -78,6 +80,7 @@ def shown(plan: Plan, facts: list[tuple[str, str]], source: str, options: str = 
 
 def shown_curve(points: Sequence[Estimate]) -> str:
     """Speed against memory as a table, one line for each budget."""
+    from greenroom.plan.summary import CURVE_HEADER, curve_row
 
     return text_table(CURVE_HEADER, [curve_row(point) for point in points], left=0)
 
@@ -91,7 +94,7 @@ def as_json(plan: Plan, facts: list[tuple[str, str]], source: str) -> dict[str, 
         "memory": plan.memory,
         "capacity": plan.capacity,
         "best": plan.best.as_json(),
-        "sure": plan.sure,
+        "sure": plan.overrides_default,
         "compared": [estimate.as_json() for estimate in plan.compared],
         "curve": [{"memory": p.memory, **p.as_json()} for p in plan.curve],
         "target": None if target is None else {

@@ -37,6 +37,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 def write_file(path: Path, text: str) -> None:
     """Write a temporary file, then rename it: no reader sees half a file. OutputError."""
+    from greenroom.trace.container import atomic_file
 
     check_target(path)
     with atomic_file(path) as file:

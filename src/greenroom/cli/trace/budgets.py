@@ -77,7 +77,8 @@ def moepic(
     config: BudgetsConfig, trace: Trace, capacity: int, costs: Costs, expert_bytes: int
 ) -> dict[str, Any]:
     """MoEpic's Algorithm 1, over the activations and predictions of a trace's decode tokens."""
-    from greenroom.plan.configurator import configure
+    from greenroom.plan.configurator import TokenLatency, configure, layer_statistics
+    from greenroom.plan.sizing import recorded_activity
 
     activity = recorded_activity(trace, config.predictions)
     latency = TokenLatency.of(costs, expert_bytes, trace.top_k)

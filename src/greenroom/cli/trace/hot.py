@@ -33,11 +33,12 @@ def main(args: argparse.Namespace) -> None:
     if share is None:
         raise UsageError(f"--share {args.share}: write a share of every layer's experts, as 10%")
     with Progress(f"reading {args.trace}"):
+        from greenroom.sim.pinned import hot_experts
         from greenroom.trace import load
 
         trace = load(args.trace)
         named = sorted({*trace.labels}) if args.task == "all" else args.task.split(",")
-        result = hot(trace, named, share)
+        result = hot_experts(trace, named, share)
     content = {**result.as_json(), "model": trace.meta.get("model")}
     write_file(args.out, json.dumps(content) + "\n")
     counts = ", ".join(f"{name} {task.experts.size}" for name, task in result.tasks.items())

@@ -69,6 +69,7 @@ def _recorded(
     """Load the model, answer the prompts, write the trace."""
     from greenroom.hf.measure.recording import record
     from greenroom.runtime.recording.forecasts import choices
+    from greenroom.trace.journal import journal_path
 
     if recording.predict is not None:
         choices(recording.predict)  # wrong names are errors before a model is loaded
@@ -91,7 +92,7 @@ def _recorded(
             stats: Stats = model.greenroom.stats()
             return stats
     except BaseException as error:
-        if began and (journal := journal_of(args.out)).exists():
+        if began and (journal := journal_path(args.out)).exists():
             message = f"the recording so far is in {journal}: the same command continues it"
             if isinstance(error, KeyboardInterrupt):
                 error.args = (message,)
