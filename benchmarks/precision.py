@@ -108,7 +108,7 @@ def measured(args: argparse.Namespace, folders: dict[str, Path]) -> list[Way]:
 
 def packs_in(root: Path, args: argparse.Namespace) -> dict[str, Path]:
     """The packs, made where they are not there yet."""
-    from greenroom.hf.pack.making import pack
+    from greenroom.hf.pack.packing import pack
 
     folders = {name: root / name for name in args.packs.split(",")}
     for name, folder in folders.items():

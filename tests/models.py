@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from greenroom.core.layout import Catalog
-from greenroom.hf.model.reference import aligned
+from greenroom.hf.model.reference import align_weights
 
 VOCAB = 320
 CLOCK = 20260101  # the seed of everything here
@@ -569,7 +569,7 @@ def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     if part := PARTS.get(config.model_type):
         config = getattr(config, part)
-        return aligned(
+        return align_weights(
             AutoModelForImageTextToText.from_pretrained(
                 folder, config=config, dtype=dtype, key_mapping={rf"^{part.split('_')[0]}\.": ""}
             )
@@ -579,4 +579,4 @@ def reference(folder: Path, dtype: str = "auto") -> PreTrainedModel:
         for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
         if type(config) in auto._model_mapping
     )
-    return aligned(auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager"))
+    return align_weights(auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager"))

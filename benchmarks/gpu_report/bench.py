@@ -18,7 +18,7 @@ from shapes import Shape
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import choose
 from greenroom.runtime import forward
 from greenroom.runtime.cuda.engine import Engine
@@ -35,10 +35,10 @@ class Bench:
         self.folder, self.shape, self.device, self.smoke = folder, shape, device, smoke
         if smoke:
             places.engine_for = lambda parts, number=0: Engine()
-        draft = Draft.of(folder)
-        self.catalog = draft.catalog
-        self.names: tuple[str, ...] = tuple(draft.catalog.layers)
-        self.model: Any = draft.load(device)
+        skeleton = ModelSkeleton.of(folder)
+        self.catalog = skeleton.catalog
+        self.names: tuple[str, ...] = tuple(skeleton.catalog.layers)
+        self.model: Any = skeleton.load(device)
 
     @contextmanager
     def attached(self, share: float, **options: Any) -> Iterator[Greenroom]:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from greenroom.hf.check.quality import quality as quality
     from greenroom.hf.check.verify import verify as verify
     from greenroom.hf.load.load import load as load
-    from greenroom.hf.pack.making import pack as pack
+    from greenroom.hf.pack.packing import pack as pack
     from greenroom.sim.simulation import simulate as simulate
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "load": "greenroom.hf.load.load",
-    "pack": "greenroom.hf.pack.making",
+    "pack": "greenroom.hf.pack.packing",
     "quality": "greenroom.hf.check.quality",
     "verify": "greenroom.hf.check.verify",
     "simulate": "greenroom.sim.simulation",

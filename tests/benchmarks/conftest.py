@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.hf.pack.making import pack
+from greenroom.hf.pack.packing import pack
 from tests.benchmarks import data, harness
 
 TEXT = "A wood in the north. The wind is cold, and the first snow falls upon the stage. " * 8

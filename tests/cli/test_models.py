@@ -10,7 +10,7 @@ from greenroom.cli import main
 def test_json_has_every_architecture_once(capsys):
     assert main(["models", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["qwen3_moe"]["how"] == "socket"
+    assert rows["qwen3_moe"]["how"] == "native"
     assert rows["switch_transformers"]["how"] == "adapter"
     assert "encoder-decoder" in rows["switch_transformers"]["special"]
     assert rows["gpt_oss"]["special"] == ["bias", "transposed", "gate and up interleaved"]
@@ -30,7 +30,7 @@ def test_the_table_is_for_people(capsys):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].split() == ["architecture", "how", "tested", "special"]
-    assert any(line.startswith("mixtral ") and " socket " in line for line in lines)
+    assert any(line.startswith("mixtral ") and " native " in line for line in lines)
     assert not any(line.startswith("kimi_k25 ") for line in lines)
     assert any("are served" in line for line in lines)
     wrappers = out.partition("Also the text part of what wraps one of them")[2]

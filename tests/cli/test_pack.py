@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from greenroom.hf.pack.target import Maker
+from greenroom.hf.pack.target import ExpertPacker
 from tests.cli.conftest import Run
 from tests.hf.pack.rig import header, packed, source
 
 SLOW = """
 import sys, time
-from greenroom.hf.pack import making, target
-real = target.Maker.__call__
+from greenroom.hf.pack import packing, target
+real = target.ExpertPacker.__call__
 def slow(self, *args):
     time.sleep(0.1)
     real(self, *args)
-target.Maker.__call__ = slow
-making.SYNC_S = 0
+target.ExpertPacker.__call__ = slow
+packing.SYNC_S = 0
 from greenroom.cli import main
 sys.exit(main())
 """
@@ -106,16 +106,16 @@ def test_killed_in_the_middle(cli: Run, tmp_path: Path) -> None:
 
 
 def test_interrupted(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Maker.__call__
+    real = ExpertPacker.__call__
 
-    def interrupting(self: Maker, *args: Any) -> None:
+    def interrupting(self: ExpertPacker, *args: Any) -> None:
         if args[-1] == 5:
             raise KeyboardInterrupt
         real(self, *args)
 
     arguments = ("pack", source(), "-o", tmp_path / "pack", "--experts", "int8")
     with monkeypatch.context() as patch:
-        patch.setattr(Maker, "__call__", interrupting)
+        patch.setattr(ExpertPacker, "__call__", interrupting)
         ran = cli(*arguments)
     assert ran.code == 130
     assert ran.err == "greenroom: interrupted: the same command continues the pack\n"

@@ -106,13 +106,13 @@ def _opened(folder: Path) -> Any:
 
 @cache
 def _built() -> Any:
-    from greenroom.hf.model.draft import Draft
+    from greenroom.hf.model.skeleton import ModelSkeleton
 
-    return Draft.of(model()).model
+    return ModelSkeleton.of(model()).model
 
 
 def read_generation(data: bytes, folder: Path) -> None:
-    from greenroom.hf.model.draft import load_generation_config
+    from greenroom.hf.model.skeleton import load_generation_config
 
     made = _folder(model(), folder, "generation_config.json", data)
     load_generation_config(_built(), made)
@@ -125,10 +125,10 @@ def _ggufs() -> list[bytes]:
 def read_gguf(data: bytes, folder: Path) -> None:
     from greenroom.hf.checkpoint.resolve import open_checkpoint
     from greenroom.hf.checkpoint.tokenizer import tokenizer_of
-    from greenroom.hf.model.draft import Draft
+    from greenroom.hf.model.skeleton import ModelSkeleton
 
     checkpoint = open_checkpoint(saved("model.gguf", data, folder))
-    Draft.of(checkpoint)
+    ModelSkeleton.of(checkpoint)
     tokenizer_of(checkpoint)
 
 
@@ -137,7 +137,7 @@ def _packs() -> dict[str, Path]:
     """Packs by the kind of their experts: whole, in segments, with nested copies."""
     from tempfile import mkdtemp
 
-    from greenroom.hf.pack.making import pack
+    from greenroom.hf.pack.packing import pack
     from tests.models import cached_tiny
 
     wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 128)
@@ -176,7 +176,7 @@ def read_pack(data: bytes, folder: Path) -> None:
     from greenroom.errors import GreenroomError
     from greenroom.hf.checkpoint.pack import header_file
     from greenroom.hf.checkpoint.pack.reading import open_pack
-    from greenroom.hf.model.draft import Draft
+    from greenroom.hf.model.skeleton import ModelSkeleton
 
     kinds = _packs()
     kind = next((kind for kind in kinds if f'"{kind}"'.encode() in data), "same")
@@ -189,9 +189,9 @@ def read_pack(data: bytes, folder: Path) -> None:
     path = saved("experts.greenroom", header.first_block(), made)
     if header.nbytes <= LARGEST_PACK:
         os.truncate(path, header.nbytes)
-    draft = Draft.of(open_pack(made))
-    for expert in range(draft.catalog.experts):
-        draft.catalog.extents(expert)
+    skeleton = ModelSkeleton.of(open_pack(made))
+    for expert in range(skeleton.catalog.experts):
+        skeleton.catalog.extents(expert)
 
 
 def _unfinished() -> list[bytes]:
@@ -210,7 +210,7 @@ def unfinished_join(pieces: Pieces) -> bytes:
 
 def read_unfinished(data: bytes, folder: Path) -> None:
     from greenroom.hf.checkpoint.pack.journal import NAME, Journal
-    from greenroom.hf.checkpoint.pack.journal import unfinished as command
+    from greenroom.hf.checkpoint.pack.journal import resume_command as command
 
     saved(NAME, data, folder)
     command(folder)

@@ -18,7 +18,7 @@ from greenroom.hf.kv.sizes import kv_bytes
 from greenroom.hf.memory.budget import MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.fakes import FakeStore
 from greenroom.runtime.store.disk import DiskStore
 from greenroom.server.engine.journal import Journal
@@ -102,21 +102,21 @@ class Served:
 
         def load(progress: Callable[[float, str], None]) -> Loaded:
             progress(0.0, "loading")
-            draft = Draft.of(folder)
-            sizes = kv_bytes(draft.model, block=512, room=context)
+            skeleton = ModelSkeleton.of(folder)
+            sizes = kv_bytes(skeleton.model, block=512, room=context)
             made = ModelSetup(
-                draft.catalog,
+                skeleton.catalog,
                 capacity=capacity,
                 context=context,
                 keys_values=sizes,
                 **(parts or {}),
             )
-            self.store = FakeStore(DiskStore(draft.catalog), **(store or {}))
-            model: Any = draft.load()
+            self.store = FakeStore(DiskStore(skeleton.catalog), **(store or {}))
+            model: Any = skeleton.load()
             model.greenroom = Greenroom(model, made, store=self.store)
             if leaving is not None:
                 slot_budget = SlotBudget(
-                    1 << 40, MemoryNeeds(0, 0, 0, 0, 0), draft.catalog, sizes,
+                    1 << 40, MemoryNeeds(0, 0, 0, 0, 0), skeleton.catalog, sizes,
                     Workspace(0, 0, 0, 0), context=context, min_slots=1,
                 )  # fmt: skip
                 model.greenroom.use_slot_budget(slot_budget.for_slots(leaving))

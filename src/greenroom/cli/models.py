@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
         )
     )
     of = Counter(row.how for row in rows)
-    served = of["socket"] + of["adapter"]
+    served = of["native"] + of["adapter"]
     wrappers = ", ".join(row.name for row in rows if row.how == "wrapper")
     print(
         f"\n{served} architectures are served, {of['adapter']} of them through an adapter;"

@@ -47,7 +47,7 @@ def add_to(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     with model_progress(args.model) as progress:
-        from greenroom.hf.pack.making import pack
+        from greenroom.hf.pack.packing import pack
 
         quiet(progress)
         progress.say(f"{args.model}: reading the checkpoint")

@@ -178,7 +178,7 @@ def test_a_predictor_of_another_model_is_refused_before_the_model_is_loaded(
     cli: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "greenroom.hf.model.draft.Draft.load", None
+        "greenroom.hf.model.skeleton.ModelSkeleton.load", None
     )  # what calls it fails otherwise
     path = tmp_path / "p"
     tensors = {"distance": np.ones(1, np.int64)}
@@ -198,7 +198,7 @@ def test_routers_that_cannot_be_asked_are_said_before_the_model_is_loaded(
     ran = cli("run", model, "Hi", "--cache", "50%", *FEW, "--verbose")
     assert ran.code == 0
     assert "--prefetch markov" in ran.err  # what auto is there
-    monkeypatch.setattr("greenroom.hf.model.draft.Draft.load", None)
+    monkeypatch.setattr("greenroom.hf.model.skeleton.ModelSkeleton.load", None)
     line = cli("run", model, "Hi", "--cache", "50%", "--prefetch", prefetch).mistake
     assert "ZayaRouter routes by router_states too" in line
 

@@ -25,7 +25,7 @@ LOW = ("--miss-precision", "int4", "--low-below", 0.9)
 
 @pytest.fixture(scope="module")
 def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from greenroom.hf.pack.making import pack
+    from greenroom.hf.pack.packing import pack
 
     folder = tmp_path_factory.mktemp("low") / "pack"
     pack(str(source), folder, "same", precision="int4")
@@ -43,9 +43,9 @@ def test_a_run_counts_what_simulate_counts(
     assert recorded.code == 0, recorded.err
     assert "CHANGES THE OUTPUT" in recorded.err
     trace = load(out)
-    from greenroom.hf.model.draft import Draft
+    from greenroom.hf.model.skeleton import ModelSkeleton
 
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     exact, low, _ = catalog.copy_bytes()
     found = simulate_events(
         trace, stream(trace, "runtime"), int(trace.offsets[-1]) // 2, policy("lru"), COSTS,

@@ -23,7 +23,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
 from greenroom.runtime.cuda.both import HostPart
 from greenroom.runtime.cuda.engine import Engine
@@ -51,14 +51,14 @@ def rates(nbytes: int, host: float, devices: int = 1) -> Rates:
 def both(name: str, host: float | None = None, **parts: Any) -> Iterator[Any]:
     """A tiny model in bfloat16 on the fake device, whose host computes too; with `host` seconds an
     expert, whatever it takes."""
-    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
-    model: Any = draft.load()
+    skeleton = ModelSkeleton.of(cached_tiny(name, dtype="bfloat16"))
+    model: Any = skeleton.load()
     parts = {"fake": True, "capacity": 4, "host_capacity": 24, **parts}
-    model.greenroom = made = Greenroom(model, ModelSetup(draft.catalog, config=BOTH, **parts))
+    model.greenroom = made = Greenroom(model, ModelSetup(skeleton.catalog, config=BOTH, **parts))
     option = made.driver.scheduler.option(CoCompute)
     if host is not None and option is not None:
         devices = len(made.setup.devices)
-        option.rates = rates(draft.catalog.slot_bytes, host, devices)
+        option.rates = rates(skeleton.catalog.slot_bytes, host, devices)
     try:
         yield model
     finally:

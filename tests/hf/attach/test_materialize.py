@@ -21,8 +21,8 @@ from greenroom.errors import (
 )
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import whole_model
+from greenroom.hf.model.reference import load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.gguf_models import write
 from tests.hf.conftest import one_line
 from tests.models import cached_tiny, reference, tiny
@@ -80,14 +80,14 @@ def test_what_is_quantised_is_expanded(tmp_path: Path) -> None:
     model = loaded(folder)
     assert sum(m.weight is None for m in model.modules() if isinstance(m, torch.nn.Linear)) >= 3
     model.greenroom.materialize()
-    same(model, whole_model(Draft.of(folder)))
+    same(model, load_reference_model(ModelSkeleton.of(folder)))
 
 
 def test_a_gguf_file_becomes_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
     model = loaded(path)
     model.greenroom.materialize()
-    whole = whole_model(Draft.of(path))
+    whole = load_reference_model(ModelSkeleton.of(path))
     same(model, whole)
     model.save_pretrained(tmp_path / "saved")
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), whole)
@@ -170,9 +170,9 @@ def test_what_has_no_form_of_transformers_or_no_checkpoint_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="another form"):
         model.greenroom.materialize()
     model.greenroom.detach()
-    draft = Draft.of(cached_tiny("mixtral"))
-    model = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, 4, kernels="eager"))
+    skeleton = ModelSkeleton.of(cached_tiny("mixtral"))
+    model = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, 4, kernels="eager"))
     with pytest.raises(UnsupportedCall, match="no checkpoint"):
         model.greenroom.materialize()
     model.greenroom.detach()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import BINDING, experts_forward, experts_onto
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
@@ -43,10 +43,10 @@ def _threads():
 
 @contextmanager
 def served(name: str, capacity: int = 24, **parts: Any) -> Iterator[PreTrainedModel]:
-    draft = Draft.of(cached_tiny(name, dtype="bfloat16", **KNOWN[name][0]))
-    model = draft.load()
+    skeleton = ModelSkeleton.of(cached_tiny(name, dtype="bfloat16", **KNOWN[name][0]))
+    model = skeleton.load()
     parts = {"policy": "lru", **parts}  # what `auto` is where every expert has a slot
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, capacity=capacity, **parts))
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, capacity=capacity, **parts))
     try:
         yield model
     finally:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import greenroom
 from greenroom.core.predictor import Guess
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import save_predictor
 from greenroom.predictors import PREDICTORS
 from tests.hf.check.test_parity import NAMED, ids, streamed
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 def random_networks(folder: Path, path: Path) -> str:
     """A file for `learned` that has learned nothing."""
-    catalog, random = Draft.of(folder).catalog, np.random.default_rng(1)
+    catalog, random = ModelSkeleton.of(folder).catalog, np.random.default_rng(1)
     made: dict[str, np.ndarray] = {"distance": np.array([1])}
     for layer, experts in enumerate(np.diff(catalog.offsets).tolist()):
         sizes = {"up.weight": (5, 32), "up.bias": (5,), "down.weight": (experts, 5)}
@@ -79,7 +79,7 @@ def wanted(folder: Path) -> list[torch.Tensor]:
 def test_every_predictor_leaves_every_bit(name, folder, wanted, tmp_path):
     """With two slots on loan at most, and with all but one expert in the cache."""
     parts = ahead(name, folder, tmp_path)
-    experts = Draft.of(folder).catalog.experts
+    experts = ModelSkeleton.of(folder).catalog.experts
     for capacity, fake in ((9, False), (experts - 1, True)):
         with streamed(folder, capacity=capacity, kernels="eager", fake=fake, **parts) as model:
             assert equal(answers(model), wanted), (capacity, fake)

@@ -17,7 +17,7 @@ from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.attach.shared import SharedModules
 from greenroom.hf.index.experts import expert_modules
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.models import cached_tiny, make
 
 # Which module of the block comes after the experts.
@@ -414,10 +414,10 @@ def test_threads_do_not_meet():
 )
 def test_streamed_from_disk(name, kernels):
     """The real experts forward: what its driver would call while it waits, called in every step."""
-    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
-    model = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, capacity=4, kernels=kernels))
-    modules = [model.get_submodule(path) for path in draft.catalog.layers]
+    skeleton = ModelSkeleton.of(cached_tiny(name, dtype="bfloat16"))
+    model = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, capacity=4, kernels=kernels))
+    modules = [model.get_submodule(path) for path in skeleton.catalog.layers]
     step = model.greenroom.driver.step
     try:
         wanted = decoded(model)
@@ -438,16 +438,16 @@ def test_streamed_from_disk(name, kernels):
 
 def test_what_a_router_has_chosen_comes_while_something_else_runs():
     """AFMoE runs its shared experts between router and experts: transfers begin before them."""
-    draft = Draft.of(cached_tiny("afmoe", dtype="bfloat16"))
-    model = draft.load()
+    skeleton = ModelSkeleton.of(cached_tiny("afmoe", dtype="bfloat16"))
+    model = skeleton.load()
     parts = ModelSetup(
-        draft.catalog, capacity=8, kernels="eager", prefetch="popularity", guard=False
+        skeleton.catalog, capacity=8, kernels="eager", prefetch="popularity", guard=False
     )
     model.greenroom = greenroom = Greenroom(model, parts)
     decided, routed = [], []
     try:
         wanted = decoded(model)
-        tell, layers = greenroom.driver._tell, len(draft.catalog.layers)
+        tell, layers = greenroom.driver._tell, len(skeleton.catalog.layers)
 
         def listening(event) -> None:
             if isinstance(event, Predicted) and event.certain:

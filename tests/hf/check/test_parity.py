@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from greenroom.hf.attach.attach import Greenroom
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.models import cached_tiny, reference
 
 NAMED = (
@@ -25,9 +25,9 @@ NAMED = (
 
 @contextmanager
 def streamed(folder, **parts) -> Iterator[PreTrainedModel]:
-    draft = Draft.of(folder)
-    model = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, **parts))
+    skeleton = ModelSkeleton.of(folder)
+    model = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, **parts))
     try:
         yield model
     finally:

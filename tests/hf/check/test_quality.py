@@ -13,8 +13,8 @@ from greenroom.hf.check import quality as module
 from greenroom.hf.check.quality import quality
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import whole_model
+from greenroom.hf.model.reference import load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.gguf_models import write
 from tests.hf.conftest import one_line
 from tests.hf.pack.rig import fill, packed, source
@@ -25,7 +25,7 @@ TEXT = "The green room is where the performers wait. An expert waits on disk unt
 @torch.inference_mode()
 def slow(folder: Path, window: int) -> tuple[float, float, float, float, float, int]:
     """The same by transformers alone, with all in memory."""
-    models = [whole_model(Draft.of(source())) for _ in range(2)]
+    models = [load_reference_model(ModelSkeleton.of(source())) for _ in range(2)]
     fill(models[1], folder)
     ids = tokenizer_of(open_checkpoint(source()))(TEXT)["input_ids"]
     kl, theirs, mine, same = [], [], [], []
@@ -100,7 +100,7 @@ def test_any_two_of_one_architecture(tmp_path: Path) -> None:
 
 
 def test_the_original_is_not_there(tmp_path: Path) -> None:
-    from greenroom.hf.pack.making import pack
+    from greenroom.hf.pack.packing import pack
 
     origin = Path(shutil.copytree(source(), tmp_path / "source"))
     pack(str(origin), tmp_path / "pack", "int8")

@@ -313,7 +313,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "get_session", Unreachable)
     (tmp_path / "models--owner--name").mkdir()
-    for ask in (resolve, hub.remote):
+    for ask in (resolve, hub.read_remote):
         with pytest.raises(NotAModel) as error:
             ask("owner/nam")
         assert "could not be reached; did you mean owner/name?" in one_line(error)

@@ -17,8 +17,8 @@ from greenroom.hf.check.verify import verify
 from greenroom.hf.checkpoint.gguf_file import encoding_of
 from greenroom.hf.checkpoint.resolve import resolve
 from greenroom.hf.load.load import load
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import load_experts, whole_model
+from greenroom.hf.model.reference import load_reference_experts, load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.encodings import ENCODINGS
 from tests.gguf_models import DATA, LLAMA, SIZES, SMALL, write, write_model
 from tests.hf.check.test_parity import assert_same, ids, streamed
@@ -50,9 +50,9 @@ def file(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 def test_logits_equal_those_of_the_expanded_model(file: tuple[Path, set[str]]) -> None:
     path, stored = file
-    draft = Draft.of(path)
-    assert set(draft.catalog.layouts[0].encodings.values()) == stored
-    whole = whole_model(draft)
+    skeleton = ModelSkeleton.of(path)
+    assert set(skeleton.catalog.layouts[0].encodings.values()) == stored
+    whole = load_reference_model(skeleton)
     with streamed(path, capacity=3, kernels="eager") as model:
         assert_same(model, whole, ids(2, 9))
         for name, parameter in model.named_parameters():
@@ -61,9 +61,9 @@ def test_logits_equal_those_of_the_expanded_model(file: tuple[Path, set[str]]) -
 
 def test_every_expert_equals_gguf_s_own(file: tuple[Path, set[str]]) -> None:
     path, _ = file
-    catalog = Draft.of(path).catalog
+    catalog = ModelSkeleton.of(path).catalog
     for layer in range(len(catalog.layers)):
-        wanted = load_experts(Draft.of(path), layer)
+        wanted = load_reference_experts(ModelSkeleton.of(path), layer)
         layout = catalog.layouts[layer]
         for expert_id in range(catalog.offsets[layer], catalog.offsets[layer + 1]):
             tensors = read_expert(catalog, expert_id)
@@ -78,7 +78,7 @@ def test_every_expert_equals_gguf_s_own(file: tuple[Path, set[str]]) -> None:
 
 def test_slots_and_reads_count_stored_bytes(file: tuple[Path, set[str]]) -> None:
     path, _ = file
-    catalog = Draft.of(path).catalog
+    catalog = ModelSkeleton.of(path).catalog
     for expert_id in (0, catalog.experts - 1):
         read = sum(extent.length for extent in catalog.extents(expert_id))
         layout = catalog.layouts[catalog.layer_of(expert_id)]
@@ -144,7 +144,7 @@ def test_there_is_a_file_of_llama_cpp_s_for_every_type_served() -> None:
 def test_what_llama_quantize_made(name: str) -> None:
     """Values are those of gguf's dequantize, near the weights before, and verify passes."""
     path = DATA / f"{name}.gguf"
-    catalog = Draft.of(path).catalog
+    catalog = ModelSkeleton.of(path).catalog
     layout = catalog.layouts[0]
     assert set(layout.encodings.values()) == LLAMA_STORED[name]
     values = {
@@ -173,15 +173,15 @@ def test_what_llama_quantize_made(name: str) -> None:
 @pytest.mark.parametrize("name", ["F32", "Q8_0"])
 def test_dtype_is_a_choice(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": name})
-    draft = Draft.of(path, "float16")
-    whole = whole_model(draft)
-    draft = Draft.of(path, "float16")
-    assert draft.dtype == torch.float16
-    for key, expert in read_expert(draft.catalog, 3).items():
-        weight = draft.catalog.layouts[0].weight(key)
+    skeleton = ModelSkeleton.of(path, "float16")
+    whole = load_reference_model(skeleton)
+    skeleton = ModelSkeleton.of(path, "float16")
+    assert skeleton.dtype == torch.float16
+    for key, expert in read_expert(skeleton.catalog, 3).items():
+        weight = skeleton.catalog.layouts[0].weight(key)
         if weight.encoding != "plain":
             expert = ENCODINGS[weight.encoding].decode([expert], weight.shape, torch.float16)
-        full = whole.get_submodule(draft.catalog.layers[0]).get_parameter(key)
+        full = whole.get_submodule(skeleton.catalog.layers[0]).get_parameter(key)
         assert torch.equal(expert, full[3])
 
 
@@ -204,8 +204,8 @@ def test_gpt_oss(tmp_path: Path, kind: str) -> None:
             part |= {"ffn_up_exps": experts.gate_up_proj[..., 1::2]}
             part |= {"ffn_down_exps": experts.down_proj}
             part[name].data.copy_(values.transpose(1, 2))
-    draft = Draft.of(path)
-    config = draft.model.config
+    skeleton = ModelSkeleton.of(path)
+    config = skeleton.model.config
     assert config.rope_parameters == whole.config.rope_parameters
     assert (config.sliding_window, config.head_dim) == (16, 8)
     with streamed(path, capacity=3, kernels="eager") as model:
@@ -222,8 +222,8 @@ HYBRID = {"num_hidden_layers": 4, "layer_types": None}
 def test_qwen35moe_undoes_what_llama_cpp_s_converter_does(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"": "BF16"}, **HYBRID)
     before = make("qwen3_5_moe_text", "bfloat16", **{**SIZES, **HYBRID})
-    draft = Draft.of(path)
-    whole = whole_model(draft)
+    skeleton = ModelSkeleton.of(path)
+    whole = load_reference_model(skeleton)
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, before.get_parameter(name)), name
     with streamed(path, capacity=3, kernels="eager") as model:
@@ -237,14 +237,14 @@ def test_qwen35moe_quantised(tmp_path: Path) -> None:
     path = write(
         tmp_path / "tiny.gguf", "qwen3_5_moe_text", {"_exps": "Q4_K", "": "Q8_0"}, **HYBRID
     )
-    draft = Draft.of(path, "float32")
-    assert set(draft.catalog.layouts[0].encodings.values()) == {"q4_k"}
-    whole = whole_model(draft)
-    mine = Draft.of(path, "float32").load()
+    skeleton = ModelSkeleton.of(path, "float32")
+    assert set(skeleton.catalog.layouts[0].encodings.values()) == {"q4_k"}
+    whole = load_reference_model(skeleton)
+    mine = ModelSkeleton.of(path, "float32").load()
     for name, parameter in mine.named_parameters():
         assert torch.equal(parameter, whole.get_parameter(name)), name
-    for layer, name in enumerate(draft.catalog.layers):
-        for key, full in load_experts(Draft.of(path, "float32"), layer).items():
+    for layer, name in enumerate(skeleton.catalog.layers):
+        for key, full in load_reference_experts(ModelSkeleton.of(path, "float32"), layer).items():
             assert torch.equal(full, whole.get_submodule(name).get_parameter(key))
     verdict = verify(str(path), "30%", tokens=2, prompt="The")
     assert not verdict.entire_model
@@ -280,7 +280,7 @@ def split(path: Path, parts: int) -> list[Path]:
 
 def test_parts(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
-    whole = whole_model(Draft.of(path))
+    whole = load_reference_model(ModelSkeleton.of(path))
     names = split(path, 3)
     path.unlink()
     assert resolve(tmp_path) == names[0]
@@ -291,7 +291,7 @@ def test_parts(tmp_path: Path) -> None:
     names[1].unlink()
     for given in (names[0], names[2], tmp_path):
         with pytest.raises(CheckpointError) as error:
-            Draft.of(resolve(given))
+            ModelSkeleton.of(resolve(given))
         assert f"{names[1]}: missing" in one_line(error)
         assert "split into 3 files" in one_line(error)
 
@@ -350,7 +350,7 @@ def test_damaged_files(
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
     spoil(path)
     with pytest.raises(kind) as error:
-        Draft.of(path)
+        ModelSkeleton.of(path)
     assert str(path) in one_line(error)
     assert words in one_line(error), one_line(error)
 
@@ -358,7 +358,7 @@ def test_damaged_files(
 def test_a_type_that_no_kernel_reads_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"down_exps": "Q5_1", "": "Q8_0"})
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(path)
+        ModelSkeleton.of(path)
     assert "ffn_down_exps.weight is stored as Q5_1" in one_line(error)
     assert "q4_k" in one_line(error)
 
@@ -366,7 +366,7 @@ def test_a_type_that_no_kernel_reads_is_named(tmp_path: Path) -> None:
 def test_gate_and_up_in_different_types(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"up_exps": "Q8_0", "": "Q4_K"})
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(path)
+        ModelSkeleton.of(path)
     assert "different types" in one_line(error)
     assert "ffn_gate_exps.weight as q4_k" in one_line(error)
 
@@ -380,7 +380,7 @@ def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(path)
+        ModelSkeleton.of(path)
     assert "architecture olmoe" in one_line(error)
     assert "qwen3moe" in one_line(error)
 
@@ -389,7 +389,7 @@ def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: Any) -> No
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
     monkeypatch.setattr("greenroom.hf.checkpoint.gguf.find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(path)
+        ModelSkeleton.of(path)
     assert "pip install 'greenroom[gguf]'" in one_line(error)
 
 

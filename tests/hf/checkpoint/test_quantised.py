@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from greenroom.errors import CheckpointError, ModelError, UnsupportedModel
 from greenroom.hf.check.verify import verify
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import load_experts, whole_model
+from greenroom.hf.model.reference import load_reference_experts, load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.encodings import ENCODINGS
 from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.conftest import one_line
@@ -42,15 +42,15 @@ def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 def test_logits_equal_those_of_the_expanded_model(checkpoint: tuple[str, Path]) -> None:
     encoding, folder = checkpoint
-    draft = Draft.of(folder)
-    whole = whole_model(draft)
+    skeleton = ModelSkeleton.of(folder)
+    whole = load_reference_model(skeleton)
     expanded = sum(
         module.get_parameter(name).nbytes
-        for module in map(whole.get_submodule, draft.catalog.layers)
+        for module in map(whole.get_submodule, skeleton.catalog.layers)
         for name in ("gate_up_proj", "down_proj")
     )
-    assert set(draft.catalog.layouts[0].encodings.values()) == {encoding}
-    assert draft.catalog.expert_bytes < expanded * (0.55 if encoding == "fp8" else 0.3)
+    assert set(skeleton.catalog.layouts[0].encodings.values()) == {encoding}
+    assert skeleton.catalog.expert_bytes < expanded * (0.55 if encoding == "fp8" else 0.3)
     with streamed(folder, capacity=3, kernels="eager") as model:
         assert_same(model, whole, ids(2, 9))
         for name, parameter in model.named_parameters():
@@ -66,18 +66,18 @@ def test_what_the_reference_tools_make_is_near_the_weights(
     if make is not mxfp4:
         name, sizes = "qwen3_moe", WIDE
     before = make_model(name, "bfloat16", **sizes).state_dict()
-    for key, tensor in load_experts(Draft.of(make(tmp_path)), 0).items():
+    for key, tensor in load_reference_experts(ModelSkeleton.of(make(tmp_path)), 0).items():
         plain = before[f"{FIRST}.{key}"].float()
         assert 0 < (tensor.float() - plain).norm() < error * plain.norm(), key
 
 
 def test_every_expert_equals_transformers_own(checkpoint: tuple[str, Path]) -> None:
     _, folder = checkpoint
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     for layer, name in enumerate(catalog.layers):
-        draft = Draft.of(folder)
-        transposed = draft.model.get_submodule(name).is_transposed
-        wanted = load_experts(draft, layer)
+        skeleton = ModelSkeleton.of(folder)
+        transposed = skeleton.model.get_submodule(name).is_transposed
+        wanted = load_reference_experts(skeleton, layer)
         layout = catalog.layouts[layer]
         for expert_id in range(catalog.offsets[layer], catalog.offsets[layer + 1]):
             tensors = read_expert(catalog, expert_id)
@@ -108,7 +108,7 @@ def test_verify_in_another_type_than_that_of_the_scales(tmp_path: Path, layers: 
 def test_one_read_takes_many_tensors(checkpoint: tuple[str, Path]) -> None:
     """What is not transformed on its way may be read in chunks."""
     encoding, folder = checkpoint
-    extents = Draft.of(folder).catalog.extents(0)
+    extents = ModelSkeleton.of(folder).catalog.extents(0)
     codes = [extent for extent in extents if extent.length > 4096]
     assert all(extent.divisible for extent in codes), encoding
 
@@ -123,9 +123,9 @@ def test_experts_in_full_beside_a_quantised_rest(tmp_path: Path) -> None:
         else:
             tensors[name] = (tensors[name].float() / 448).bfloat16()
     save_file(tensors, folder / "model.safetensors")
-    draft = Draft.of(folder)
-    assert draft.catalog.layouts[0].encodings == {"gate_up_proj": "fp8"}
-    whole = whole_model(draft)
+    skeleton = ModelSkeleton.of(folder)
+    assert skeleton.catalog.layouts[0].encodings == {"gate_up_proj": "fp8"}
+    whole = load_reference_model(skeleton)
     with streamed(folder, capacity=2, kernels="eager", fake=True) as model:
         assert_same(model, whole, ids(1, 9))
 
@@ -172,7 +172,7 @@ def test_damaged_fp8(tmp_path: Path, spoil: Any, kind: type[ModelError], words: 
     spoil(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(kind) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert str(folder) in one_line(error)
     assert all(word in one_line(error) for word in words), one_line(error)
 
@@ -231,7 +231,7 @@ def test_tensors_that_would_be_read_as_other_numbers(
     spoil(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert all(word in one_line(error) for word in words), one_line(error)
 
 
@@ -250,7 +250,7 @@ def test_blocks_that_do_not_divide_an_expert(tmp_path: Path, intermediate: int) 
         tensors[f"{name}_scale_inv"] = torch.ones([-(-n // 128) for n in shape])
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "which blocks of 128 do not divide" in one_line(error)
 
 
@@ -270,7 +270,7 @@ def test_one_expert_s_scales_in_another_type(
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "stored in different types" in one_line(error)
     assert words in one_line(error)
 
@@ -281,7 +281,7 @@ def test_mxfp4_without_its_scales(tmp_path: Path) -> None:
     del tensors[f"{FIRST}.down_proj_scales"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="down_proj_scales is missing"):
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_other_formats_of_compressed_tensors(
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert words in one_line(error)
 
 
@@ -334,7 +334,7 @@ def test_settings_that_say_nothing(
     config["quantization_config"] |= change
     path.write_text(json.dumps(config))
     with pytest.raises(kind) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert str(path) in one_line(error)
     assert words in one_line(error), one_line(error)
 
@@ -347,17 +347,17 @@ def test_a_group_of_no_size(tmp_path: Path, size: Any) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = size
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"group_0.weights.group_size is"):
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
 
 
 def test_groups_of_several_sizes(tmp_path: Path) -> None:
     """Experts in groups of 64, attention in groups of 32: each matrix by its own."""
     folder = compressed(tmp_path, group=32, wider={"experts": 64})
-    draft = Draft.of(folder)
-    dense = draft.checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"]
+    skeleton = ModelSkeleton.of(folder)
+    dense = skeleton.checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"]
     assert (dense.shape, dense.companions[0].shape) == ((32, 128), (32, 4))
-    assert draft.catalog.layouts[0]["gate_up_proj.scale"].shape == (512, 2)
-    whole = whole_model(draft)
+    assert skeleton.catalog.layouts[0]["gate_up_proj.scale"].shape == (512, 2)
+    whole = load_reference_model(skeleton)
     with streamed(folder, capacity=3, kernels="eager") as model:
         assert_same(model, whole, ids(1, 7))
 
@@ -370,5 +370,5 @@ def test_a_method_that_is_not_served_is_named(tmp_path: Path, method: str) -> No
     config["quantization_config"] = {"quant_method": method}
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert f"quantised ({method}), which is not served" in one_line(error)

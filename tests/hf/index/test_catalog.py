@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from greenroom.core.layout import Catalog
 from greenroom.errors import CheckpointError, NotMoE, UnsupportedModel
 from greenroom.hf.index.experts import expert_modules
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.hf.check.test_parity import NAMED
 from tests.hf.conftest import one_line, write_safetensors
 from tests.models import ARCHITECTURES, MULTIMODAL, OTHERWISE, cached_tiny, read_expert, reference
@@ -55,7 +55,7 @@ INDEXED = sorted({*ARCHITECTURES, *MULTIMODAL} - OTHERWISE)
 )
 def test_every_architecture(name: str, dtype: str) -> None:
     folder = cached_tiny(name, dtype=dtype)
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     assert len(catalog.files) > 1
     assert_experts_equal(catalog, reference(folder))
 
@@ -67,14 +67,14 @@ def test_every_architecture(name: str, dtype: str) -> None:
 )
 def test_cast_on_copy(name: str, stored: str, asked: str) -> None:
     folder = cached_tiny(name, dtype=stored)
-    catalog = Draft.of(folder, asked).catalog
+    catalog = ModelSkeleton.of(folder, asked).catalog
     assert not catalog.extents(0)[0].divisible
     assert_experts_equal(catalog, reference(folder, dtype=asked))
 
 
 def test_neighbours_are_one_extent_and_one_run() -> None:
     """save_pretrained puts down, gate and up of one expert side by side; so does the slot."""
-    catalog = Draft.of(cached_tiny("qwen3_moe", shards=1)).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe", shards=1)).catalog
     for expert_id in range(catalog.experts):
         (extent,) = catalog.extents(expert_id)
         (copy,) = extent.copies
@@ -83,20 +83,20 @@ def test_neighbours_are_one_extent_and_one_run() -> None:
 
 
 def test_dense_layers_do_not_count() -> None:
-    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert catalog.layers == ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts")
     assert catalog.offsets == (0, 8, 16)
 
 
 def test_biases_are_not_streamed() -> None:
-    draft = Draft.of(cached_tiny("gpt_oss"))
-    names = {spec.name for spec in draft.catalog.layouts[0].tensors}
+    skeleton = ModelSkeleton.of(cached_tiny("gpt_oss"))
+    names = {spec.name for spec in skeleton.catalog.layouts[0].tensors}
     assert names == {"down_proj", "gate_up_proj"}
-    assert "model.layers.0.mlp.experts.gate_up_proj_bias" in dict(draft.model.named_parameters())
+    assert "model.layers.0.mlp.experts.gate_up_proj_bias" in dict(skeleton.model.named_parameters())
 
 
 def test_experts_arranged_alike_share_their_copies() -> None:
-    catalog = Draft.of(cached_tiny("mixtral", shards=1)).catalog
+    catalog = ModelSkeleton.of(cached_tiny("mixtral", shards=1)).catalog
     assert len({id(catalog.extents(e)[0].copies) for e in range(8)}) == 1
 
 
@@ -110,7 +110,7 @@ def test_experts_stored_transposed(tmp_path: Path, stored: str, asked: str) -> N
     for name in [n for n in tensors if ".experts." in n]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, folder / "model.safetensors")
-    catalog = Draft.of(folder, asked).catalog
+    catalog = ModelSkeleton.of(folder, asked).catalog
     assert not any(extent.divisible for extent in catalog.extents(3))
     assert sum(len(extent.copies) for extent in catalog.extents(3)) == 2
     assert_experts_equal(catalog, reference(folder, dtype=asked))
@@ -133,7 +133,7 @@ def test_experts_stored_interleaved(
         fused = tensor.transpose(1, 2).contiguous() if transposed else tensor
         tensors[name.replace("gate_up_proj", "w13")] = fused
     save_file(tensors, folder / "model.safetensors")
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     copies = [copy for extent in catalog.extents(0) for copy in extent.copies]
     assert len([copy for copy in copies if not copy.contiguous]) == 2
     assert_experts_equal(catalog, reference(folder))
@@ -150,7 +150,7 @@ def test_many_to_many_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = cached_tiny("gpt_oss")
     monkeypatch.setitem(cache, "gpt_oss", [many])
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "experts that share tensors" in one_line(error)
 
 
@@ -217,7 +217,7 @@ def random_checkpoint(folder: Path, data: st.DataObject) -> dict[str, torch.Tens
 def test_any_layout(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         wanted = random_checkpoint(Path(name), data)
-        catalog = Draft.of(name).catalog
+        catalog = ModelSkeleton.of(name).catalog
         for expert_id in range(catalog.experts):
             layer = catalog.layer_of(expert_id)
             extents = catalog.extents(expert_id)
@@ -297,7 +297,7 @@ def test_damaged_experts_are_named(tmp_path: Path, spoil: Any, words: list[str])
     spoil(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert str(folder) in one_line(error)
     assert all(word in one_line(error) for word in words), one_line(error)
 
@@ -307,7 +307,7 @@ def test_fused_experts_of_a_wrong_number(tmp_path: Path) -> None:
     tensors[f"{FIRST}.down_proj"] = tensors[f"{FIRST}.down_proj"][:7].clone()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert f"{FIRST}.down_proj has shape [7, 48, 32]" in one_line(error)
 
 
@@ -317,7 +317,7 @@ def test_codes_without_scales_are_refused(tmp_path: Path) -> None:
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert f"{name} is stored as float8_e4m3fn, without scales" in one_line(error)
 
 
@@ -327,7 +327,7 @@ def test_experts_of_mixed_dtypes_are_refused(tmp_path: Path) -> None:
     tensors[name] = tensors[name].bfloat16()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert f"{name} as bfloat16" in one_line(error)
     assert "as float32" in one_line(error)
 
@@ -345,20 +345,20 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vo
 
 def test_a_dense_model(tmp_path: Path) -> None:
     with pytest.raises(NotMoE) as error:
-        Draft.of(bare(tmp_path, "llama", **SMALL, num_attention_heads=4, dtype="float32"))
+        ModelSkeleton.of(bare(tmp_path, "llama", **SMALL, num_attention_heads=4, dtype="float32"))
     assert "LlamaForCausalLM: a dense model" in one_line(error)
 
 
 def test_a_moe_config_without_moe_layers(tmp_path: Path) -> None:
     folder = bare(tmp_path, "qwen3_moe", **SMALL, mlp_only_layers=[0, 1], dtype="float32")
     with pytest.raises(NotMoE):
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
 
 
 def test_experts_of_another_kind(tmp_path: Path) -> None:
     folder = bare(tmp_path, "doge", **SMALL, num_attention_heads=4, is_moe=True, num_experts=16)
     with pytest.raises(UnsupportedModel) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "its experts are single rows of two embeddings" in one_line(error)
 
 

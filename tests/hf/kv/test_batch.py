@@ -17,7 +17,7 @@ from greenroom.hf.kv.batch import Batch, causal
 from greenroom.hf.kv.kinds import CacheKind
 from greenroom.hf.kv.sizes import KVBytes
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.codegen.entries.products import FEW
 from greenroom.runtime.kernels.codegen.formats import codes
 from greenroom.runtime.kernels.dense.decoder import FusedDecoderLayer
@@ -50,11 +50,11 @@ def served(name: str, dtype: str = "float32", **options: Any) -> Iterator[Any]:
 @contextmanager
 def attached(path: Path, stored: bool = False, **parts: Any) -> Iterator[Any]:
     """A checkpoint's model; `stored`: its dense matrices as well stay as they are in the file."""
-    draft = Draft.of(path)
+    skeleton = ModelSkeleton.of(path)
     if stored:
-        draft.keep_stored()
-    model: Any = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, **{"capacity": 6, **parts}))
+        skeleton.keep_dense_encoded()
+    model: Any = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, **{"capacity": 6, **parts}))
     try:
         yield model
     finally:

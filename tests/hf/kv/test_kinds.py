@@ -13,7 +13,7 @@ from greenroom.hf.kv import kinds as kv_kinds
 from greenroom.hf.kv.kinds import CacheKind, cache_kind
 from greenroom.hf.kv.sizes import KVBytes, LayerSize, kv_bytes
 from greenroom.hf.load.budget import with_host_tier
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from tests.models import cached_tiny, reference
 
 OPTIONS = {"max_new_tokens": 9, "do_sample": False}
@@ -25,8 +25,8 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def draft(folder):
-    return Draft.of(folder)
+def skeleton(folder):
+    return ModelSkeleton.of(folder)
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -90,10 +90,10 @@ def test_compiled_attention_goes_by_the_cache_s_own_update():
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_what_a_quantised_cache_takes_is_counted(draft, folder, name):
+def test_what_a_quantised_cache_takes_is_counted(skeleton, folder, name):
     installed(name)
-    sizes = kv_bytes(draft.model, name, block=512)
-    cache = sizes.kind.cache(draft.model.config)
+    sizes = kv_bytes(skeleton.model, name, block=512)
+    cache = sizes.kind.cache(skeleton.model.config)
     model = reference(folder)
     with torch.no_grad():
         for tokens in (64, 1, 191):
@@ -112,7 +112,7 @@ def test_what_a_quantised_cache_takes_is_counted(draft, folder, name):
 )
 def test_what_a_cache_takes_is_counted(name):
     folder = cached_tiny(name)
-    sizes = kv_bytes(Draft.of(folder).model, block=64)
+    sizes = kv_bytes(ModelSkeleton.of(folder).model, block=64)
     model, seq2seq = reference(folder), name == "switch_transformers"
     answer = {"decoder_input_ids": ids(1, 60)} if seq2seq else {}
     with torch.no_grad():
@@ -139,12 +139,12 @@ def test_what_a_gpu_s_cache_takes():
     assert away.host_bytes(257) == 4 * 1000 * 257
 
 
-def test_keys_and_values_on_the_host_are_of_its_budget(draft):
+def test_keys_and_values_on_the_host_are_of_its_budget(skeleton):
     from greenroom.config import LoadConfig
     from greenroom.hf.memory.setup import ModelSetup
 
     away = KVBytes((LayerSize(1 << 20),) * 8, CacheKind("offloaded"), on_a_gpu=True)
-    parts = ModelSetup(draft.catalog, 4, fake=True, context=1024, keys_values=away)
+    parts = ModelSetup(skeleton.catalog, 4, fake=True, context=1024, keys_values=away)
     config = LoadConfig(device="fake", host_memory="7GiB")
     with pytest.raises(BudgetError, match="keys and values 8 GiB"):
         with_host_tier(parts, config)
@@ -161,16 +161,16 @@ def test_keys_and_values_on_the_host_are_of_its_budget(draft):
 )
 def test_what_cannot_be_had_is_said(name, architecture, words, monkeypatch):
     monkeypatch.setattr(kv_kinds, "is_optimum_quanto_available", lambda: False)
-    model = Draft.of(cached_tiny(architecture)).model
+    model = ModelSkeleton.of(cached_tiny(architecture)).model
     with pytest.raises(UsageError, match=words) as caught:
         cache_kind(name, model, [(2, 8, 8)], on_a_gpu=False)
     assert "\n" not in str(caught.value)
 
 
-def test_names_that_transformers_knows(draft):
+def test_names_that_transformers_knows(skeleton):
     assert CacheKind().generation_options == {}
-    assert isinstance(CacheKind().cache(draft.model.config), DynamicCache)
-    away = cache_kind("offloaded", draft.model, [], on_a_gpu=True)
+    assert isinstance(CacheKind().cache(skeleton.model.config), DynamicCache)
+    away = cache_kind("offloaded", skeleton.model, [], on_a_gpu=True)
     assert away.generation_options == {"cache_implementation": "offloaded"}
     told = CacheKind("int2", 32).generation_options["cache_config"]
     assert told == {"backend": "quanto", "nbits": 2, "q_group_size": 32, "residual_length": 128}

@@ -169,11 +169,11 @@ def test_a_download_that_is_there_is_read_in_place(
 ):
     whole = tmp_path / "snapshot"
     shutil.copytree(folder, whole)
-    monkeypatch.setattr(resolve, "downloaded", lambda model: whole)
-    monkeypatch.setattr(resolve, "remote", None)
+    monkeypatch.setattr(resolve, "cached_snapshot", lambda model: whole)
+    monkeypatch.setattr(resolve, "read_remote", None)
     assert describe("tiny/moe", CONFIG).experts == describe(str(folder), CONFIG).experts
     next(whole.glob("*.safetensors")).unlink()
-    monkeypatch.setattr(resolve, "remote", lambda model: pytest.fail("asked the hub"))
+    monkeypatch.setattr(resolve, "read_remote", lambda model: pytest.fail("asked the hub"))
     with pytest.raises(pytest.fail.Exception):
         describe("tiny/moe", CONFIG)
 

@@ -12,7 +12,7 @@ import greenroom
 from greenroom.config import LoadConfig
 from greenroom.errors import BudgetError, ClosedError, StoreError, UnknownName, UsageError
 from greenroom.hf.memory.slots import slots_for
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import DEFAULT
 from tests.models import cached_tiny, reference
 
@@ -228,7 +228,7 @@ def test_a_budget_with_a_cache_for_each_layer(loaded):
 
 
 def test_shares_and_bytes_become_slots():
-    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert slots_for("25%", catalog) == 4
     assert slots_for(3 * catalog.slot_bytes + 1, catalog) == 3
     assert slots_for("1TiB", catalog) == catalog.experts == 16

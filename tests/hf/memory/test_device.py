@@ -24,7 +24,7 @@ from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.budget import DeviceBudget, MemoryNeeds, host_slots
 from greenroom.hf.memory.devices import kernels_of
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.memory.system import available_bytes, rss_bytes
 from tests.models import cached_tiny, reference
@@ -36,10 +36,10 @@ GIB = 1 << 30
 def placed(name: str, monkeypatch, engine: Engine | None = None, **parts: Any) -> Iterator[Any]:
     """A tiny model in bfloat16 on the stand-in for a GPU."""
     monkeypatch.setattr(places, "engine_for", lambda parts, number: engine or Engine())
-    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
-    model = draft.load()
+    skeleton = ModelSkeleton.of(cached_tiny(name, dtype="bfloat16"))
+    model = skeleton.load()
     parts = {"kernels": "eager", "capacity": 3, **parts}
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, cuda=True, **parts))
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, cuda=True, **parts))
     try:
         yield model
     finally:
@@ -122,7 +122,7 @@ def test_a_device_that_is_lost_fails_every_answer_and_hangs_none(monkeypatch):
 
 
 def test_numba_is_for_cpus_and_triton_for_gpus(monkeypatch, caplog):
-    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     assert kernels_of(ModelSetup(catalog, 1)) == "numba"
     with pytest.raises(UsageError, match="numba computes on a CPU"):
         kernels_of(ModelSetup(catalog, 1, cuda=True, kernels="numba"))
@@ -170,9 +170,9 @@ def test_memory_that_others_hold_cannot_be_asked_for():
 
 
 def test_a_gpu_that_is_too_small_is_said_before_anything_is_loaded():
-    draft = Draft.of(cached_tiny("qwen3_moe"))
+    skeleton = ModelSkeleton.of(cached_tiny("qwen3_moe"))
     budget = DeviceBudget("100MiB", lambda: (GIB, GIB))
-    description = Description.of(draft, LoadConfig(context=64), on_a_gpu=True)
+    description = Description.of(skeleton, LoadConfig(context=64), on_a_gpu=True)
     with pytest.raises(BudgetError, match=r"100 MiB of the GPU's memory is too small: dense") as e:
         description.slot_budget(2, budget.nbytes, 2, label=DeviceBudget.LABEL)
     enough = int(str(e.value).rsplit("--memory ", 1)[1].split("MiB")[0]) << 20
@@ -188,7 +188,7 @@ def test_what_is_left_of_a_gpu_becomes_slots():
 
 
 def test_what_is_left_of_the_host_keeps_experts():
-    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     budget, slots = host_slots(None, catalog, seats=4)
     assert slots == catalog.experts
     assert 0 < budget <= 0.81 * (available_bytes() + rss_bytes())

@@ -17,7 +17,7 @@ from greenroom.hf.load import resolve
 from greenroom.hf.memory import devices as places
 from greenroom.hf.memory.budget import MemoryNeeds, capacity_for
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
 from tests.hf.memory.test_device import Broken, ids
 from tests.models import cached_tiny, reference
@@ -32,11 +32,11 @@ def spread(
     """A tiny model in bfloat16 with its experts over two stand-ins for GPUs."""
     both = engines or (Engine(), Engine())
     monkeypatch.setattr(places, "engine_for", lambda parts, number=0: both[number])
-    draft = Draft.of(cached_tiny(name, dtype="bfloat16"))
-    model: Any = draft.load()
+    skeleton = ModelSkeleton.of(cached_tiny(name, dtype="bfloat16"))
+    model: Any = skeleton.load()
     parts = {"kernels": "eager", "capacity": 4, **parts}
     model.greenroom = Greenroom(
-        model, ModelSetup(draft.catalog, cuda=True, devices=(0, 1), **parts)
+        model, ModelSetup(skeleton.catalog, cuda=True, devices=(0, 1), **parts)
     )
     try:
         yield model
@@ -173,7 +173,7 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch):
 
 
 def test_a_budget_is_of_each_gpu_and_slots_are_as_many_on_all():
-    catalog = Draft.of(cached_tiny("qwen3_moe")).catalog
+    catalog = ModelSkeleton.of(cached_tiny("qwen3_moe")).catalog
     need, slot = MemoryNeeds(0, 1 << 20, 0, 0, 0), catalog.slot_bytes
     budget = need.total + 3 * slot + 5
     assert capacity_for(budget, need, catalog) == 3

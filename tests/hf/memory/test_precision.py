@@ -20,7 +20,7 @@ from greenroom.hf.load.load import load_with
 from greenroom.hf.load.report import startup_line
 from greenroom.hf.memory.approximate import copies_of
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.sim.clock import TraceStep
@@ -41,14 +41,14 @@ OPTIONS: dict[str, Any] = {
 
 def attached(folder, at: Approximation, seats: int = 5, capacity: int = 7, **parts: Any):
     """A model whose misses are served by these thresholds, and a list of its decisions."""
-    draft = Draft.of(folder)
+    skeleton = ModelSkeleton.of(folder)
     copies = None
     if at.low:
-        assert isinstance(draft.catalog, CopiesCatalog)
-        copies = Copies(*draft.catalog.copy_bytes(), seats)
-    model: Any = draft.load()
+        assert isinstance(skeleton.catalog, CopiesCatalog)
+        copies = Copies(*skeleton.catalog.copy_bytes(), seats)
+    model: Any = skeleton.load()
     model.greenroom = Greenroom(
-        model, ModelSetup(draft.catalog, capacity, config=config_of(at), copies=copies, **parts)
+        model, ModelSetup(skeleton.catalog, capacity, config=config_of(at), copies=copies, **parts)
     )
     return model
 
@@ -85,10 +85,10 @@ def decided(model: Any) -> tuple[list[dict[int, tuple[int, int]]], list[TraceSte
 
 def low_of(folder) -> list[dict[str, torch.Tensor]]:
     """Of each layer the copies' matrices, expanded without slots and kernels."""
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     found = []
     for layer, begin in enumerate(catalog.offsets[:-1]):
-        layout = catalog.low_layers[layer].low.layout
+        layout = catalog.layers_with_copies[layer].low_copy.layout
         each: dict[str, list[torch.Tensor]] = {}
         for expert in range(begin, catalog.offsets[layer + 1]):
             (extent,) = catalog.extents(catalog.experts + expert)
@@ -109,10 +109,10 @@ def low_of(folder) -> list[dict[str, torch.Tensor]]:
 
 def replayed(folder, decisions, prompt, at: Approximation) -> Any:
     """transformers' own eager, with each step's weights as they were decided."""
-    whole, offsets = whole_of(folder), Draft.of(folder).catalog.offsets
+    whole, offsets = whole_of(folder), ModelSkeleton.of(folder).catalog.offsets
     lows = low_of(folder) if at.low else []
     steps = iter(decisions)
-    for number, name in enumerate(Draft.of(folder).catalog.layers):
+    for number, name in enumerate(ModelSkeleton.of(folder).catalog.layers):
         module = whole.get_submodule(name)
         exact = {n: p.data.clone() for n, p in module.named_parameters()}
 
@@ -222,7 +222,7 @@ def test_what_a_copy_lacks_is_all_that_is_read():
     folder, at = with_copies("int8", "int4"), Approximation(low=0.9)
     model = attached(folder, at, seats=16, capacity=15)
     try:
-        exact, low, rest = Draft.of(folder).catalog.copy_bytes()
+        exact, low, rest = ModelSkeleton.of(folder).catalog.copy_bytes()
         before = model.greenroom.stats().bytes_read
         model.generate(ids(1, 5), max_new_tokens=24, do_sample=False)
         c, bytes_read = model.greenroom.driver.scheduler.counts, model.greenroom.stats().bytes_read
@@ -281,7 +281,7 @@ def test_a_budget_has_room_for_copies():
 
 
 def test_copies_have_their_share_of_the_memory():
-    catalog = Draft.of(with_copies("same", "int4")).catalog
+    catalog = ModelSkeleton.of(with_copies("same", "int4")).catalog
     config = LoadConfig(cache="50%", miss_precision="int4", low_share="25%")
     copies = copies_of(catalog, config.approximation(), 16, 2)
     assert copies.seats == 16 * catalog.slot_bytes // 4 // copies.low[0]

@@ -17,7 +17,7 @@ from greenroom.hf.memory import slot_budget as module
 from greenroom.hf.memory.budget import SLACK, MemoryNeeds, Workspace
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slot_budget import SlotBudget
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.cuda.engine import Engine
 from tests.models import cached_tiny, reference
 
@@ -39,11 +39,11 @@ def ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(5))
 
 
-def growth_of(draft: Draft, **options: Any) -> SlotBudget:
+def growth_of(skeleton: ModelSkeleton, **options: Any) -> SlotBudget:
     """Of a budget that leaves FEWEST slots with a full context, and nothing for activations."""
-    sizes = kv_bytes(draft.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
+    sizes = kv_bytes(skeleton.model, block=512, room=CONTEXT, on_a_gpu=bool(options))
     return SlotBudget(
-        1 << 40, NOTHING, draft.catalog, sizes, Workspace(0, 0, 0, 0),
+        1 << 40, NOTHING, skeleton.catalog, sizes, Workspace(0, 0, 0, 0),
         context=CONTEXT, min_slots=1, **options,
     ).leaving(FEWEST)  # fmt: skip
 
@@ -77,7 +77,7 @@ class Watched:
 @pytest.fixture
 def watched(folder):
     model, _ = greenroom.load(str(folder), cache="100%", kernels="eager", context=CONTEXT)
-    yield Watched(model, growth_of(Draft.of(folder)))
+    yield Watched(model, growth_of(ModelSkeleton.of(folder)))
     model.greenroom.detach()
 
 
@@ -158,30 +158,30 @@ def test_a_size_that_is_asked_for_holds(watched):
 
 
 def test_a_budget_that_cannot_hold_the_context_is_refused(folder):
-    draft = Draft.of(folder)
-    sizes = kv_bytes(draft.model, block=512, room=CONTEXT)
+    skeleton = ModelSkeleton.of(folder)
+    sizes = kv_bytes(skeleton.model, block=512, room=CONTEXT)
     with pytest.raises(BudgetError, match="is too small"):
         SlotBudget(
-            SLACK + sizes.total_bytes(CONTEXT), NOTHING, draft.catalog, sizes,
+            SLACK + sizes.total_bytes(CONTEXT), NOTHING, skeleton.catalog, sizes,
             Workspace(0, 0, 0, 0), context=CONTEXT, min_slots=1,
         )  # fmt: skip
 
 
 def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
     """The CPU stands in the GPU's place."""
-    draft, released = Draft.of(folder), []
-    slot = draft.catalog.slot_bytes
+    skeleton, released = ModelSkeleton.of(folder), []
+    slot = skeleton.catalog.slot_bytes
     monkeypatch.setattr("greenroom.runtime.cuda.slots.SEGMENT_BYTES", 3 * slot)
     monkeypatch.setattr("greenroom.hf.memory.devices.engine_for", lambda parts, number=0: Engine())
     monkeypatch.setattr(kv, "BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv.sizes.BLOCK", 32)
     monkeypatch.setattr("greenroom.hf.kv.sizes.FREED", 0)
     monkeypatch.setattr(kv, "FREED", 0)
-    model: Any = draft.load()
-    parts = ModelSetup(draft.catalog, 1, cuda=True, kernels="eager", context=CONTEXT)
+    model: Any = skeleton.load()
+    parts = ModelSetup(skeleton.catalog, 1, cuda=True, kernels="eager", context=CONTEXT)
     model.greenroom = Greenroom(model, parts)
     try:
-        watched = Watched(model, growth_of(draft, release=lambda: released.append(1)))
+        watched = Watched(model, growth_of(skeleton, release=lambda: released.append(1)))
         options = {"max_new_tokens": 34, "min_new_tokens": 34, "do_sample": False}
         wanted = reference(folder).generate(ids(1, 530), **options)
         assert torch.equal(model.generate(ids(1, 530), **options), wanted)
@@ -193,7 +193,7 @@ def test_segments_of_a_gpu_are_given_up_as_a_whole(folder, monkeypatch):
         assert all((number - 1) % 3 == 0 for number in fewer)  # the first segment has one slot
         assert len(released) > len(watched.resizes)  # with what keys and values outgrew
         model.generate(ids(1, 5), max_new_tokens=2)
-        assert watched.greenroom.capacity == draft.catalog.experts
+        assert watched.greenroom.capacity == skeleton.catalog.experts
     finally:
         model.greenroom.detach()
 

@@ -23,9 +23,9 @@ from greenroom.hf.history import split_counts
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.memory.slots import pieces_of
 from greenroom.hf.memory.split import nearest, split_experts
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import whole_model
-from greenroom.hf.pack.making import pack
+from greenroom.hf.model.reference import load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.pack.packing import pack
 from greenroom.plan.history.routing import RoutingHistory
 from tests.hf.check.test_parity import ids
 from tests.hf.pack.rig import fill
@@ -50,11 +50,11 @@ def packed(kind: str = "same", name: str = "qwen3_moe", inner: int = 320) -> Pat
 
 def logits(folder: Path, shares: Any = None, batch: torch.Tensor | None = None, **parts: Any):
     """Of a prompt and four tokens after it, and what was counted."""
-    draft = Draft.of(folder)
-    catalog, split = draft.catalog, None
+    skeleton = ModelSkeleton.of(folder)
+    catalog, split = skeleton.catalog, None
     if shares is not None:
         catalog, split = split_experts(catalog, shares, 2)
-    model = draft.load()
+    model = skeleton.load()
     model.greenroom = Greenroom(model, ModelSetup(catalog, split=split, **parts))
     try:
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
@@ -88,7 +88,7 @@ def test_bits_are_those_of_whole_experts(name, kernels):
 def test_encoded_experts(kind, inner, tmp_path):
     """The blocks of fp8 are of 128 channels, and cut between them alone."""
     folder = packed(kind, inner=inner)
-    whole = whole_model(Draft.of(source(inner=inner)))
+    whole = load_reference_model(ModelSkeleton.of(source(inner=inner)))
     pack(str(source(inner=inner)), tmp_path / "whole", kind)
     want, _ = logits(tmp_path / "whole", capacity=64)
     assert torch.equal(logits(folder, capacity=7)[0], want)
@@ -121,9 +121,9 @@ def test_scopes_predictors_and_late_bytes_change_nothing(parts):
 
 def test_resizing_keeps_tops_and_bits():
     want, _ = logits(source(), capacity=64)
-    draft = Draft.of(packed())
-    catalog, split = split_experts(draft.catalog, (0.25, 0.75), 2)
-    model = draft.load()
+    skeleton = ModelSkeleton.of(packed())
+    catalog, split = split_experts(skeleton.catalog, (0.25, 0.75), 2)
+    model = skeleton.load()
     model.greenroom = Greenroom(
         model, ModelSetup(catalog, capacity=8, split=split, scope="per-layer")
     )
@@ -194,10 +194,10 @@ def test_a_damaged_segment_is_never_computed_with(tmp_path):
 
 
 def test_ratios_take_the_nearest_segment():
-    layout = Draft.of(packed()).catalog.layouts[0]
+    layout = ModelSkeleton.of(packed()).catalog.layouts[0]
     ends = [s.offset / layout.nbytes for s in layout.segments[1:]] + [1.0]
     assert [nearest(layout, share) for share in (0.01, ends[1], 0.99)] == [1, 2, 4]
-    catalog, split = split_experts(Draft.of(packed()).catalog, 1.0, 2)
+    catalog, split = split_experts(ModelSkeleton.of(packed()).catalog, 1.0, 2)
     assert split is None
     assert catalog.pieces == list(range(catalog.experts))
 
@@ -227,7 +227,9 @@ def test_more_mistakes(tmp_path):
     with pytest.raises(BudgetError, match="too small to split them"):
         greenroom.load(str(packed()), cache="7%", split="0.5")
     with pytest.raises(UsageError, match="experts in segments are computed from one host memory"):
-        pieces_of(ModelSetup(Draft.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1)))
+        pieces_of(
+            ModelSetup(ModelSkeleton.of(packed()).catalog, capacity=4, fake=True, devices=(0, 1))
+        )
     small = cached_tiny("qwen3_moe", dtype="bfloat16", tokenizer=True, moe_intermediate_size=64)
     with pytest.raises(UnsupportedModel, match="have 64 intermediate channels, in blocks of 64"):
         pack(str(small), tmp_path / "small", "same", segments=4)
@@ -239,13 +241,13 @@ def test_more_mistakes(tmp_path):
 
 def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog):
     monkeypatch.setattr(defaults, "TAU", 2)
-    catalog = Draft.of(packed()).catalog
+    catalog = ModelSkeleton.of(packed()).catalog
     cut, split, scope = defaults.auto_split(catalog, None, 8, 2)
     assert scope == "per-layer"
     assert [n / split.whole for n in split.tops] == pytest.approx([0.5, 0.5], abs=0.15)
 
-    draft = Draft.of(packed())
-    model = draft.load()
+    skeleton = ModelSkeleton.of(packed())
+    model = skeleton.load()
     parts = ModelSetup(
         cut, capacity=8, split=split, scope=scope, watch=True, prefetch="next-gate", guard=False
     )
@@ -266,8 +268,8 @@ def test_auto_begins_with_half_and_goes_by_what_was_recorded(monkeypatch, caplog
     cut, split, scope = defaults.auto_split(catalog, known, 8, 2)
     assert sum(scope) == pytest.approx(8)
     want, _ = logits(source(), capacity=64)
-    draft = Draft.of(packed())
-    model = draft.load()
+    skeleton = ModelSkeleton.of(packed())
+    model = skeleton.load()
     model.greenroom = Greenroom(model, ModelSetup(cut, capacity=10, split=split, scope=scope))
     try:
         out = model.generate(

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from greenroom.errors import CheckpointError
 from greenroom.hf.attach.attach import Greenroom
-from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.load.load import load
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.hf.model.dense import _stored, _used_by_code
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import whole_model
+from greenroom.hf.model.reference import load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import stored_matrix
 from tests.gguf_models import write
 from tests.hf.check.test_parity import ids
@@ -51,11 +51,11 @@ def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def served(path: Path, stored: bool, **parts: Any) -> Iterator[PreTrainedModel]:
-    draft = Draft.of(path)
+    skeleton = ModelSkeleton.of(path)
     if stored:
-        draft.keep_stored()
-    model = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, capacity=9, **parts))
+        skeleton.keep_dense_encoded()
+    model = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, capacity=9, **parts))
     try:
         yield model
     finally:
@@ -82,15 +82,15 @@ def test_the_bits_of_expanded_ones_and_less_memory(checkpoint: Path) -> None:
         assert {key: mine.get(key) for key in counts} == counts
         assert len(kept) >= 3
         assert not any("gate" in name.split(".") for name in kept)
-    full, draft = Draft.of(checkpoint).dense_bytes, Draft.of(checkpoint)
-    tensors = sorted(draft.dense_tensors)
-    draft.keep_stored()
-    assert sorted(draft.dense_tensors) == tensors
-    assert draft.dense_bytes < 0.9 * full
+    full, skeleton = ModelSkeleton.of(checkpoint).dense_bytes, ModelSkeleton.of(checkpoint)
+    tensors = sorted(skeleton.dense_tensors)
+    skeleton.keep_dense_encoded()
+    assert sorted(skeleton.dense_tensors) == tensors
+    assert skeleton.dense_bytes < 0.9 * full
 
 
 def test_detached_it_is_what_transformers_loads(checkpoint: Path) -> None:
-    whole = whole_model(Draft.of(checkpoint)).state_dict()
+    whole = load_reference_model(ModelSkeleton.of(checkpoint)).state_dict()
     for kernels in ("auto", "eager"):
         with served(checkpoint, True, kernels=kernels) as model:
             pass
@@ -137,7 +137,7 @@ def test_load_keeps_them_where_compiled_kernels_compute(tmp_path: Path) -> None:
 
 def test_what_the_model_s_code_computes_with_is_expanded() -> None:
     """Jamba multiplies with `dt_proj.weight` by itself."""
-    model = Draft.of(cached_tiny("jamba")).model
+    model = ModelSkeleton.of(cached_tiny("jamba")).model
     used = _used_by_code(model)
     assert "dt_proj" in used
     assert not {"q_proj", "o_proj", "lm_head", "embed_tokens"} & used
@@ -145,20 +145,20 @@ def test_what_the_model_s_code_computes_with_is_expanded() -> None:
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})
-    draft = Draft.of(path)
-    draft.keep_stored()
+    skeleton = ModelSkeleton.of(path)
+    skeleton.keep_dense_encoded()
     path.write_bytes(path.read_bytes()[:9000])
     with pytest.raises(CheckpointError) as error:
-        draft.load()
+        skeleton.load()
     assert "truncated" in one_line(error)
 
 
 @pytest.mark.parametrize(("rows", "stays"), [(256, True), (192, False)])
 def test_a_matrix_whose_last_block_is_short_is_expanded(rows: int, stays: bool) -> None:
     """192 outputs have two rows of scales, for 128 and for 64 of them: kernels read 96 each."""
-    scale = Stored(0, "float32", (2, 1), 0, 8)
+    scale = StoredTensor(0, "float32", (2, 1), 0, 8)
     shape = (rows, 128)
-    matrix = Stored(
+    matrix = StoredTensor(
         0, "float8_e4m3fn", shape, 8, rows * 128, "fp8", shape, unit=128, companions=(scale,)
     )
     assert (_stored(matrix, torch.bfloat16) is not None) is stays

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.pack.making import pack
+from greenroom.hf.pack.packing import pack
 from tests.models import cached_tiny
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}

@@ -14,7 +14,7 @@ from greenroom.errors import (
     UsageError,
 )
 from greenroom.hf.kv.sizes import kv_bytes
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.server.engine.journal import Journal, Reuse
 from greenroom.server.engine.kv_memory import kv_limit
 from greenroom.server.engine.requests import Request, Sampling
@@ -90,7 +90,7 @@ def test_slots_make_room_for_all_requests_and_come_back(
     served: Any, folder: Any, model: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("greenroom.hf.memory.slot_budget.BLOCK", 32)
-    one = kv_bytes(Draft.of(folder).model, block=512, room=600).total_bytes(600)
+    one = kv_bytes(ModelSkeleton.of(folder).model, block=512, room=600).total_bytes(600)
     s = served(capacity=16, context=600, leaving=4, max_batch=3, prefill_chunk=64,
                kv_memory=one, prefix_share="100%")  # fmt: skip
     system = draw(100)

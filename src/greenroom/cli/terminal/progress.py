@@ -125,9 +125,9 @@ def quiet(progress: Progress | None = None) -> None:
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
-    from greenroom.hf.checkpoint.hub import Bytes
+    from greenroom.hf.checkpoint.hub import DownloadBar
 
     logging.disable_progress_bar()
     disable_progress_bars()
     if progress is not None:
-        Bytes.said_to = partial(progress.say, "downloading")
+        DownloadBar.report = partial(progress.say, "downloading")

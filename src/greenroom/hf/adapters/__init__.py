@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
-from greenroom.hf.adapters.helpers.socket import Adapter
+from greenroom.hf.adapters.helpers.experts_interface import Adapter
 
 # By the folder of their code in transformers; each has a file of that name here.
 ADAPTERS = (
@@ -31,7 +31,7 @@ def folder_of(kind: type[PreTrainedModel]) -> str:
     return kind.__module__.split(".")[-2]
 
 
-def named(folder: str) -> Adapter:
+def load_adapter(folder: str) -> Adapter:
     """The adapter of a folder of ADAPTERS."""
     adapter: Adapter = import_module(f"{__name__}.{folder}").ADAPTER
     return adapter
@@ -40,7 +40,7 @@ def named(folder: str) -> Adapter:
 def adapter_of(model: PreTrainedModel) -> Adapter | None:
     """The adapter that a model needs, if any."""
     folder = folder_of(type(model))
-    return named(folder) if folder in ADAPTERS else None
+    return load_adapter(folder) if folder in ADAPTERS else None
 
 
 def adapt(model: PreTrainedModel) -> str:
@@ -56,7 +56,7 @@ def adapt(model: PreTrainedModel) -> str:
     return adapter.warning
 
 
-def conversions(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
+def weight_transforms(model: PreTrainedModel, quantiser: Any = None) -> list[WeightTransform]:
     """How a checkpoint's tensors become this model's parameters, by a quantiser of transformers
     where they are to be expanded."""
     mapping = get_model_conversion_mapping(model, None, quantiser)

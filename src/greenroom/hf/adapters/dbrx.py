@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, replace_forward
 
 
 class DbrxExperts(Experts):
@@ -63,7 +63,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
         old.mlp.w1.dtype,
         old.mlp.activation_fn,
     )
-    become(block, _forward)
+    replace_forward(block, _forward)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:

@@ -12,7 +12,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, WeightTransform
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.helpers.socket import Adapter, merged, numbered_from
+from greenroom.hf.adapters.helpers.experts_interface import (
+    Adapter,
+    experts_numbered_from,
+    merge_experts,
+)
 
 
 class NotServed(nn.Module):
@@ -36,13 +40,13 @@ ADAPTER = Adapter(
     "the text's experts",
     _conversions,
     added=(
-        merged("mlp.text_moe.experts.down_proj", "mlp.experts.*.down_proj.weight"),
-        merged(
+        merge_experts("mlp.text_moe.experts.down_proj", "mlp.experts.*.down_proj.weight"),
+        merge_experts(
             "mlp.text_moe.experts.gate_up_proj",
             "mlp.experts.*.gate_proj.weight",
             "mlp.experts.*.up_proj.weight",
             then=[Concatenate(dim=1)],
         ),
     ),
-    unused=numbered_from("moe_num_experts"),
+    unused=experts_numbered_from("moe_num_experts"),
 )

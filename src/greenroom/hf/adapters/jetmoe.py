@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, replace_forward
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
     up, down = block.input_linear.weight, block.output_linear.weight
     block.experts = Experts(model, tuple(up.shape), tuple(down.shape), up.dtype, block.activation)
     del block.input_linear, block.output_linear
-    become(block, _forward)
+    replace_forward(block, _forward)
 
 
 def _forward(self: Any, layer_input: Tensor) -> Tensor:

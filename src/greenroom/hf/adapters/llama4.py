@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become
+from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, replace_forward
 
 
 class Llama4Experts(Experts):
@@ -44,7 +44,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
         old.act_fn,
         is_transposed=True,
     )
-    become(block, _forward)
+    replace_forward(block, _forward)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become, numbered_from
+from greenroom.hf.adapters.helpers.experts_interface import (
+    Adapter,
+    Experts,
+    experts_numbered_from,
+    replace_forward,
+)
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
@@ -25,7 +30,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
         old.down_proj.dtype,
         old.act_fn,
     )
-    become(block, _forward)
+    replace_forward(block, _forward)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -46,5 +51,7 @@ ADAPTER = Adapter(
     "LongcatFlashMoE",
     adapt,
     "identity experts need no weights",
-    unused=numbered_from("n_routed_experts"),  # transformers writes weights for experts without any
+    unused=experts_numbered_from(
+        "n_routed_experts"
+    ),  # transformers writes weights for experts without any
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, merged
+from greenroom.hf.adapters.helpers.experts_interface import Adapter, Experts, merge_experts
 
 NAMES = {"fc1.weight": "up_proj", "fc2.weight": "down_proj"}
 NAMES |= {"fc1.bias": "up_proj_bias", "fc2.bias": "down_proj_bias"}
@@ -61,7 +61,9 @@ ADAPTER = Adapter(
     "NllbMoeSparseMLP",
     adapt,
     "transformers sends all tokens to experts 0 and 1",
-    added=tuple(merged(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()),
+    added=tuple(
+        merge_experts(f"experts.{new}", f"experts.expert_*.{old}") for old, new in NAMES.items()
+    ),
     warning="NLLB-MoE is served as this transformers computes it: it reads the router's mask as"
     " numbers of experts, so only experts 0 and 1 of a layer are used",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.core_model_loading import PrefixChange, WeightTransform
 
-from greenroom.hf.adapters.helpers.socket import Adapter
+from greenroom.hf.adapters.helpers.experts_interface import Adapter
 
 
 def _conversions(mapping: list[WeightTransform]) -> list[WeightTransform]:

@@ -6,13 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.helpers.socket import Adapter, decorated, plug
+from greenroom.hf.adapters.helpers.experts_interface import (
+    Adapter,
+    decorate,
+    set_interface_attributes,
+)
 
 
 def adapt(experts: Any, model: PreTrainedModel) -> None:
     kind: Any = type(experts)
-    experts.__class__ = decorated(kind)
-    plug(experts, model)
+    experts.__class__ = decorate(kind)
+    set_interface_attributes(experts, model)
 
 
 ADAPTER = Adapter("Step3p7Experts", adapt)

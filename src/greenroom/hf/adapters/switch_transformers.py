@@ -10,7 +10,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from greenroom.hf.adapters.helpers.socket import Adapter, Experts, become, merged
+from greenroom.hf.adapters.helpers.experts_interface import (
+    Adapter,
+    Experts,
+    merge_experts,
+    replace_forward,
+)
 
 
 def adapt(block: Any, model: PreTrainedModel) -> None:
@@ -23,7 +28,7 @@ def adapt(block: Any, model: PreTrainedModel) -> None:
         first.act,
         has_gate=False,
     )
-    become(block, _forward)
+    replace_forward(block, _forward)
 
 
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -40,7 +45,7 @@ ADAPTER = Adapter(
     "SwitchTransformersSparseMLP",
     adapt,
     added=(
-        merged("experts.up_proj", "experts.expert_*.wi.weight"),
-        merged("experts.down_proj", "experts.expert_*.wo.weight"),
+        merge_experts("experts.up_proj", "experts.expert_*.wi.weight"),
+        merge_experts("experts.down_proj", "experts.expert_*.wo.weight"),
     ),
 )

@@ -16,18 +16,18 @@ from greenroom.config import show_bytes
 from greenroom.errors import BudgetError, UnsupportedCall, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.attach.module_guard import remove
-from greenroom.hf.checkpoint.source import Source
-from greenroom.hf.index.experts import STREAMED, streamed_of
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.implementation import compute_by
-from greenroom.hf.model.reference import load_experts, quantiser
+from greenroom.hf.checkpoint.source import ModelSource
+from greenroom.hf.index.experts import STREAMED, detached_parameters
+from greenroom.hf.model.implementation import set_experts_implementation
+from greenroom.hf.model.reference import load_reference_experts, quantiser
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import stored_matrix
 from greenroom.runtime.memory.system import available_bytes, give_back
 
 SINCE = "since the model was loaded"
 
 
-def check(model: PreTrainedModel, source: Source | None, freed: int) -> Source:
+def check(model: PreTrainedModel, source: ModelSource | None, freed: int) -> ModelSource:
     """Raise where a model cannot be made whole; `freed` bytes are given back before it is.
 
     UnsupportedCall or UnsupportedModel where it cannot be at all, BudgetError where memory does not
@@ -55,7 +55,7 @@ def expanded_bytes(model: nn.Module) -> int:
     """The most that memory grows by: all experts, stored dense weights expanded, and once more a
     layer's experts while they are converted."""
     layers = [
-        sum(prod(each.shape) * each.dtype.itemsize for each in streamed_of(module))
+        sum(prod(each.shape) * each.dtype.itemsize for each in detached_parameters(module))
         for module in model.modules()
     ]
     stored = {id(each): each for m in model.modules() if (each := stored_matrix(m)) is not None}
@@ -63,21 +63,21 @@ def expanded_bytes(model: nn.Module) -> int:
     return sum(layers) + max(layers) + dense
 
 
-def materialize(model: Any, source: Source) -> None:
+def materialize(model: Any, source: ModelSource) -> None:
     """Give a detached model all that it lacks; after an error it is detached still.
 
     The model then computes experts as transformers does by default, may be trained, saved, copied
     and moved, and `num_parameters` and `state_dict` are transformers'.
     """
-    draft = Draft.of(source.checkpoint, source.dtype)
-    modules = [model.get_submodule(layer[0].module) for layer in draft.layers]
+    skeleton = ModelSkeleton.of(source.checkpoint, source.dtype)
+    modules = [model.get_submodule(layer[0].module) for layer in skeleton.layers]
     try:
         for number, module in enumerate(modules):
-            for name, values in load_experts(draft, number).items():
+            for name, values in load_reference_experts(skeleton, number).items():
                 module.register_parameter(name, nn.Parameter(values.contiguous()))
         source.stamps.check(SINCE)
     except BaseException:
-        for layer, module in zip(draft.layers, modules, strict=True):
+        for layer, module in zip(skeleton.layers, modules, strict=True):
             for streamed in layer:
                 module.register_parameter(streamed.name, None)
         give_back()
@@ -88,4 +88,4 @@ def materialize(model: Any, source: Source) -> None:
         parameter.requires_grad_(parameter.is_floating_point())
     remove(model)
     model.__dict__.pop("_weight_conversions", None)  # those of a model without experts
-    compute_by(model.get_correct_experts_implementation(None), model, *modules)
+    set_experts_implementation(model.get_correct_experts_implementation(None), model, *modules)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from greenroom.core.layout import FLOATS
 from greenroom.errors import UnsupportedCall
-from greenroom.hf.index.experts import streamed_of
+from greenroom.hf.index.experts import detached_parameters
 from greenroom.runtime.kernels.dense.stored import stored_matrix
 
 WAY_OUT = "model.greenroom.materialize() reads them into memory first"
@@ -97,7 +97,7 @@ def addresses(
 
 def _holds(module: nn.Module) -> bool:
     """Are a module's weights streamed or stored?"""
-    return bool(streamed_of(module)) or stored_matrix(module) is not None
+    return bool(detached_parameters(module)) or stored_matrix(module) is not None
 
 
 def remove(model: nn.Module) -> None:
@@ -132,7 +132,7 @@ def _kinds(module: nn.Module) -> Iterator[Kind]:
     device = own[0].device if own else torch.device("cpu")
     yield from ((each.dtype, each.device) for each in own or module.buffers())
     for part in module.modules():
-        yield from ((each.dtype, device) for each in streamed_of(part))
+        yield from ((each.dtype, device) for each in detached_parameters(part))
         if (stored := stored_matrix(part)) is not None:
             yield stored.dtype, stored.device
 
@@ -181,7 +181,7 @@ def _load_from_state_dict(me: Me, state_dict: Mapping[str, Any], prefix: str, *a
     """
     module: nn.Module = me()
     for name, part in module.named_modules():
-        names = [each.name for each in streamed_of(part)]
+        names = [each.name for each in detached_parameters(part)]
         if stored_matrix(part) is not None:
             names.append("weight")
         of_part = f"{prefix}{name}." if name else prefix
@@ -200,7 +200,7 @@ def _num_parameters(me: Me, only_trainable: bool = False, exclude_embeddings: bo
         return total
     stored: dict[int, int] = {}  # by matrix: tied modules share one
     for module in model.modules():
-        total += sum(prod(each.shape) for each in streamed_of(module))
+        total += sum(prod(each.shape) for each in detached_parameters(module))
         if (matrix := stored_matrix(module)) is not None:
             left_out = exclude_embeddings and isinstance(module, nn.Embedding)
             size = 0 if left_out else matrix.shape.numel()

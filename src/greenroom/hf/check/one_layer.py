@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from greenroom.hf.check.passes import logits_of
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.implementation import compute_by
-from greenroom.hf.model.reference import load_experts
+from greenroom.hf.model.implementation import set_experts_implementation
+from greenroom.hf.model.reference import load_reference_experts
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.matrix import is_exact
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states [T, H], top-k index and weights [T, K]
@@ -51,25 +51,29 @@ class LayerCheck:
 
 @torch.inference_mode()
 def compare_layers(
-    draft: Draft, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
+    skeleton: ModelSkeleton, model: PreTrainedModel, passes: list[Tensor], whole: bool = False
 ) -> Iterator[LayerCheck]:
     """Run `passes` (token ids [1, T] each) on a model, then check layer after layer.
 
-    `draft` is of the model before it was loaded. The model is attached, or (`whole`) transformers'
-    own with all of its experts in memory.
+    `skeleton` is of the model before it was loaded. The model is attached, or (`whole`)
+    transformers' own with all of its experts in memory.
     """
-    checkpoint, dtype = draft.checkpoint, str(draft.dtype)[6:]
-    inputs, outputs = _record(model, draft.catalog.layers, passes)
-    for layer, name in enumerate(draft.catalog.layers):
+    checkpoint, dtype = skeleton.checkpoint, str(skeleton.dtype)[6:]
+    inputs, outputs = _record(model, skeleton.catalog.layers, passes)
+    for layer, name in enumerate(skeleton.catalog.layers):
         module, given = model.get_submodule(name), inputs[name]
-        parameters = {} if whole else load_experts(Draft.of(checkpoint, dtype), layer)
+        parameters = (
+            {} if whole else load_reference_experts(ModelSkeleton.of(checkpoint, dtype), layer)
+        )
         with _filled(module, parameters):
             expected = _forward(module, "eager", given)
             grouped = _forward(module, "grouped_mm", given)
-        reference, layout = expected, draft.catalog.layouts[layer]
-        if not all(is_exact(layout.weight(each), draft.dtype) for each in layout.encodings):
+        reference, layout = expected, skeleton.catalog.layouts[layer]
+        if not all(is_exact(layout.weight(each), skeleton.dtype) for each in layout.encodings):
             wide = [(x.float(), index, weights.float()) for x, index, weights in given]
-            with _filled(module, load_experts(Draft.of(checkpoint, "float32"), layer)):
+            with _filled(
+                module, load_reference_experts(ModelSkeleton.of(checkpoint, "float32"), layer)
+            ):
                 reference = _forward(module, "eager", wide)
         equal = all(map(torch.equal, expected, outputs[name]))
         largest = max(map(distance, grouped, reference))
@@ -114,11 +118,11 @@ def _filled(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
 def _forward(module: nn.Module, implementation: str, inputs: list[Inputs]) -> list[Tensor]:
     config: Any = module.config
     before = config._experts_implementation
-    compute_by(implementation, module)
+    set_experts_implementation(implementation, module)
     try:
         return [module(*each) for each in inputs]
     finally:
-        compute_by(before, module)
+        set_experts_implementation(before, module)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

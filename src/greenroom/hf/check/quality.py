@@ -29,7 +29,7 @@ from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.load.describe import context_of
 from greenroom.hf.memory.approximate import APPROXIMATION_OPTIONS, check_copies
 from greenroom.hf.memory.slots import slots_for
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 
 WINDOW = 512  # tokens that are read at a time, without what came before them
 PASS = 64  # tokens of a pass, where keys and values of those before it shall be read as kept
@@ -89,13 +89,13 @@ def quality(
         original = source
     else:
         original = _original(source, against, itself=changed != config)
-    drafts = tuple(Draft.of(find_checkpoint(name), dtype) for name in (source, original))
-    _check(source, original, drafts)
-    for draft in drafts:
-        slots_for(cache, draft.catalog)  # a mistake shows before the work begins
-    check_copies(drafts[0].catalog, changed.approximation())
-    whole = drafts[1]
-    windows = _windows((source, original), drafts, text, tokens)
+    skeletons = tuple(ModelSkeleton.of(find_checkpoint(name), dtype) for name in (source, original))
+    _check(source, original, skeletons)
+    for skeleton in skeletons:
+        slots_for(cache, skeleton.catalog)  # a mistake shows before the work begins
+    check_copies(skeletons[0].catalog, changed.approximation())
+    whole = skeletons[1]
+    windows = _windows((source, original), skeletons, text, tokens)
     step = 1 if lesser else PASS if kv != "dynamic" else WINDOW
     size = whole.model.config.get_text_config().vocab_size
     _check_room(sum(len(window) - 1 for window in windows) * size * whole.dtype.itemsize)
@@ -150,15 +150,15 @@ def _original(source: str, against: str | None, itself: bool) -> str:
     return original
 
 
-def _check(source: str, original: str, drafts: Sequence[Draft]) -> None:
+def _check(source: str, original: str, skeletons: Sequence[ModelSkeleton]) -> None:
     """The two must be of one architecture, and decoders."""
-    kinds = [type(draft.model).__name__ for draft in drafts]
+    kinds = [type(skeleton.model).__name__ for skeleton in skeletons]
     if kinds[0] != kinds[1]:
         raise UsageError(f"{source} is a {kinds[0]} and {original} a {kinds[1]}")
-    sizes = [draft.model.config.get_text_config().vocab_size for draft in drafts]
+    sizes = [skeleton.model.config.get_text_config().vocab_size for skeleton in skeletons]
     if sizes[0] != sizes[1]:
         raise UsageError(f"{source} has {sizes[0]} tokens and {original} has {sizes[1]}")
-    if drafts[0].model.config.is_encoder_decoder:
+    if skeletons[0].model.config.is_encoder_decoder:
         raise UsageError(
             f"{source} is an encoder-decoder: --quality reads a text as a decoder does"
         )
@@ -172,14 +172,14 @@ def _named(config: LoadConfig, changed: LoadConfig) -> str:
 
 
 def _windows(
-    names: Sequence[str], drafts: Sequence[Draft], text: str, tokens: int | None
+    names: Sequence[str], skeletons: Sequence[ModelSkeleton], text: str, tokens: int | None
 ) -> list[list[int]]:
     """The text's token ids, cut into windows; both tokenizers must agree on them."""
-    found = [tokenizer_of(draft.checkpoint)(text)["input_ids"] for draft in drafts]
+    found = [tokenizer_of(skeleton.checkpoint)(text)["input_ids"] for skeleton in skeletons]
     if found[0] != found[1]:
         raise UsageError(f"{names[0]} and {names[1]} cut the text into different tokens")
     ids = found[0][:tokens]
-    window = min(WINDOW, *(context_of(draft.model, WINDOW) for draft in drafts))
+    window = min(WINDOW, *(context_of(skeleton.model, WINDOW) for skeleton in skeletons))
     cut = [ids[at : at + window] for at in range(0, len(ids), window)]
     windows = [each for each in cut if len(each) > 1]  # what has nothing before it is not predicted
     if not windows:

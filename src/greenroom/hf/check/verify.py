@@ -27,9 +27,9 @@ from greenroom.hf.check.passes import Passes, logits_of, streamed_model
 from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.checkpoint.tokenizer import tokenizer_of
 from greenroom.hf.memory.slots import slots_for
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.implementation import compute_by
-from greenroom.hf.model.reference import loads_whole, whole_model
+from greenroom.hf.model.implementation import set_experts_implementation
+from greenroom.hf.model.reference import load_reference_model, transformers_can_load
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.memory.system import available_bytes, give_back
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
@@ -92,17 +92,17 @@ def verify(
     checkpoint = find_checkpoint(source)
     if checkpoint.pack is not None:
         checkpoint.pack.check()
-    draft = Draft.of(checkpoint, dtype)
-    slots_for(cache, draft.catalog)  # a mistake shows before the work begins
-    size = draft.dense_bytes + draft.expanded_bytes
+    skeleton = ModelSkeleton.of(checkpoint, dtype)
+    slots_for(cache, skeleton.catalog)  # a mistake shows before the work begins
+    size = skeleton.dense_bytes + skeleton.expanded_bytes
     whole = size * ROOM < available_bytes() if layers is None else not layers
-    whole = whole and loads_whole(checkpoint)
+    whole = whole and transformers_can_load(checkpoint)
     verdict = Verdict(whole)
     config = LoadConfig(
         cache=cache, dtype=dtype, kernels=kernels, no_guard=True, device="cpu", readers=2
     )
     ids = tokenizer_of(checkpoint)(prompt, return_tensors="pt")["input_ids"].long()
-    trial = _Trial(source, draft, config, ids, tokens, say, verdict)
+    trial = _Trial(source, skeleton, config, ids, tokens, say, verdict)
     if whole:
         trial.compare_with_transformers()
     else:
@@ -134,7 +134,7 @@ class _Trial:
     """The runs of one model; `config` is that of the kernels to be judged, with this cache."""
 
     source: str
-    draft: Draft
+    skeleton: ModelSkeleton
     config: LoadConfig
     ids: Tensor  # the prompt's, [1, T]
     tokens: int
@@ -156,12 +156,16 @@ class _Trial:
         with streamed_model(self.source, self.eager) as model:
             ours, ours_with = greedy(model, self.ids, self.tokens), _slots(model)
             if adapter_of(model) is not None:  # transformers has no experts modules to compare with
-                self.layers = list(compare_layers(self.draft, model, [self.ids]))
-        model = whole_model(self.draft)
+                self.layers = list(compare_layers(self.skeleton, model, [self.ids]))
+        model = load_reference_model(self.skeleton)
         self.reference = greedy(model, self.ids, self.tokens)
-        self.layers = self.layers or list(compare_layers(self.draft, model, [self.ids], whole=True))
-        if adapter_of(self.draft.model) is None:
-            compute_by("grouped_mm", *map(model.get_submodule, self.draft.catalog.layers))
+        self.layers = self.layers or list(
+            compare_layers(self.skeleton, model, [self.ids], whole=True)
+        )
+        if adapter_of(self.skeleton.model) is None:
+            set_experts_implementation(
+                "grouped_mm", *map(model.get_submodule, self.skeleton.catalog.layers)
+            )
             logits = logits_of(model, pass_inputs(self.ids, self.reference.tokens))
             grouped = distance(logits, self.reference.logits)
         else:  # transformers computes these by eager alone
@@ -186,7 +190,7 @@ class _Trial:
             follow = greedy(model, self.ids, min(self.tokens, 4)).tokens
             passes = [self.ids, *torch.tensor([follow]).split(1, 1)]
             name = f"eager kernels, {_slots(model)}"
-            for layer in compare_layers(self.draft, model, passes):
+            for layer in compare_layers(self.skeleton, model, passes):
                 equal = f"{name}: {layer.name} equals transformers' eager, bit for bit"
                 self.check(equal, layer.equal)
                 self.layers.append(layer)
@@ -209,7 +213,7 @@ class _Trial:
 
     def _cases(self, reference: Any) -> list[LoadConfig]:
         """The runs that are compared with a first one, of the reference's cache."""
-        case, catalog = partial(replace, self.config), self.draft.catalog
+        case, catalog = partial(replace, self.config), self.skeleton.catalog
         caches: tuple[Any, ...] = "50%", catalog.slot_bytes, self.config.cache
         sizes = {slots_for(each, catalog): each for each in caches}
         sizes.pop(slots_for(reference, catalog), None)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
-from greenroom.hf.checkpoint.header import LONGEST, Stored, read_header
-from greenroom.hf.checkpoint.quantised import encoded
+from greenroom.hf.checkpoint.header import LONGEST, StoredTensor, read_header
+from greenroom.hf.checkpoint.quantised import combine_codes_and_scales
 from greenroom.hf.checkpoint.read import read_tensor
 from greenroom.json_file import Malformed, printable, read_object, show_value
 
@@ -29,7 +29,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 class Checkpoint:
     """A folder with a config and safetensors files; only headers have been read.
 
-    files:   absolute paths; `Stored.file` is a position in them
+    files:   absolute paths; `StoredTensor.file` is a position in them
     tensors: by the names of an unquantised checkpoint: codes and scales are one encoded tensor
     stored:  by the names in the files
     pack:    where the experts are, of a checkpoint that is a pack's dense parts
@@ -38,24 +38,28 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     files: tuple[str, ...]
-    tensors: Mapping[str, Stored]
-    stored: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
+    stored: Mapping[str, StoredTensor]
     pack: Pack | None = None
 
     @classmethod
     def of(
-        cls, folder: Path, config: dict[str, Any], names: Sequence[str], stored: dict[str, Stored]
+        cls,
+        folder: Path,
+        config: dict[str, Any],
+        names: Sequence[str],
+        stored: dict[str, StoredTensor],
     ) -> Checkpoint:
         """Of files in a folder, and the tensors that their headers say."""
         files = tuple(str(folder / name) for name in names)
-        return cls(folder, config, files, encoded(config, stored, folder), stored)
+        return cls(folder, config, files, combine_codes_and_scales(config, stored, folder), stored)
 
     @classmethod
     def of_files(
         cls, folder: Path, config: dict[str, Any], names: Sequence[str], wanted: Mapping[str, str]
     ) -> Checkpoint:
         """Of safetensors files, whose headers are read; `wanted` says which file has a tensor."""
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         for number, name in enumerate(names):
             found = read_header(folder / name, number)
             # A name that two files have belongs to the one that the index says.

@@ -27,8 +27,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 from greenroom.core.layout import PLAIN
 from greenroom.errors import UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.foreign import check_layers, foreign_errors
 from greenroom.hf.checkpoint.gguf_file import read_gguf
+from greenroom.hf.checkpoint.library_errors import check_layers, wrap_library_errors
 from greenroom.json_file import printable
 
 # Architectures whose experts are compared with transformers' own in the tests.
@@ -42,11 +42,11 @@ LEFT_OUT = {  # metadata that transformers' mapping leaves out -> the config's n
 
 
 @dataclass(frozen=True)
-class Gguf(Checkpoint):
+class GgufCheckpoint(Checkpoint):
     """A GGUF file, or its parts. `folder` is the (first) file; `tensors` have GGUF's names."""
 
     @classmethod
-    def open(cls, path: str | PathLike[str]) -> Gguf:
+    def open(cls, path: str | PathLike[str]) -> GgufCheckpoint:
         """Read the headers. Raises NotAModel, UnsupportedModel or CheckpointError."""
         if find_spec("gguf") is None:
             raise UnsupportedModel(
@@ -102,7 +102,7 @@ class Gguf(Checkpoint):
     def hf_config(self) -> PreTrainedConfig:
         """transformers' config of the model, with what its mapping leaves out."""
         check_layers(self.config, len(self.tensors), str(self.folder))
-        with foreign_errors(f"{self.folder}: its metadata is no config"):
+        with wrap_library_errors(f"{self.folder}: its metadata is no config"):
             if self.mapped:
                 values = get_gguf_config(self.config, tuple(self.tensors))
             else:

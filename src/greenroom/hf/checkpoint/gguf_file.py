@@ -21,10 +21,10 @@ from greenroom.errors import CheckpointError, NotAModel, UnsupportedModel
 from greenroom.hf.checkpoint.header import (
     DTYPES,
     MOST_AXES,
-    Stored,
+    StoredTensor,
     check_name,
     check_ranges,
-    reading,
+    read_errors,
 )
 from greenroom.json_file import INT64, printable
 
@@ -38,11 +38,11 @@ MOST_ALIGNMENT = 1 << 20
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
-def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, Stored]]:
+def read_gguf(path: Path) -> tuple[tuple[Path, ...], dict[str, Any], dict[str, StoredTensor]]:
     """The headers of a model's GGUF file, or of all parts that belong to it: (paths, metadata,
     tensors). Arrays of strings in the metadata are only counted.
 
-    Tensors are by GGUF's names, shapes in torch's order; `Stored.file` is a position in the paths.
+    Tensors are by GGUF's names, shapes in torch's order; `StoredTensor.file` is an index of paths.
     Raises NotAModel, UnsupportedModel or CheckpointError.
     """
     paths = _parts(path)
@@ -110,8 +110,8 @@ def _parts(path: Path) -> tuple[Path, ...]:
     return paths
 
 
-def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Stored]]:
-    with reading(path), open(path, "rb") as stream:
+def _header(path: Path, number: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         start = stream.read(24)
     if start[:4] != b"GGUF":
@@ -230,7 +230,7 @@ class Cursor:
 
 def _stored(
     path: Path, file: int, name: str, shape: tuple[int, ...], kind: int, offset: int
-) -> Stored:
+) -> StoredTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     check_name(path, name)
@@ -246,6 +246,6 @@ def _stored(
         )
     size = prod(shape) // block * nbytes
     if ggml.name in DTYPES:  # safetensors' names are ggml's too
-        return Stored(file, DTYPES[ggml.name], shape, offset, size)
+        return StoredTensor(file, DTYPES[ggml.name], shape, offset, size)
     codes = (*shape[:-1], shape[-1] // block * nbytes)
-    return Stored(file, "uint8", shape, offset, size, encoding_of(ggml.name), codes)
+    return StoredTensor(file, "uint8", shape, offset, size, encoding_of(ggml.name), codes)

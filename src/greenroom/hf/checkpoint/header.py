@@ -54,7 +54,7 @@ BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of an element; others are torch'
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor on disk: C-contiguous, `nbytes` from byte `offset` of file number `file`.
 
     An encoded one is a matrix, or a stack of them, whose codes lie there and whose companions lie
@@ -72,16 +72,16 @@ class Stored:
     codes: tuple[int, ...] = ()
     transposed: bool = False
     unit: int = 1
-    companions: tuple[Stored, ...] = ()
+    companions: tuple[StoredTensor, ...] = ()
 
     @property
-    def parts(self) -> tuple[Stored, ...]:
+    def parts(self) -> tuple[StoredTensor, ...]:
         """The plain tensors in the files: itself, or the codes and the companions."""
         if self.encoding == PLAIN:
             return (self,)
         return replace(self, shape=self.codes, encoding=PLAIN), *self.companions
 
-    def __getitem__(self, number: int) -> Stored:
+    def __getitem__(self, number: int) -> StoredTensor:
         """One of a stack, by its number on the first axis."""
         return replace(
             self.rows(number, 1),
@@ -90,7 +90,7 @@ class Stored:
             companions=tuple(companion[number] for companion in self.companions),
         )
 
-    def rows(self, first: int, count: int) -> Stored:
+    def rows(self, first: int, count: int) -> StoredTensor:
         """Some rows of a plain tensor, from the number `first` on."""
         size = self.nbytes // self.shape[0]
         shape = (count, *self.shape[1:])
@@ -98,7 +98,7 @@ class Stored:
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def read_errors(path: str | Path) -> Iterator[None]:
     """CheckpointError where `path` cannot be read."""
     try:
         yield
@@ -106,12 +106,12 @@ def reading(path: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def read_header(path: Path, file: int) -> dict[str, Stored]:
+def read_header(path: Path, file: int) -> dict[str, StoredTensor]:
     """All tensors of one safetensors file, in the order of its header.
 
     Raises CheckpointError, naming the file, where the header or the file's length cannot be right.
     """
-    with reading(path), open(path, "rb") as stream:
+    with read_errors(path), open(path, "rb") as stream:
         size = path.stat().st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > LONGEST or 8 + length > size:
@@ -130,7 +130,7 @@ def read_header(path: Path, file: int) -> dict[str, Stored]:
     return tensors
 
 
-def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored:
+def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> StoredTensor:
     """One entry of the JSON; `data` is where the data begins. CheckpointError where it is wrong."""
     check_name(path, name)
     try:
@@ -151,7 +151,7 @@ def tensor_of(path: Path, file: int, name: str, entry: Any, data: int) -> Stored
         raise CheckpointError(
             f"{path}: {name} takes {end - begin} bytes, but {dtype} {list(shape)} needs {expected}"
         )
-    return Stored(file, torch_name, shape, data + begin, expected)
+    return StoredTensor(file, torch_name, shape, data + begin, expected)
 
 
 def check_name(path: Path, name: str) -> None:
@@ -160,7 +160,7 @@ def check_name(path: Path, name: str) -> None:
         raise CheckpointError(f"{path}: a tensor is called {show_value(name)}")
 
 
-def check_ranges(path: Path, tensors: dict[str, Stored], size: int) -> None:
+def check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
     """No tensor may reach past the file's end or into another one."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

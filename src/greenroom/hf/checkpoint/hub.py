@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from greenroom.errors import ModelError, NotAModel, OutputError, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
-from greenroom.hf.checkpoint.header import Stored, tensor_of
-from greenroom.hf.checkpoint.names import meant
+from greenroom.hf.checkpoint.header import StoredTensor, tensor_of
+from greenroom.hf.checkpoint.names import suggestion
 
 FILES = [
     "*.json",
@@ -45,24 +45,24 @@ def download(model: str) -> Path:
     """The local snapshot of a hub id, downloaded where needed; NotAModel if that fails."""
     with hub_errors(model):
         folder = snapshot_download(
-            model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=Bytes,
+            model, allow_patterns=FILES, ignore_patterns=NOT_FILES, tqdm_class=DownloadBar,
             local_files_only=not reachable(),
         )  # fmt: skip
         read_config(Path(folder))
         return Path(folder)
 
 
-class Bytes(tqdm):
-    """The hub's bar of bytes: it reports to `said_to`, and draws nothing."""
+class DownloadBar(tqdm):
+    """The hub's bar of bytes: it reports to `report`, and draws nothing."""
 
-    said_to: Callable[[float, float], object] = staticmethod(lambda done, of: None)
+    report: Callable[[float, float], object] = staticmethod(lambda done, of: None)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
 
     def display(self, *args: Any, **options: Any) -> bool:
         if self.unit == "B" and self.total and self.n and "Downloading" not in self.desc:
-            Bytes.said_to(self.n, self.total)
+            DownloadBar.report(self.n, self.total)
         return True
 
 
@@ -83,14 +83,14 @@ def reachable() -> bool:
     return bool(answers)
 
 
-def downloaded(model: str) -> Path | None:
+def cached_snapshot(model: str) -> Path | None:
     """The local snapshot of a hub id, as far as it is there; None without one. Asks nobody."""
     with hub_errors(model):
         found = try_to_load_from_cache(model, "config.json")
     return Path(found).parent if isinstance(found, str) else None
 
 
-def remote(model: str) -> Checkpoint:
+def read_remote(model: str) -> Checkpoint:
     """A hub id's config and headers as a checkpoint whose weights cannot be read.
 
     The config is a small file in the hub's cache; headers come by range requests, one or two a
@@ -106,7 +106,7 @@ def remote(model: str) -> Checkpoint:
         except hub.NotASafetensorsRepoError as error:
             raise UnsupportedModel(f"{model}: the hub has no safetensors of it") from error
     names = sorted(found.files_metadata)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for number, name in enumerate(names):
         for key, info in found.files_metadata[name].tensors.items():
             if found.weight_map.get(key, name) == name:
@@ -145,5 +145,5 @@ def _unreachable(model: str) -> NotAModel:
         return NotAModel(f"{model}: not (completely) in the local cache, and HF_HUB_OFFLINE is set")
     return NotAModel(
         f"{model}: no such folder, not (completely) in the local cache, and the hub"
-        f" ({constants.ENDPOINT}) could not be reached{meant(model)}"
+        f" ({constants.ENDPOINT}) could not be reached{suggestion(model)}"
     )

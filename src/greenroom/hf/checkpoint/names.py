@@ -22,17 +22,17 @@ def check_name(model: str | os.PathLike[str]) -> None:
     if text == DEMO or path.exists() or path.with_name(f"{path.name}.unfinished").exists():
         return
     if path.suffix == ".gguf":
-        raise NotAModel(f"{text}: there is no such file{meant(text)}")
+        raise NotAModel(f"{text}: there is no such file{suggestion(text)}")
     if path.is_absolute() or text[:1] in "~." or text.count("/") > 1 or text.endswith(os.sep):
-        raise NotAModel(f"{text}: there is no such folder{meant(text)}")
+        raise NotAModel(f"{text}: there is no such folder{suggestion(text)}")
     if not HUB_ID.fullmatch(text):
         raise NotAModel(
             f"{text}: neither a folder nor a hub id such as owner/name"
-            + (meant(text) or f"; did you mean {DEMO}, the model that ships?")
+            + (suggestion(text) or f"; did you mean {DEMO}, the model that ships?")
         )
 
 
-def meant(text: str) -> str:
+def suggestion(text: str) -> str:
     """The end of a message: the nearest name that there is; empty without one."""
     names = {name.lower(): name for name in _models()}
     names.pop(text.lower(), None)

@@ -14,16 +14,16 @@ from typing import Any
 
 from greenroom.core.layout import BLOCKS, FLOATS
 from greenroom.errors import CheckpointError, UnsupportedModel
-from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.header import StoredTensor
 
-Tensors = dict[str, Stored]
+Tensors = dict[str, StoredTensor]
 SERVED = "fp8 with block scales, mxfp4, and compressed-tensors' pack-quantized int4 are"
 FP8_SCALES = ("_scale_inv", "scale", "qscale_weight")  # after the name, or in the place of `weight`
 E8M0 = ("uint8", "float8_e8m0fnu")  # powers of two; some files call them uint8
 UNUSED = ("activation_scale", "input_scale")  # of activations, which are not quantised here
 
 
-def encoded(config: dict[str, Any], tensors: Tensors, folder: Path) -> Tensors:
+def combine_codes_and_scales(config: dict[str, Any], tensors: Tensors, folder: Path) -> Tensors:
     """The tensors of a checkpoint by the names that it would have unquantised.
 
     CheckpointError where the config's settings are wrong, or where codes and scales are missing, of
@@ -76,8 +76,8 @@ class _Quantised:
     def join(
         self,
         names: tuple[str, str, str],
-        matrix: Stored,
-        scales: Stored,
+        matrix: StoredTensor,
+        scales: StoredTensor,
         shape: tuple[int, ...],
         dtypes: tuple[str, ...],
     ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
-from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.runtime.encodings import ENCODINGS, Encoding
 
 PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragment the heap
@@ -24,7 +24,7 @@ PIECE = 1 << 20  # bytes read at a time where a tensor is cast; more would fragm
 def read_tensor(
     files: Sequence[str],
     name: str,
-    stored: Stored,
+    stored: StoredTensor,
     dtype: torch.dtype | None = None,
     empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
@@ -45,7 +45,9 @@ def read_tensor(
     return _matrix(files, name, stored, dtype, empty)
 
 
-def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[Tensor]) -> None:
+def read_parts(
+    files: Sequence[str], name: str, stored: StoredTensor, parts: Sequence[Tensor]
+) -> None:
     """An encoded matrix as it is stored, into its parts: the codes, then the companions."""
     for tensor, part in zip(stored.parts, parts, strict=True):
         _read(files, name, tensor, part.view(-1))
@@ -54,7 +56,7 @@ def read_parts(files: Sequence[str], name: str, stored: Stored, parts: Sequence[
 def _matrix(
     files: Sequence[str],
     name: str,
-    stored: Stored,
+    stored: StoredTensor,
     dtype: torch.dtype,
     empty: Callable[..., Tensor],
 ) -> Tensor:
@@ -87,14 +89,14 @@ def decoder(encoding: str) -> Callable[..., Tensor]:
     ).decode
 
 
-def _dtype(path: str, name: str, stored: Stored) -> torch.dtype:
+def _dtype(path: str, name: str, stored: StoredTensor) -> torch.dtype:
     kind: torch.dtype | None = getattr(torch, stored.dtype, None)
     if kind is None:
         raise UnsupportedModel(f"{path}: {name} is stored as {stored.dtype}")
     return kind
 
 
-def _read(files: Sequence[str], name: str, stored: Stored, into: Tensor) -> None:
+def _read(files: Sequence[str], name: str, stored: StoredTensor, into: Tensor) -> None:
     """A plain tensor's elements, into a tensor [n]; cast where it has another type."""
     path = files[stored.file]
     kind = _dtype(path, name, stored)

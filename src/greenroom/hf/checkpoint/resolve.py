@@ -9,9 +9,9 @@ from pathlib import Path
 
 from greenroom.errors import GreenroomError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config, read_folder
-from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import model_in
-from greenroom.hf.checkpoint.hub import download, downloaded, remote
+from greenroom.hf.checkpoint.hub import cached_snapshot, download, read_remote
 from greenroom.hf.checkpoint.names import check_name
 from greenroom.hf.checkpoint.pack.reading import is_pack, open_pack, refuse_unfinished
 
@@ -23,7 +23,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path).absolute()
     if path.suffix == ".gguf" and not path.is_dir():
-        return Gguf.open(path)
+        return GgufCheckpoint.open(path)
     return open_pack(path) if is_pack(path) else read_folder(path)
 
 
@@ -39,12 +39,12 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     A hub id is downloaded (config, tokenizer and safetensors only; resumed where it stopped).
     Raises NotAModel or UnsupportedModel with one line that says what to do.
     """
-    if (here := local(model)) is not None:
+    if (here := find_local(model)) is not None:
         return here
     return download(os.fspath(model))
 
 
-def local(model: str | os.PathLike[str]) -> Path | None:
+def find_local(model: str | os.PathLike[str]) -> Path | None:
     """As `resolve`, but None for what can only be a hub id."""
     text = os.fspath(model)
     if text == "demo":
@@ -79,11 +79,11 @@ def demo_folder() -> Path:
     raise NotAModel(f"the demo model is not installed with this greenroom ({sys.prefix})")
 
 
-def open_anywhere(source: str) -> Checkpoint:
+def open_or_inspect(source: str) -> Checkpoint:
     """A checkpoint that is here or was downloaded, else what the hub says of one."""
-    if (here := local(source)) is not None:
+    if (here := find_local(source)) is not None:
         return open_checkpoint(here)
-    if (folder := downloaded(source)) is not None:
+    if (folder := cached_snapshot(source)) is not None:
         with suppress(GreenroomError):  # some of it is there
             return open_checkpoint(folder)
-    return remote(source)
+    return read_remote(source)

@@ -10,10 +10,10 @@ from greenroom.runtime.store.stamps import Stamps
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """The checkpoint of a model, as it was when its headers were read.
 
-    dtype:  as `Draft.of` takes it
+    dtype:  as `ModelSkeleton.of` takes it
     stamps: of all files of weights
     """
 
@@ -22,7 +22,7 @@ class Source:
     stamps: Stamps
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: str) -> Source:
+    def of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSource:
         """A checkpoint that was just opened. CheckpointError where a file is gone already."""
         files = checkpoint.files
         if checkpoint.pack is not None:

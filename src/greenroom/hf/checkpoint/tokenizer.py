@@ -6,13 +6,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.foreign import foreign_errors
+from greenroom.hf.checkpoint.library_errors import wrap_library_errors
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """A checkpoint's tokenizer; CheckpointError where there is none that can be used."""
     with (
-        foreign_errors(f"{checkpoint.folder}: no usable tokenizer"),
+        wrap_library_errors(f"{checkpoint.folder}: no usable tokenizer"),
         checkpoint.read_by_transformers(),
     ):
         tokenizer = AutoTokenizer.from_pretrained(**checkpoint.source, trust_remote_code=False)

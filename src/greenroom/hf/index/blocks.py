@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.index.columns import Part
-from greenroom.hf.index.experts import Streamed
-from greenroom.hf.index.routes import Route
+from greenroom.hf.index.columns import SourceTensor
+from greenroom.hf.index.conversions import WeightConversion
+from greenroom.hf.index.experts import StreamedParameter
 
 MOST = 1 << 10  # blocks; a layout that needs more is not a layout but a permutation
 
@@ -112,19 +112,19 @@ def _block(origin: np.ndarray, down: slice, across: slice, ends: np.ndarray) -> 
     )
 
 
-def read_off(
+def derive_blocks(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    route: Route,
-    own: list[Part],
-    wanted: dict[str, Streamed],
+    conversion: WeightConversion,
+    own: list[SourceTensor],
+    wanted: dict[str, StreamedParameter],
 ) -> dict[str, list[Block]]:
     """For each target parameter's name the blocks that fill it from one expert's tensors.
 
     Blocks count elements, and rows where the parts are encoded. CheckpointError where the shapes do
     not make the parameters; UnsupportedModel where there is no short description.
     """
-    made = _convert(model, route, own)
+    made = _convert(model, conversion, own)
     found = {}
     for full_name, streamed in wanted.items():
         numbers = made.get(full_name)
@@ -171,7 +171,9 @@ class _OneExpert:
         return parameter[:1] if name in self._targets else parameter
 
 
-def _convert(model: PreTrainedModel, route: Route, own: list[Part]) -> dict[str, Tensor]:
+def _convert(
+    model: PreTrainedModel, conversion: WeightConversion, own: list[SourceTensor]
+) -> dict[str, Tensor]:
     """Run the route's conversion on the numbers of one expert's elements; [1, ...] a target."""
     sizes = [prod(part.shape) for part in own]
     dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
@@ -184,12 +186,12 @@ def _convert(model: PreTrainedModel, route: Route, own: list[Part]) -> dict[str,
         for part, numbers in zip(own, numbered, strict=True)
     }
     try:
-        return route.convert(given, _OneExpert(model, route.targets), model.config)
+        return conversion.convert(given, _OneExpert(model, conversion.targets), model.config)
     except (RuntimeError, ValueError, IndexError):  # shapes that do not go together
         return {}
 
 
-def _numbers(part: Part, start: int, dtype: torch.dtype) -> Tensor:
+def _numbers(part: SourceTensor, start: int, dtype: torch.dtype) -> Tensor:
     """Numbers from `start` on, in the order in which the elements are stored."""
     numbers = torch.arange(start, start + prod(part.shape), dtype=dtype)
     if part.stored.transposed:

@@ -18,23 +18,23 @@ from transformers import PreTrainedModel
 from greenroom.core.layout import PLAIN, Catalog, Copy, Extent, SlotLayout
 from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog, catalog_of
-from greenroom.hf.checkpoint.pack.format import HEADER, Layer
+from greenroom.hf.checkpoint.pack.format import HEADER, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
-from greenroom.hf.index.blocks import Block, read_off
-from greenroom.hf.index.columns import Part, mixed, parts_of
-from greenroom.hf.index.experts import Streamed
+from greenroom.hf.index.blocks import Block, derive_blocks
+from greenroom.hf.index.columns import SourceTensor, mixed_types_error, source_tensors
+from greenroom.hf.index.conversions import WeightConversion
+from greenroom.hf.index.experts import StreamedParameter
 from greenroom.hf.index.extents import copy_of, elements_of, extents_of
-from greenroom.hf.index.routes import Route
 from greenroom.runtime.encodings import ENCODINGS
 
 
 def make_catalog(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    routes: dict[str, Route],
-    layers: list[list[Streamed]],
+    conversions: dict[str, WeightConversion],
+    layers: list[list[StreamedParameter]],
 ) -> Catalog:
     """The catalog of all streamed experts.
 
@@ -44,7 +44,7 @@ def make_catalog(
     """
     if checkpoint.pack is not None:
         return _pack_catalog(checkpoint.pack, model, layers)
-    indexer = _Indexer(model, checkpoint, routes)
+    indexer = _Indexer(model, checkpoint, conversions)
     tables, layouts = [], []
     order: list[str] = []
     for layer in layers:
@@ -66,23 +66,33 @@ class _Indexer:
     """What the layers of a checkpoint share: the conversions that were read off already."""
 
     def __init__(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, routes: dict[str, Route]
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        conversions: dict[str, WeightConversion],
     ) -> None:
         self.model = model
         self.checkpoint = checkpoint
-        self.by_target = {target: route for route in routes.values() for target in route.targets}
-        self.known: dict[Any, dict[str, list[Block]]] = {}
+        self.by_target = {
+            target: conversion
+            for conversion in conversions.values()
+            for target in conversion.targets
+        }
+        self.derived: dict[Any, dict[str, list[Block]]] = {}
 
     def layer(
-        self, layer: list[Streamed], order: list[str]
+        self, layer: list[StreamedParameter], order: list[str]
     ) -> tuple[list[tuple[Extent, ...]], SlotLayout]:
         """The extents of each expert of one layer, and its slot's layout."""
-        routes = self._routes(layer)
+        conversions = self._conversions(layer)
         experts = layer[0].shape[0]
-        parts = [parts_of(self.checkpoint, route, experts) for route in routes]  # [route][expert]
-        self._check_equal(routes, parts, layer)
+        parts = [
+            source_tensors(self.checkpoint, conversion, experts) for conversion in conversions
+        ]  # [conversion][expert]
+        self._check_equal(conversions, parts, layer)
         blocks = [
-            self._blocks(route, mine[0], layer) for route, mine in zip(routes, parts, strict=True)
+            self._blocks(conversion, mine[0], layer)
+            for conversion, mine in zip(conversions, parts, strict=True)
         ]
         layout = _layout(layer, order, parts, blocks)
         plans = [  # one list of copies for each stored tensor of an expert, in its own bytes
@@ -100,36 +110,41 @@ class _Indexer:
         ]
         return table, layout
 
-    def _routes(self, layer: list[Streamed]) -> list[Route]:
+    def _conversions(self, layer: list[StreamedParameter]) -> list[WeightConversion]:
         names = {streamed.full_name for streamed in layer}
-        routes: list[Route] = []
+        conversions: list[WeightConversion] = []
         for name in sorted(names):
-            route = self.by_target.get(name)
-            if route is None:
+            conversion = self.by_target.get(name)
+            if conversion is None:
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: no tensor for {name}: the experts are missing"
                 )
-            shares = any(op.supports_many_to_many for op in route.operations)
-            if shares or not names >= set(route.targets):
+            shares = any(op.supports_many_to_many for op in conversion.operations)
+            if shares or not names >= set(conversion.targets):
                 raise UnsupportedModel(
                     f"{type(self.model).__name__}: experts that share tensors with other parameters"
                     " are not served yet"
                 )
-            if route not in routes:
-                routes.append(route)
-        return routes
+            if conversion not in conversions:
+                conversions.append(conversion)
+        return conversions
 
     def _check_equal(
-        self, routes: list[Route], parts: list[list[list[Part]]], layer: list[Streamed]
+        self,
+        conversions: list[WeightConversion],
+        parts: list[list[list[SourceTensor]]],
+        layer: list[StreamedParameter],
     ) -> None:
         """Every expert's tensors must have the shapes (and types) that make its parameters."""
-        for route, mine in zip(routes, parts, strict=True):
+        for conversion, mine in zip(conversions, parts, strict=True):
             encoded = any(part.stored.encoding != PLAIN for part in mine[0])
             if encoded and len({part.kind for part in mine[0]}) > 1:
-                raise mixed([[part] for part in mine[0]], route.targets[0], self.checkpoint.folder)
+                raise mixed_types_error(
+                    [[part] for part in mine[0]], conversion.targets[0], self.checkpoint.folder
+                )
             if len({tuple((part.shape, part.kind) for part in own) for own in mine}) == 1:
                 continue
-            right = next((own for own in mine if self._fits(route, own, layer)), None)
+            right = next((own for own in mine if self._fits(conversion, own, layer)), None)
             if right is None:
                 continue
             for part, other in (pair for own in mine for pair in zip(own, right, strict=True)):
@@ -138,32 +153,34 @@ class _Indexer:
                         f"{self.checkpoint.files[part.stored.file]}: {part.name} has shape"
                         f" {list(part.shape)}, but {list(other.shape)} is right"
                     )
-            raise mixed(mine, route.targets[0], self.checkpoint.folder)
+            raise mixed_types_error(mine, conversion.targets[0], self.checkpoint.folder)
 
-    def _fits(self, route: Route, own: list[Part], layer: list[Streamed]) -> bool:
+    def _fits(
+        self, conversion: WeightConversion, own: list[SourceTensor], layer: list[StreamedParameter]
+    ) -> bool:
         try:
-            self._blocks(route, own, layer)
+            self._blocks(conversion, own, layer)
         except CheckpointError:
             return False
         return True
 
     def _blocks(
-        self, route: Route, own: list[Part], layer: list[Streamed]
+        self, conversion: WeightConversion, own: list[SourceTensor], layer: list[StreamedParameter]
     ) -> dict[str, list[Block]]:
         """For each target parameter's name the blocks that fill it from one expert's tensors."""
-        wanted = {s.full_name: s for s in layer if s.full_name in route.targets}
+        wanted = {s.full_name: s for s in layer if s.full_name in conversion.targets}
         key = (
-            id(route.converter),
+            id(conversion.converter),
             tuple((p.shape, p.stored.encoding != PLAIN, p.stored.transposed) for p in own),
             tuple((s.name, s.shape) for s in wanted.values()),
         )
-        if key not in self.known:
-            self.known[key] = read_off(self.model, self.checkpoint, route, own, wanted)
-        return self.known[key]
+        if key not in self.derived:
+            self.derived[key] = derive_blocks(self.model, self.checkpoint, conversion, own, wanted)
+        return self.derived[key]
 
 
 def _copies(
-    stored: Stored, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
+    stored: StoredTensor, source: int, blocks: dict[str, list[Block]], layout: SlotLayout
 ) -> list[list[Copy]]:
     """The copies out of each stored tensor of a part, which is the number `source` of its route."""
     plans = []
@@ -181,9 +198,9 @@ def _copies(
 
 
 def _layout(
-    layer: list[Streamed],
+    layer: list[StreamedParameter],
     order: list[str],
-    parts: list[list[list[Part]]],
+    parts: list[list[list[SourceTensor]]],
     blocks: list[dict[str, list[Block]]],
 ) -> SlotLayout:
     """Tensors in the order in which the first expert's bytes lie on disk.
@@ -218,7 +235,7 @@ def _layout(
 
 
 def _pack_catalog(
-    pack: Pack, model: PreTrainedModel, layers: Sequence[list[Streamed]]
+    pack: Pack, model: PreTrainedModel, layers: Sequence[list[StreamedParameter]]
 ) -> PackCatalog:
     """The catalog for a model, which is on the meta device; CheckpointError where the pack's
     experts are not those of its config."""
@@ -235,7 +252,7 @@ def _pack_catalog(
 
 
 def _check_packed(
-    pack: Pack, model: PreTrainedModel, layer: Layer, streamed: list[Streamed]
+    pack: Pack, model: PreTrainedModel, layer: PackLayer, streamed: list[StreamedParameter]
 ) -> None:
     transposed = model.get_submodule(layer.name).is_transposed
     for each in streamed:

@@ -10,12 +10,12 @@ from pathlib import Path
 from greenroom.core.layout import BLOCKS, FLOATS, PLAIN
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.header import Stored
-from greenroom.hf.index.routes import Route
+from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.hf.index.conversions import WeightConversion
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceTensor:
     """One tensor, or one expert's slice of a fused one, that feeds one expert.
 
     `stored` is of this expert alone: for an encoded matrix, codes and companions have two axes.
@@ -23,7 +23,7 @@ class Part:
 
     name: str
     pattern: str
-    stored: Stored
+    stored: StoredTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,25 +38,29 @@ class Part:
         return self.stored.encoding + (f" with scales in {scales}" if scales else "")
 
 
-def parts_of(checkpoint: Checkpoint, route: Route, experts: int) -> list[list[Part]]:
+def source_tensors(
+    checkpoint: Checkpoint, conversion: WeightConversion, experts: int
+) -> list[list[SourceTensor]]:
     """The parts of each expert [expert][part], patterns in the converter's order."""
-    patterns = route.converter.source_patterns if route.converter else list(route.sources)
+    patterns = (
+        conversion.converter.source_patterns if conversion.converter else list(conversion.sources)
+    )
     columns = []
     for pattern in patterns:
-        names = route.sources.get(pattern)
+        names = conversion.sources.get(pattern)
         if not names:
             raise CheckpointError(
-                f"{checkpoint.folder}: {route.targets[0]} needs tensors named like"
+                f"{checkpoint.folder}: {conversion.targets[0]} needs tensors named like"
                 f" {pattern.replace(chr(92), '')}, and there are none"
             )
-        stacked = any(getattr(op, "stacked", False) for op in route.operations)
+        stacked = any(getattr(op, "stacked", False) for op in conversion.operations)
         columns.append(_column(checkpoint, pattern, names, experts, stacked))
     return [list(parts) for parts in zip(*columns, strict=True)]
 
 
 def _column(
     checkpoint: Checkpoint, pattern: str, names: list[str], experts: int, stacked: bool
-) -> list[Part]:
+) -> list[SourceTensor]:
     """One tensor, or slice of a fused tensor, for each expert.
 
     `stacked`: the experts' rows lie one under another, without an axis of their own.
@@ -66,7 +70,7 @@ def _column(
         _check_served(checkpoint, name, stored[name])
     if "*" in pattern:
         _check_numbers(checkpoint.folder, names, experts)
-        return [Part(name, pattern, stored[name]) for name in names]
+        return [SourceTensor(name, pattern, stored[name]) for name in names]
     name, fused = names[0], stored[names[0]]
     if stacked and fused.shape[0] % experts == 0:
         fused = replace(fused, shape=(experts, fused.shape[0] // experts, *fused.shape[1:]))
@@ -75,10 +79,10 @@ def _column(
             f"{checkpoint.files[fused.file]}: {name} has shape {list(fused.shape)}, but the config"
             f" says {experts} experts"
         )
-    return [Part(name, pattern, fused[e]) for e in range(experts)]
+    return [SourceTensor(name, pattern, fused[e]) for e in range(experts)]
 
 
-def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
+def _check_served(checkpoint: Checkpoint, name: str, stored: StoredTensor) -> None:
     path = checkpoint.files[stored.file]
     if stored.encoding == PLAIN and stored.dtype not in FLOATS:
         raise UnsupportedModel(
@@ -96,7 +100,9 @@ def _check_served(checkpoint: Checkpoint, name: str, stored: Stored) -> None:
         )
 
 
-def mixed(parts: Sequence[list[Part]], target: str, folder: Path) -> UnsupportedModel:
+def mixed_types_error(
+    parts: Sequence[list[SourceTensor]], target: str, folder: Path
+) -> UnsupportedModel:
     """The error for experts of one layer that are not stored alike."""
     kinds = {tuple(part.kind for part in own): own for own in parts}
     (a, first), (b, other) = list(kinds.items())[:2]

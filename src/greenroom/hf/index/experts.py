@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from greenroom.errors import NotMoE, UnsupportedModel
-from greenroom.hf.index.routes import TargetDtypes
+from greenroom.hf.index.conversions import TargetDtypes
 
 STREAMED = "_greenroom_streamed"  # attribute of an experts module: what was taken out of it
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by transformers
@@ -18,7 +18,7 @@ MOE = re.compile(r"Experts?$|MoE$|Moe$|MoE?(Block|Layer|MLP)$|SparseM(oe|LP)|Spa
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedParameter:
     """A parameter whose experts wait on disk: `shape` includes the expert axis, which is first."""
 
     module: str
@@ -50,12 +50,14 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     raise NotMoE(f"{name}: a dense model, there are no experts to stream; transformers can run it")
 
 
-def streamed_parameters(model: PreTrainedModel, dtypes: TargetDtypes) -> list[list[Streamed]]:
+def find_streamed_parameters(
+    model: PreTrainedModel, dtypes: TargetDtypes
+) -> list[list[StreamedParameter]]:
     """For each experts module its 3-D expert parameters (biases and norms stay with the model)."""
     layers = []
     for module_name, module in expert_modules(model).items():
         own = [
-            Streamed(
+            StreamedParameter(
                 module_name,
                 name,
                 tuple(parameter.shape),
@@ -72,13 +74,13 @@ def streamed_parameters(model: PreTrainedModel, dtypes: TargetDtypes) -> list[li
     return layers
 
 
-def streamed_of(module: nn.Module) -> tuple[Streamed, ...]:
+def detached_parameters(module: nn.Module) -> tuple[StreamedParameter, ...]:
     """The parameters that were taken out of a module; none of most modules."""
-    found: tuple[Streamed, ...] = module.__dict__.get(STREAMED, ())
+    found: tuple[StreamedParameter, ...] = module.__dict__.get(STREAMED, ())
     return found
 
 
-def detach_experts(model: PreTrainedModel, layers: list[list[Streamed]]) -> None:
+def detach_experts(model: PreTrainedModel, layers: list[list[StreamedParameter]]) -> None:
     """Take the streamed parameters out of the model; each attribute stays, as None.
 
     So `parameters` passes them by. Their shapes and dtypes stay in the catalog and with the module.

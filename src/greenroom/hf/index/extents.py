@@ -8,8 +8,8 @@ from typing import Any
 
 from greenroom.core.layout import ITEMSIZE, Copy, Extent, TensorSpec
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.checkpoint.header import Stored
-from greenroom.hf.checkpoint.pack.low import as_it_is
+from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.hf.checkpoint.pack.copies import contiguous_copy
 from greenroom.hf.index.blocks import Block
 
 GAP = 4096  # bytes; tensors at most this far apart are read in one go
@@ -50,7 +50,7 @@ def elements_of(block: Block, unit: int, width: int) -> Block:
 
 
 def extents_of(
-    own: Sequence[Stored], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
+    own: Sequence[StoredTensor], plans: list[list[Copy]], shared: dict[Any, tuple[Copy, ...]]
 ) -> tuple[Extent, ...]:
     """Group one expert's tensors into extents; experts arranged alike share their copies.
 
@@ -87,7 +87,7 @@ def _place(inside: Iterable[tuple[int, int]], plans: list[list[Copy]]) -> tuple[
             moved = replace(copy, source=copy.source + at)
             if placed and _adjacent(placed[-1], moved):
                 before = placed.pop()
-                moved = as_it_is(before.source, before.target, before.nbytes + moved.nbytes)
+                moved = contiguous_copy(before.source, before.target, before.nbytes + moved.nbytes)
             placed.append(moved)
     return tuple(placed)
 

@@ -46,7 +46,7 @@ def attach(
     reading fails, CheckpointChanged where the files are no longer those of the headers.
     """
     progress(0.1, "loading the dense parts")
-    model: Any = description.draft.load(budget.engines[0].device if budget.engines else "cpu")
+    model: Any = description.skeleton.load(budget.engines[0].device if budget.engines else "cpu")
     generation = _replace_settings(model, description.keys_values.kind)
     progress(0.5, "compiling")
     compile_for(policy(setup.policy))

@@ -55,7 +55,7 @@ def budget_for(
         gpu = DeviceBudget(memory, lambda: min(each.memory() for each in engines))
     if engines or config.host_memory is not None:
         setup = with_host_tier(setup, config)
-    catalog = description.draft.catalog
+    catalog = description.skeleton.catalog
     if config.cache is not None:
         slots = slots_for(config.cache, catalog)
         group_sizes(pieces_of(setup), slots, setup.scope)  # or BudgetError

@@ -15,12 +15,12 @@ from greenroom.config import LoadConfig
 from greenroom.core.machine import name_of
 from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog, PackCatalog
-from greenroom.hf.checkpoint.resolve import open_anywhere
+from greenroom.hf.checkpoint.resolve import open_or_inspect
 from greenroom.hf.kv.sizes import KVBytes, kv_bytes
 from greenroom.hf.memory.approximate import check_copies
 from greenroom.hf.memory.budget import PREFILL_BLOCK, MemoryNeeds, Workspace, experts_per_token
 from greenroom.hf.memory.slot_budget import SlotBudget
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.plan.history.files import load_records
 from greenroom.plan.model import Model
 from greenroom.runtime.measure.bandwidth import host
@@ -40,21 +40,21 @@ class Description:
     top_k:   experts that one token asks of a layer
     """
 
-    draft: Draft
+    skeleton: ModelSkeleton
     fingerprint: str
     context: int
     keys_values: KVBytes
     top_k: int
 
     @classmethod
-    def of(cls, draft: Draft, config: LoadConfig, on_a_gpu: bool) -> Description:
+    def of(cls, skeleton: ModelSkeleton, config: LoadConfig, on_a_gpu: bool) -> Description:
         """UsageError where keys and values cannot be kept as asked."""
-        context = context_of(draft.model, config.context)
+        context = context_of(skeleton.model, config.context)
         keys_values = kv_bytes(
-            draft.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
+            skeleton.model, config.kv, block=PREFILL_BLOCK, on_a_gpu=on_a_gpu, room=context
         )
-        digest = fingerprint(draft.checkpoint)
-        return cls(draft, digest, context, keys_values, experts_per_token(draft.model))
+        digest = fingerprint(skeleton.checkpoint)
+        return cls(skeleton, digest, context, keys_values, experts_per_token(skeleton.model))
 
     def slot_budget(
         self,
@@ -70,16 +70,23 @@ class Description:
         of this model took here, without dense parts and slots; the first run of a model adds what
         compiling the kernels takes. None of it is in a GPU's memory.
         """
-        draft = self.draft
-        need = MemoryNeeds(0, draft.dense_bytes, 0, 0, LIBRARIES)
+        skeleton = self.skeleton
+        need = MemoryNeeds(0, skeleton.dense_bytes, 0, 0, LIBRARIES)
         if not self.keys_values.on_a_gpu:
             known = load_records(self.fingerprint, name_of(host())).process
             process = rss_bytes() + COMPILERS if known is None else known
             staging = readers * (CHUNK_BYTES + (1 << 20))
             need = replace(need, process=process + caller_bytes, staging=staging)
-        space = Workspace.of(draft.model, draft.catalog)
+        space = Workspace.of(skeleton.model, skeleton.catalog)
         return SlotBudget(
-            budget, need, draft.catalog, self.keys_values, space, self.context, min_slots, **options
+            budget,
+            need,
+            skeleton.catalog,
+            self.keys_values,
+            space,
+            self.context,
+            min_slots,
+            **options,
         )
 
 
@@ -97,8 +104,8 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
 
     Raises as `load` does, before it loads: NotAModel, NotMoE, UnsupportedModel, CheckpointError.
     """
-    draft = Draft.of(open_anywhere(source), config.dtype)
-    description, catalog = Description.of(draft, config, on_a_gpu), draft.catalog
+    skeleton = ModelSkeleton.of(open_or_inspect(source), config.dtype)
+    description, catalog = Description.of(skeleton, config, on_a_gpu), skeleton.catalog
     slot_budget = description.slot_budget(config.readers)
     full, need = slot_budget.full_context_needs(), slot_budget.first_block_needs()
     check_copies(catalog, config.approximation())
@@ -114,7 +121,7 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
         expert_bytes=catalog.expert_bytes // catalog.experts,
         slot_bytes=catalog.slot_bytes,
         dense_bytes=need.dense,
-        read_bytes=need.dense - unread(draft),
+        read_bytes=need.dense - unread(skeleton),
         overhead_bytes=need.process + need.workspace + need.staging,
         kv_bytes=need.kv_cache,
         context=description.context,
@@ -125,11 +132,11 @@ def describe(source: str, config: LoadConfig, on_a_gpu: bool = False) -> Model:
     )
 
 
-def unread(draft: Draft) -> int:
+def unread(skeleton: ModelSkeleton) -> int:
     """Bytes of the input embedding, of which a token reads one row, unless the head is the same."""
-    model: Any = draft.model
+    model: Any = skeleton.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.all_tied_weights_keys)
     if embedding is None or (tied and head is not None):
         return 0
-    return int(embedding.weight.numel() * draft.dtype.itemsize)
+    return int(embedding.weight.numel() * skeleton.dtype.itemsize)

@@ -99,8 +99,8 @@ def load_with(
         log.warning("%s", said)
     with uncollected():
         progress(0.0, "reading the checkpoint's index")
-        files, draft, on_a_gpu = resolve(source, config)
-        description = Description.of(draft, config, on_a_gpu)
+        files, skeleton, on_a_gpu = resolve(source, config)
+        description = Description.of(skeleton, config, on_a_gpu)
         setup = requested_setup(files, description, config, remember)
         tokenizer = tokenizer_of(files.checkpoint)
         budget = budget_for(description, setup, config, caller_bytes)

@@ -11,7 +11,7 @@ from greenroom.config import Amount, LoadConfig, parse_device, scope_of, show_by
 from greenroom.core.cache.pins import Pins
 from greenroom.core.cache.state import group_sizes
 from greenroom.hf.attach.predictors import check_prefetch
-from greenroom.hf.checkpoint.source import Source
+from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.defaults import START, auto_split, with_defaults
 from greenroom.hf.load.budget import Budget, least_slots
 from greenroom.hf.load.describe import Description
@@ -27,19 +27,21 @@ log = logging.getLogger(__name__)
 
 
 def requested_setup(
-    source: Source, description: Description, config: LoadConfig, remember: bool
+    source: ModelSource, description: Description, config: LoadConfig, remember: bool
 ) -> ModelSetup:
     """The setup that the options ask for, with the fewest slots that it can have.
 
     UsageError or PredictorError for options that this model cannot have.
     """
-    draft, catalog, split = description.draft, description.draft.catalog, None
+    skeleton, catalog, split = description.skeleton, description.skeleton.catalog, None
     shares = split_of(config.split)
     if shares is not None:  # auto: what is known sets it when the capacity is known
         first = START if isinstance(shares, str) else shares
         catalog, split = split_experts(catalog, first, description.top_k)
     check_copies(catalog, config.approximation())
-    check_prefetch(draft.model, catalog, config.prefetch, config.predictor, description.fingerprint)
+    check_prefetch(
+        skeleton.model, catalog, config.prefetch, config.predictor, description.fingerprint
+    )
     _warn_of_kv(description, config.kv)
     kind, devices = parse_device(config.device)
     limit = config.read_limit
@@ -69,8 +71,8 @@ def requested_setup(
         source=source,
     )
     setup = replace(setup, kernels=kernels_of(setup))
-    if setup.kernels in COMPILED and draft.dtype is not torch.float32:
-        draft.keep_stored()
+    if setup.kernels in COMPILED and skeleton.dtype is not torch.float32:
+        skeleton.keep_dense_encoded()
     return replace(setup, capacity=least_slots(setup))
 
 
@@ -88,7 +90,7 @@ def _warn_of_kv(description: Description, kv: str) -> None:
 def place(description: Description, budget: Budget, config: LoadConfig) -> ModelSetup:
     """The setup of a run: what is asked for, the settings that are known to be best for its slots,
     and nothing that has no effect where every expert has a slot."""
-    draft, room = description.draft, budget.room
+    skeleton, room = description.skeleton, budget.room
     setup = with_defaults(budget.setup, config, budget.first, description.top_k)
     everything = room >= setup.catalog.experts
     setup = replace(setup, policy=choose(setup.policy, room, setup.catalog.experts).name)
@@ -97,10 +99,10 @@ def place(description: Description, budget: Budget, config: LoadConfig) -> Model
     if everything:  # nothing is missed, and so all is exact and whole
         setup = replace(setup, config=setup.config.exact())
         if setup.split is not None:
-            setup = replace(setup, catalog=draft.catalog, split=None)
+            setup = replace(setup, catalog=skeleton.catalog, split=None)
     else:
         setup = _with_copies(description, setup, config, room)
-    if everything or draft.model.config.is_encoder_decoder:  # whose passes nobody can foresee
+    if everything or skeleton.model.config.is_encoder_decoder:  # whose passes nobody can foresee
         setup = replace(setup, prefetch="off")
     return setup
 
@@ -110,7 +112,7 @@ def _configured(
 ) -> ModelSetup:
     """With the budgets and splits of layers that earlier runs' recordings ask for, in this room."""
     known = files.load_routing(setup.fingerprint) if setup.remember and setup.fingerprint else None
-    catalog, split, scope = auto_split(description.draft.catalog, known, room, description.top_k)
+    catalog, split, scope = auto_split(description.skeleton.catalog, known, room, description.top_k)
     scope = scope if config.scope == "shared" else setup.scope
     setup = replace(setup, catalog=catalog, split=split, scope=scope)
     setup = replace(setup, capacity=max(setup.capacity, least_slots(setup)))

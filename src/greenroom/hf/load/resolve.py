@@ -7,14 +7,14 @@ import torch
 from greenroom.config import LoadConfig, parse_device
 from greenroom.errors import DeviceError, UsageError
 from greenroom.hf.checkpoint.resolve import find_checkpoint
-from greenroom.hf.checkpoint.source import Source
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.checkpoint.source import ModelSource
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.policies import policy
 from greenroom.predictors import predictor
 from greenroom.runtime.kernels.table import GPU_KERNEL
 
 
-def resolve(source: str, config: LoadConfig) -> tuple[Source, Draft, bool]:
+def resolve(source: str, config: LoadConfig) -> tuple[ModelSource, ModelSkeleton, bool]:
     """(where a model came from, the model on the meta device, whether a GPU computes it).
 
     Only headers are read. UnknownName, UsageError or DeviceError for options that cannot be;
@@ -25,7 +25,7 @@ def resolve(source: str, config: LoadConfig) -> tuple[Source, Draft, bool]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = find_checkpoint(source)
-    return Source.of(checkpoint, config.dtype), Draft.of(checkpoint, config.dtype), gpu
+    return ModelSource.of(checkpoint, config.dtype), ModelSkeleton.of(checkpoint, config.dtype), gpu
 
 
 def on_a_gpu(config: LoadConfig) -> bool:

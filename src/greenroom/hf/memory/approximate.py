@@ -55,7 +55,7 @@ def approximate_layer(
     layout, catalog, low = setup.catalog.layouts[layer], setup.catalog, None
     if setup.copies is not None:
         assert isinstance(catalog, CopiesCatalog)
-        of = catalog.low_layers[layer].low
+        of = catalog.layers_with_copies[layer].low_copy
         assert of is not None
         low = of.layout, slots.pools[-1]
     assert setup.approximation is not None

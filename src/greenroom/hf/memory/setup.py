@@ -10,7 +10,7 @@ from greenroom.core.config.base import Approximation
 from greenroom.core.config.scheduler import NO_OPTIONS, SchedulerConfig
 from greenroom.core.layout import Catalog
 from greenroom.core.pieces import Copies, Split
-from greenroom.hf.checkpoint.source import Source
+from greenroom.hf.checkpoint.source import ModelSource
 from greenroom.hf.kv.sizes import KVBytes
 
 
@@ -52,7 +52,7 @@ class ModelSetup:
     host_bytes: int | None = None  # budget of host memory, where that is another one
     context: int = 0  # tokens that the KV cache has room for
     keys_values: KVBytes = field(default_factory=lambda: KVBytes(()))  # of a request
-    source: Source | None = None  # the checkpoint, where all experts can be read again
+    source: ModelSource | None = None  # the checkpoint, where all experts can be read again
 
     @property
     def approximation(self) -> Approximation | None:

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from greenroom.errors import UnsupportedModel
-from greenroom.hf.adapters import ADAPTERS, named
+from greenroom.hf.adapters import ADAPTERS, load_adapter
 
 # MoE architectures that are not served, by folder, and why.
 NOT_SERVED = {
@@ -63,7 +63,7 @@ _FLAGS = {  # the decorator's arguments: what is said where they are not the def
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row of the table. `how` is "socket", "adapter", "wrapper" or "not"."""
+    """A row of the table. `how` is "native", "adapter", "wrapper" or "not"."""
 
     name: str
     how: str
@@ -82,7 +82,7 @@ def class_of(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTraine
     name = (config.architectures or [config.model_type])[0]
     if folder in NOT_SERVED:
         raise UnsupportedModel(f"{name}: {NOT_SERVED[folder]}: not served")
-    if folder in ADAPTERS and (part := named(folder).part):
+    if folder in ADAPTERS and (part := load_adapter(folder).part):
         config = getattr(config, part, config)
     for mapping, _ in _TEXT:
         if type(config) in mapping:
@@ -102,7 +102,7 @@ def architectures() -> list[Architecture]:
         if name in NOT_SERVED:
             rows.append(Architecture(name, "not", reason=NOT_SERVED[name]))
             continue
-        how = "adapter" if name in ADAPTERS else "socket"
+        how = "adapter" if name in ADAPTERS else "native"
         special = [_FLAGS[flag] for flag in _FLAGS if flag in flags.get(name, ())]
         if any(each in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES for each in types[name]):
             special.append("encoder-decoder")
@@ -110,7 +110,7 @@ def architectures() -> list[Architecture]:
             special.append("shared experts")
         if any(_sees(each) for each in types[name]):
             special.append("text part")
-        if how == "adapter" and (said := named(name).special):
+        if how == "adapter" and (said := load_adapter(name).special):
             special.append(said)
         rows.append(Architecture(name, how, tuple(special), tested=True))
     return rows + _wrappers({row.name for row in rows})
@@ -153,7 +153,7 @@ def _model_types() -> dict[str, tuple[str, ...]]:
     types: dict[str, list[str]] = {}
     for each in CONFIG_MAPPING_NAMES:
         folder = model_type_to_module_name(each)
-        part = folder in ADAPTERS and named(folder).part
+        part = folder in ADAPTERS and load_adapter(folder).part
         if part or any(each in names for _, names in _TEXT):
             types.setdefault(folder, []).append(each)
     return {folder: tuple(each) for folder, each in types.items()}

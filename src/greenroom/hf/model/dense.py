@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from greenroom.core.layout import PLAIN, SlotLayout
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.header import Stored as OnDisk
+from greenroom.hf.checkpoint.header import StoredTensor
 from greenroom.hf.checkpoint.read import read_parts
-from greenroom.hf.index.routes import Route
+from greenroom.hf.index.conversions import WeightConversion
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.kernels.dense.stored import StoredMatrix, attach_matrix
 
@@ -28,7 +28,7 @@ _ROUTERS = {"gate", "router"}  # which experts are chosen is torch's to compute
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class EncodedParameter:
     """A matrix that stays as stored: the modules that share it, and the checkpoint's name of it."""
 
     modules: tuple[str, ...]
@@ -48,19 +48,22 @@ class Kept:
         read_parts(checkpoint.files, self.tensor, checkpoint.tensors[self.tensor], parts)
 
 
-def kept(
-    model: PreTrainedModel, checkpoint: Checkpoint, routes: dict[str, Route], dtype: torch.dtype
-) -> dict[str, Kept]:
+def find_encoded_parameters(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    conversions: dict[str, WeightConversion],
+    dtype: torch.dtype,
+) -> dict[str, EncodedParameter]:
     """By parameter, what can stay as stored of a model on the meta device in `dtype`.
 
-    `routes` are those to the dense parameters.
+    `conversions` are those to the dense parameters.
     """
-    found: dict[str, Kept] = {}
+    found: dict[str, EncodedParameter] = {}
     tied = dict(model.all_tied_weights_keys)
     used = _used_by_code(model)
-    for target, route in routes.items():
-        names = [name for own in route.sources.values() for name in own]
-        if route.converter is not None or len(names) != 1:
+    for target, conversion in conversions.items():
+        names = [name for own in conversion.sources.values() for name in own]
+        if conversion.converter is not None or len(names) != 1:
             continue
         group = _group(target, tied)
         if not all(_is_left_to_its_layer(model, name, used) for name in group):
@@ -68,7 +71,7 @@ def kept(
         stored = _stored(checkpoint.tensors[names[0]], dtype)
         if stored is not None and not stored.unsupported_reason:
             modules = tuple(name.rpartition(".")[0] for name in group)
-            found[target] = Kept(modules, names[0], stored)
+            found[target] = EncodedParameter(modules, names[0], stored)
     return found
 
 
@@ -101,7 +104,7 @@ def _used_by_code(model: PreTrainedModel) -> set[str]:
     return found
 
 
-def _stored(tensor: OnDisk, dtype: torch.dtype) -> StoredMatrix | None:
+def _stored(tensor: StoredTensor, dtype: torch.dtype) -> StoredMatrix | None:
     """Where a matrix would lie in memory; None of what is no encoded matrix."""
     encoding = ENCODINGS.get(tensor.encoding)
     if tensor.encoding == PLAIN or encoding is None or len(tensor.shape) != 2 or tensor.transposed:

@@ -14,7 +14,7 @@ IMPLEMENTATION = "greenroom"  # models are built with it
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
-def compute_by(implementation: str, *modules: nn.Module) -> None:
+def set_experts_implementation(implementation: str, *modules: nn.Module) -> None:
     """Have transformers compute experts modules by an implementation.
 
     transformers itself refuses classes that it did not decorate, and those of a model that wraps

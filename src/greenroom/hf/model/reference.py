@@ -18,15 +18,15 @@ from greenroom.core.layout import PLAIN, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
 from greenroom.hf.adapters import adapter_of
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import ggml_type
-from greenroom.hf.checkpoint.header import NAMES, Stored
-from greenroom.hf.checkpoint.pack.format import DATA, Layer
-from greenroom.hf.checkpoint.pack.low import joined
+from greenroom.hf.checkpoint.header import NAMES, StoredTensor
+from greenroom.hf.checkpoint.pack.copies import join_planes
+from greenroom.hf.checkpoint.pack.format import DATA, PackLayer
 from greenroom.hf.checkpoint.pack.reading import Pack
 from greenroom.hf.checkpoint.quantised import settings_of
-from greenroom.hf.index.routes import Route
-from greenroom.hf.model.draft import Deferred, Draft, routes_of
+from greenroom.hf.index.conversions import WeightConversion
+from greenroom.hf.model.skeleton import LazyTensor, ModelSkeleton, conversions_of
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -54,45 +54,45 @@ def quantiser(checkpoint: Checkpoint) -> Any:
     return made
 
 
-def loads_whole(checkpoint: Checkpoint) -> bool:
+def transformers_can_load(checkpoint: Checkpoint) -> bool:
     """Whether transformers can load it as gguf expands it: of a GGUF in parts it reads only one, of
     gpt-oss's it finds no gate and no up projection, qwen35moe's it expands in the model's type,
     rounding at every step, for all it needs accelerate; and it knows no packs."""
     if checkpoint.pack is not None:
         return False
-    if not isinstance(checkpoint, Gguf):
+    if not isinstance(checkpoint, GgufCheckpoint):
         return True
     if len(checkpoint.files) > 1 or checkpoint.architecture == "gpt-oss" or checkpoint.mapped:
         return False
     return find_spec("accelerate") is not None
 
 
-def whole_model(draft: Draft) -> PreTrainedModel:
+def load_reference_model(skeleton: ModelSkeleton) -> PreTrainedModel:
     """The full model, as `from_pretrained` loads it, computed by eager; takes all of its memory."""
-    checkpoint, options = draft.checkpoint, {}
+    checkpoint, options = skeleton.checkpoint, {}
     if (quantised := quantiser(checkpoint)) is not None:
         options["quantization_config"] = quantised.quantization_config
-    adapter = adapter_of(draft.model)
+    adapter = adapter_of(skeleton.model)
     if adapter is not None and adapter.part:
         whole = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         options["config"] = getattr(whole, adapter.part)
         options["key_mapping"] = dict(adapter.names)
-    if isinstance(checkpoint, Gguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         from transformers.utils.quantization_config import GgufConfig
 
         options["config"] = checkpoint.hf_config()
         options["quantization_config"] = GgufConfig(dequantize=True)
-    model: PreTrainedModel = type(draft.model).from_pretrained(
-        **checkpoint.source, **options, dtype=draft.dtype, experts_implementation="eager"
+    model: PreTrainedModel = type(skeleton.model).from_pretrained(
+        **checkpoint.source, **options, dtype=skeleton.dtype, experts_implementation="eager"
     )
     if quantised is not None and adapter is None:
-        for one in (one for layer in draft.layers for one in layer):
+        for one in (one for layer in skeleton.layers for one in layer):
             expert = model.get_parameter(one.full_name)  # compressed-tensors: in its scales' type
             expert.data = expert.data.to(one.dtype)
-    return aligned(model.eval())
+    return align_weights(model.eval())
 
 
-def aligned(model: PreTrainedModel) -> PreTrainedModel:
+def align_weights(model: PreTrainedModel) -> PreTrainedModel:
     """With weights at multiples of ALIGNED bytes, as ours are.
 
     transformers maps some from their file, where they lie at any address, and MKL on processors
@@ -104,23 +104,25 @@ def aligned(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
+def load_reference_experts(skeleton: ModelSkeleton, layer: int) -> dict[str, Tensor]:
     """One layer's whole expert parameters [experts, ...] by name.
 
-    Takes the layer's whole size in memory; the draft is not to be loaded after this.
+    Takes the layer's whole size in memory; the skeleton must not be loaded after this.
     """
-    checkpoint, streamed = draft.checkpoint, draft.layers[layer]
+    checkpoint, streamed = skeleton.checkpoint, skeleton.layers[layer]
     if checkpoint.pack is not None:
-        return expanded(draft, checkpoint.pack, layer)
-    module = draft.model.get_submodule(streamed[0].module)
+        return expand_packed_experts(skeleton, checkpoint.pack, layer)
+    module = skeleton.model.get_submodule(streamed[0].module)
     for one in streamed:
         empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
         module.register_parameter(one.name, nn.Parameter(empty, requires_grad=False))
-    routes, _ = routes_of(draft.model, checkpoint)
-    if isinstance(checkpoint, Gguf):
-        made = {one.name: _by_gguf(draft, checkpoint, routes[one.full_name]) for one in streamed}
+    conversions, _ = conversions_of(skeleton.model, checkpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        made = {
+            one.name: _by_gguf(skeleton, checkpoint, conversions[one.full_name]) for one in streamed
+        }
     else:
-        _by_transformers(draft, routes, {one.full_name for one in streamed})
+        _by_transformers(skeleton, conversions, {one.full_name for one in streamed})
         made = {one.name: getattr(module, one.name).data for one in streamed}
     for one in streamed:
         module.register_parameter(one.name, None)
@@ -128,17 +130,19 @@ def load_experts(draft: Draft, layer: int) -> dict[str, Tensor]:
     return {one.name: made[one.name].to(one.dtype) for one in streamed}
 
 
-def _by_transformers(draft: Draft, routes: dict[str, Route], wanted: set[str]) -> None:
+def _by_transformers(
+    skeleton: ModelSkeleton, conversions: dict[str, WeightConversion], wanted: set[str]
+) -> None:
     """Have transformers load some parameters, which the routes lead to."""
-    model, checkpoint = draft.model, draft.checkpoint
+    model, checkpoint = skeleton.model, skeleton.checkpoint
     sources = [
         name
-        for route in routes.values()
-        if wanted.intersection(route.targets)
-        for names in route.sources.values()
+        for conversion in conversions.values()
+        if wanted.intersection(conversion.targets)
+        for names in conversion.sources.values()
         for name in names
     ]
-    options = draft.options(quantiser(checkpoint))
+    options = skeleton.options(quantiser(checkpoint))
     info, _ = type(model)._load_pretrained_model(
         model, _as_stored(checkpoint, sources), None, options, expected_keys=sorted(wanted)
     )
@@ -146,12 +150,14 @@ def _by_transformers(draft: Draft, routes: dict[str, Route], wanted: set[str]) -
         raise CheckpointError(f"{checkpoint.folder}: {next(iter(info.conversion_errors))}")
 
 
-def _by_gguf(draft: Draft, checkpoint: Gguf, route: Route) -> Tensor:
+def _by_gguf(
+    skeleton: ModelSkeleton, checkpoint: GgufCheckpoint, conversion: WeightConversion
+) -> Tensor:
     """One parameter, expanded by gguf and joined as transformers joins it."""
     import gguf  # only here: what reads no GGUF must not need it
 
     tensors = {}
-    for name in (name for own in route.sources.values() for name in own):
+    for name in (name for own in conversion.sources.values() for name in own):
         stored = checkpoint.stored[name]
         data = np.fromfile(
             checkpoint.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
@@ -164,14 +170,14 @@ def _by_gguf(draft: Draft, checkpoint: Gguf, route: Route) -> Tensor:
                 gguf.dequantize(data.reshape(stored.codes), gguf.GGMLQuantizationType[kind])
             )
         tensors[name] = values.view(stored.shape).float()
-    (target,) = route.targets
-    return route.convert(tensors, draft.model, draft.model.config)[target]
+    (target,) = conversion.targets
+    return conversion.convert(tensors, skeleton.model, skeleton.model.config)[target]
 
 
-def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, Deferred]:
+def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, LazyTensor]:
     """What the files hold for some tensors, under the names there."""
 
-    def place(stored: Stored) -> tuple[int, int]:
+    def place(stored: StoredTensor) -> tuple[int, int]:
         return stored.file, stored.offset
 
     wanted = set()
@@ -179,22 +185,22 @@ def _as_stored(checkpoint: Checkpoint, names: list[str]) -> dict[str, Deferred]:
         stored = checkpoint.tensors[name]
         wanted |= {place(stored), *map(place, stored.companions)}
     return {
-        name: Deferred(partial(checkpoint.read_stored, name), NAMES[stored.dtype])
+        name: LazyTensor(partial(checkpoint.read_stored, name), NAMES[stored.dtype])
         for name, stored in checkpoint.stored.items()
         if place(stored) in wanted
     }
 
 
-def expanded(draft: Draft, pack: Pack, layer: int) -> dict[str, Tensor]:
+def expand_packed_experts(skeleton: ModelSkeleton, pack: Pack, layer: int) -> dict[str, Tensor]:
     """One layer's whole expert parameters [experts, ...] by name: the reference for a pack.
 
     Read with nothing but the header, and expanded by the encodings' decoders.
     """
     stored = pack.header.layers[layer]
     made = {}
-    for streamed in draft.layers[layer]:
+    for streamed in skeleton.layers[layer]:
         weight = stored.layout.weight(streamed.name)
-        module = draft.model.get_submodule(streamed.module)
+        module = skeleton.model.get_submodule(streamed.module)
         transposed, cutting = module.is_transposed, Cutting.of(module, stored.layout)
         full = torch.empty(streamed.shape, dtype=streamed.dtype)
         for expert in range(stored.experts):
@@ -206,7 +212,7 @@ def expanded(draft: Draft, pack: Pack, layer: int) -> dict[str, Tensor]:
 
 def _matrix(
     pack: Pack,
-    layer: Layer,
+    layer: PackLayer,
     expert: int,
     weight: WeightSpec,
     dtype: torch.dtype,
@@ -214,12 +220,12 @@ def _matrix(
 ) -> Tensor:
     parts = []
     with open(pack.folder / DATA, "rb") as stream:
-        begin = layer.place(expert) + (layer.low.stride if layer.low is not None else 0)
-        if layer.low is not None and layer.low.nested:
-            rest = _tensor(stream, begin, layer.low.rest[weight.name])
-            low = layer.low.layout.weight(weight.name).parts
+        begin = layer.place(expert) + (layer.low_copy.stride if layer.low_copy is not None else 0)
+        if layer.low_copy is not None and layer.low_copy.nested:
+            rest = _tensor(stream, begin, layer.low_copy.remainder[weight.name])
+            low = layer.low_copy.layout.weight(weight.name).parts
             high, scale = (_tensor(stream, layer.place(expert), spec) for spec in low)
-            parts = [*joined(high, rest, scale)]
+            parts = [*join_planes(high, rest, scale)]
             return ENCODINGS[weight.encoding].decode(parts, weight.shape, dtype)
         for spec in weight.parts:
             each = [(s.offset, s.layout[spec.name]) for s in layer.layout.segments]

@@ -20,11 +20,11 @@ from pathlib import Path
 from greenroom.core.layout import PLAIN
 from greenroom.errors import CheckpointError
 from greenroom.hf.checkpoint.checkpoint import INDEX, Checkpoint
-from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
 from greenroom.hf.checkpoint.gguf_file import Cursor, ggml_type
-from greenroom.hf.checkpoint.header import NAMES, Stored, reading
-from greenroom.hf.checkpoint.pack.format import HEADER, File
-from greenroom.hf.checkpoint.pack.journal import KEPT, writing
+from greenroom.hf.checkpoint.header import NAMES, StoredTensor, read_errors
+from greenroom.hf.checkpoint.pack.format import HEADER, DenseFile
+from greenroom.hf.checkpoint.pack.journal import RESUME_HINT, write_errors
 
 SHARD = 4 << 30  # bytes; a file that was not finished is copied anew
 PIECE = 4 << 20
@@ -60,13 +60,13 @@ def dense_names(checkpoint: Checkpoint, used: Sequence[str]) -> list[str]:
     return sorted(chosen, key=lambda name: _place(checkpoint.stored[name]))
 
 
-def _place(stored: Stored) -> tuple[int, int]:
+def _place(stored: StoredTensor) -> tuple[int, int]:
     return stored.file, stored.offset
 
 
 def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
     """File name -> the tensors that it is to have, no safetensors file much larger than SHARD."""
-    if isinstance(checkpoint, Gguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         return {GGUF: names}
     groups: list[list[str]] = [[]]
     size = 0
@@ -85,7 +85,7 @@ def shards(checkpoint: Checkpoint, names: list[str]) -> dict[str, list[str]]:
 
 def pieces_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[bytes]:
     """A file of these tensors, piece by piece."""
-    if isinstance(checkpoint, Gguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         return _gguf_of(checkpoint, names)
     return _safetensors_of(checkpoint, names)
 
@@ -107,7 +107,7 @@ def _safetensors_of(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[by
     yield from _bytes_of(checkpoint, tensors)
 
 
-def _gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
+def _gguf_of(checkpoint: GgufCheckpoint, names: Sequence[str]) -> Iterator[bytes]:
     """A GGUF file of these tensors and all metadata."""
     cursor = Cursor(checkpoint.files[0])
     pairs = [raw for key, _, raw in cursor.pairs() if not key.startswith(SPLIT)]
@@ -123,7 +123,7 @@ def _gguf_of(checkpoint: Gguf, names: Sequence[str]) -> Iterator[bytes]:
     yield from _bytes_of(checkpoint, tensors, align)
 
 
-def _entry(name: str, stored: Stored, offset: int) -> bytes:
+def _entry(name: str, stored: StoredTensor, offset: int) -> bytes:
     """A line of the table of tensors; dimensions are in ggml's order, the fastest first."""
     from gguf import GGMLQuantizationType
 
@@ -138,13 +138,15 @@ def _entry(name: str, stored: Stored, offset: int) -> bytes:
     )
 
 
-def _bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1) -> Iterator[bytes]:
+def _bytes_of(
+    checkpoint: Checkpoint, tensors: Sequence[StoredTensor], align: int = 1
+) -> Iterator[bytes]:
     """The bytes of stored tensors, each begun at a multiple of `align` from here on."""
     gap = 0
     for stored in tensors:
         yield b"\0" * gap
         path, left = checkpoint.files[stored.file], stored.nbytes
-        with reading(path), open(path, "rb", buffering=0) as stream:
+        with read_errors(path), open(path, "rb", buffering=0) as stream:
             stream.seek(stored.offset)
             while left:
                 piece = stream.read(min(PIECE, left))
@@ -156,10 +158,10 @@ def _bytes_of(checkpoint: Checkpoint, tensors: Sequence[Stored], align: int = 1)
         gap = -stored.nbytes % align
 
 
-def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> File:
+def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> DenseFile:
     """Write a file, which is on disk when this returns; `advance(nbytes)` is told of each piece."""
     nbytes = crc32 = 0
-    with writing(path, KEPT), open(path, "wb") as stream:
+    with write_errors(path, RESUME_HINT), open(path, "wb") as stream:
         for piece in pieces:
             stream.write(piece)
             nbytes += len(piece)
@@ -168,7 +170,7 @@ def write(path: Path, pieces: Iterable[bytes], advance: Advance) -> File:
         stream.flush()
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return File(path.name, nbytes, crc32)
+    return DenseFile(path.name, nbytes, crc32)
 
 
 def copy_small(source: Path, target: Path) -> None:
@@ -177,6 +179,6 @@ def copy_small(source: Path, target: Path) -> None:
         small = any(fnmatch(path.name, pattern) for pattern in SMALL)
         if not small or path.name in (INDEX, HEADER) or not path.is_file():
             continue
-        with reading(path):
+        with read_errors(path):
             data = path.read_bytes()
         write(target / path.name, [data], lambda nbytes: None)

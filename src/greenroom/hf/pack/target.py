@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from greenroom.core.layout import PLAIN, SlotLayout, TensorSpec, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel, UsageError
-from greenroom.hf.checkpoint.pack.low import NESTED, Low, codes_of, nested_layout
+from greenroom.hf.checkpoint.pack.copies import NESTED, LowPrecisionCopy, codes_of, nested_layout
 from greenroom.hf.pack import quantise
 from greenroom.runtime.encodings import ENCODINGS
 from greenroom.runtime.encodings.packed import GROUP
@@ -65,24 +65,24 @@ def _side(length: int, unit: int) -> int:
     return next((side for side in sides if length % side == 0), length)
 
 
-def low_of(
+def low_copy_of(
     precision: str, kind: str, source: SlotLayout, exact: SlotLayout, module: nn.Module, where: str
-) -> Low:
+) -> LowPrecisionCopy:
     """The copies of a layer whose experts are packed to `kind`, which gives the layout `exact`.
     UsageError where they would be no smaller."""
     nested = (kind, precision) == NESTED
     layout = nested_layout(exact) if nested else target_layout(precision, source, module, where)
-    low = Low(precision, nested, layout)
-    if low.stride >= exact.nbytes:
+    low_copy = LowPrecisionCopy(precision, nested, layout)
+    if low_copy.stride >= exact.nbytes:
         raise UsageError(
             f"--miss-precision {precision}: a copy of an expert of {where} would take"
-            f" {low.stride} bytes, the expert takes {exact.nbytes}: it must be smaller"
+            f" {low_copy.stride} bytes, the expert takes {exact.nbytes}: it must be smaller"
         )
-    return low
+    return low_copy
 
 
 @dataclass(frozen=True)
-class Maker:
+class ExpertPacker:
     """Makes packed experts of one layer; `where` names it, for messages."""
 
     kind: str
@@ -92,14 +92,14 @@ class Maker:
     where: str
     cutting: Cutting | None = None  # where the target lies in segments
 
-    def with_copy(self, low: Low) -> tuple[Maker, ...]:
+    def with_copy(self, low_copy: LowPrecisionCopy) -> tuple[ExpertPacker, ...]:
         """What makes copies, and these experts behind them."""
-        if not low.nested:
-            copy = replace(self, kind=low.precision, target=low.layout)
-            return copy, replace(self, target=_moved(self.target, low.stride))
-        rest = _moved(low.rest, low.stride).tensors
+        if not low_copy.nested:
+            copy = replace(self, kind=low_copy.precision, target=low_copy.layout)
+            return copy, replace(self, target=_moved(self.target, low_copy.stride))
+        rest = _moved(low_copy.remainder, low_copy.stride).tensors
         planes = tuple(replace(spec, name=f"{spec.name}.rest") for spec in rest)
-        both = replace(low.layout, tensors=low.layout.tensors + planes)
+        both = replace(low_copy.layout, tensors=low_copy.layout.tensors + planes)
         return (replace(self, kind="nested", target=both),)
 
     def __call__(self, source: Lookup, target: Lookup, expert: int) -> None:

@@ -46,7 +46,7 @@ class LayerExperts:
         self.recipe = recipe or recipe_of(module, self.dtype, LayerExperts)
         self.up_bias = self._bias(first) if module.has_bias else None  # [E, 2I or I]
         self.down_bias = self._tensor("down_proj_bias") if module.has_bias else None  # [E, H]
-        # What an expert gives, where the module's class says so by itself (hf/adapters/socket.py).
+        # Some classes compute an expert's output themselves: see `weighted_output` in hf/adapters.
         own = getattr(module, "own_arithmetic", False)
         self.own: Callable[..., Tensor] | None = module.weighted_output if own else None  # type: ignore[assignment]
         self.plan: object = None  # what a kernel keeps for this layer

@@ -13,10 +13,10 @@ import torch
 from greenroom.errors import CheckpointError, StoreError, UnknownName, UsageError
 from greenroom.hf.checkpoint.pack.catalog import CopiesCatalog
 from greenroom.hf.checkpoint.resolve import open_checkpoint
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import expanded, whole_model
-from greenroom.hf.pack.making import pack
-from greenroom.hf.pack.target import Maker
+from greenroom.hf.model.reference import expand_packed_experts, load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.pack.packing import pack
+from greenroom.hf.pack.target import ExpertPacker
 from greenroom.runtime.encodings import ENCODINGS
 from tests.hf.check.test_parity import assert_same, ids, streamed
 from tests.hf.pack.rig import header, source
@@ -36,10 +36,10 @@ def with_copies(kind: str, precision: str, name: str = "qwen3_moe") -> Path:
 
 def whole_of(folder: Path, name: str = "qwen3_moe"):
     """A model in memory with the pack's exact experts, read without stores and kernels."""
-    draft = Draft.of(folder)
-    whole = whole_model(Draft.of(source(name)))
-    for number, layer in enumerate(draft.catalog.layers):
-        for key, value in expanded(draft, draft.checkpoint.pack, number).items():
+    skeleton = ModelSkeleton.of(folder)
+    whole = load_reference_model(ModelSkeleton.of(source(name)))
+    for number, layer in enumerate(skeleton.catalog.layers):
+        for key, value in expand_packed_experts(skeleton, skeleton.checkpoint.pack, number).items():
             whole.get_submodule(layer).get_parameter(key).data.copy_(value)
     return whole
 
@@ -71,7 +71,7 @@ def test_a_nested_copy_is_the_expert_s_upper_half():
     assert (low["precision"], low["nested"]) == ("int4", True)
     at = -(-low["bytes"] // 4096) * 4096
     start = layer["offset"] + 2 * layer["stride"]
-    exact = expanded(Draft.of(folder), open_checkpoint(folder).pack, 0)
+    exact = expand_packed_experts(ModelSkeleton.of(folder), open_checkpoint(folder).pack, 0)
     for spec in [t for t in low["tensors"] if "." not in t["name"]]:
         scale = next(t for t in low["tensors"] if t["name"] == f"{spec['name']}.scale")
         parts = [tensor(data, start, spec, torch.uint8), tensor(data, start, scale, torch.float16)]
@@ -93,7 +93,7 @@ def tensor(data: bytes, start: int, spec: dict, dtype: torch.dtype) -> torch.Ten
 
 @pytest.mark.parametrize(("kind", "precision"), KINDS)
 def test_pieces_are_experts_copies_and_what_these_lack(kind, precision):
-    catalog = Draft.of(with_copies(kind, precision)).catalog
+    catalog = ModelSkeleton.of(with_copies(kind, precision)).catalog
     assert isinstance(catalog, CopiesCatalog)
     nested = (kind, precision) == ("int8", "int4")
     n = catalog.experts
@@ -122,7 +122,7 @@ def test_what_was_damaged_is_made_anew(tmp_path):
     (folder / "experts.greenroom").write_bytes(bad)
     pack_of = open_checkpoint(folder).pack
     assert pack_of is not None
-    assert len(list(pack_of.damaged())) == 2
+    assert len(list(pack_of.find_damaged())) == 2
     with pytest.raises(CheckpointError, match=r"is damaged .*--miss-precision int4 --repair"):
         pack_of.check()
     with (
@@ -138,14 +138,14 @@ def test_what_was_damaged_is_made_anew(tmp_path):
 
 
 def test_an_interrupted_pack_is_gone_on_with(tmp_path, monkeypatch):
-    real = Maker.__call__
+    real = ExpertPacker.__call__
 
     def broken(self, *args):
         if args[-1] == 5:
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(Maker, "__call__", broken)
+    monkeypatch.setattr(ExpertPacker, "__call__", broken)
     with pytest.raises(KeyboardInterrupt):
         pack(str(source()), tmp_path / "pack", "same", precision="int4")
     monkeypatch.undo()
@@ -175,4 +175,4 @@ def test_packs_of_packs_and_other_types(tmp_path):
     with pytest.raises(UsageError, match="is a pack with copies: make another one of its source"):
         pack(str(folder), tmp_path / "pack", "int4")
     with pytest.raises(UsageError, match="a pack with copies computes in bfloat16"):
-        Draft.of(open_checkpoint(folder), "float32")
+        ModelSkeleton.of(open_checkpoint(folder), "float32")

@@ -15,11 +15,11 @@ import torch
 from greenroom.errors import CheckpointError, NotAModel, StoreError, UnsupportedModel
 from greenroom.hf.check.one_layer import compare_layers
 from greenroom.hf.check.verify import verify
-from greenroom.hf.checkpoint.pack.checked import CheckedStore, joined
+from greenroom.hf.checkpoint.pack.checked import CheckedStore, combine_crc32
 from greenroom.hf.checkpoint.resolve import find_checkpoint, open_checkpoint
 from greenroom.hf.load.load import load
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.pack.making import pack
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.pack.packing import pack
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Chunk, Staging
 from tests.hf.check.test_parity import ids, streamed
@@ -172,8 +172,8 @@ def test_verify_s_reference_is_independent(monkeypatch: pytest.MonkeyPatch) -> N
     """It does not come from what is being checked: store, slots and kernels."""
     real = HostSlots.write
     with streamed(packed("int8"), capacity=3, kernels="eager") as model:
-        draft = Draft.of(packed("int8"))
-        assert all(each.equal for each in compare_layers(draft, model, [ids(1, 9)]))
+        skeleton = ModelSkeleton.of(packed("int8"))
+        assert all(each.equal for each in compare_layers(skeleton, model, [ids(1, 9)]))
 
     def wrong(self: HostSlots, slot: int, copies: Any, data: Any, start: int) -> None:
         real(self, slot, copies, data, start)
@@ -181,13 +181,13 @@ def test_verify_s_reference_is_independent(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(HostSlots, "write", wrong)
     with streamed(packed("int8"), capacity=3, kernels="eager") as model:
-        found = list(compare_layers(draft, model, [ids(1, 9)]))
+        found = list(compare_layers(skeleton, model, [ids(1, 9)]))
     assert len(found) == 2
     assert not any(each.equal for each in found)
 
 
 def test_chunks_in_any_order_are_checked_together(folder: Path) -> None:
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     (extent,) = catalog.extents(7)
     cuts = [0, 1000, 4096, 9000, extent.length]
     chunks = [Chunk(extent, a, b - a) for a, b in pairwise(cuts)]
@@ -217,7 +217,7 @@ def test_each_expert_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         checked, "zlib", type("Z", (), {"crc32": lambda data: counted.append(1) or real(data)})
     )
-    catalog = Draft.of(packed("int8")).catalog
+    catalog = ModelSkeleton.of(packed("int8")).catalog
     store = CheckedStore(catalog)
     staging = Staging()
     for _ in range(3):
@@ -234,4 +234,6 @@ def test_joined_checksums(length: int) -> None:
 
     draw = random.Random(length)
     first, second = draw.randbytes(1234), draw.randbytes(length)
-    assert joined(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
+    assert combine_crc32(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(
+        first + second
+    )

@@ -17,9 +17,9 @@ from greenroom.core.layout import (
     TensorSpec,
 )
 from greenroom.errors import UsageError
-from greenroom.hf.checkpoint.pack.crc import joined
-from greenroom.hf.checkpoint.pack.format import DATA, Header, Layer
-from greenroom.hf.checkpoint.pack.low import as_it_is, nesting_of
+from greenroom.hf.checkpoint.pack.copies import contiguous_copy, nesting_of
+from greenroom.hf.checkpoint.pack.crc import combine_crc32
+from greenroom.hf.checkpoint.pack.format import DATA, PackHeader, PackLayer
 from greenroom.runtime.slots.nested import Nesting
 
 Span = tuple[int, int, tuple[Copy, ...]]  # (first byte in an expert's run, bytes, where they go)
@@ -35,7 +35,7 @@ class PackCatalog(Catalog):
            then tops and bottoms
     """
 
-    header: Header
+    header: PackHeader
     folder: Path
     spans: tuple[tuple[Span, ...], ...]
     cuts: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class PackCatalog(Catalog):
             spans.append((_run(0, ends[cut]), _run(ends[cut], layout.nbytes - ends[cut])))
         return replace(self, spans=tuple(spans), cuts=tuple(cuts))
 
-    def _at(self, piece: int) -> tuple[Layer, int, Span]:
+    def _at(self, piece: int) -> tuple[PackLayer, int, Span]:
         """(the layer, the expert's number in it, the span) of a piece."""
         kind, expert_id = divmod(piece, self.experts)
         layer = self.layer_of(expert_id)
@@ -75,7 +75,7 @@ class PackCatalog(Catalog):
         whole = 0
         for (at, length), crc in zip(layer.runs, layer.checksums(expert), strict=True):
             if begin <= at < begin + n:
-                whole = joined(whole, crc, length)
+                whole = combine_crc32(whole, crc, length)
         return whole
 
     @property
@@ -83,7 +83,7 @@ class PackCatalog(Catalog):
         """What the experts were packed to, and of which model."""
         return f"{self.header.kind} from {self.header.source.model}"
 
-    def damaged(self, piece: int) -> str:
+    def damage_message(self, piece: int) -> str:
         """What to say of a piece whose checksum is wrong."""
         layer, expert, _ = self._at(piece)
         return (
@@ -100,8 +100,8 @@ class CopiesCatalog(PackCatalog):
     nestings: tuple[Nesting, ...] = ()
 
     @property
-    def low_layers(self) -> tuple[Layer, ...]:
-        """The header's layers, whose `low` says what copies are."""
+    def layers_with_copies(self) -> tuple[PackLayer, ...]:
+        """The header's layers, whose `low_copy` says what copies are."""
         return self.header.layers
 
     def copy_bytes(self) -> tuple[tuple[int, ...], ...]:
@@ -112,7 +112,7 @@ class CopiesCatalog(PackCatalog):
 
 
 def catalog_of(
-    header: Header, folder: Path, dtypes: Sequence[Mapping[str, str]] | None = None
+    header: PackHeader, folder: Path, dtypes: Sequence[Mapping[str, str]] | None = None
 ) -> PackCatalog:
     """The catalog of a pack for a model whose expert parameters have these dtypes, by layer.
 
@@ -129,13 +129,13 @@ def catalog_of(
                 f"{folder}: a pack in segments computes in {header.dtype}: leave out --dtype"
             )
         layouts.append(layout)
-        low = layer.low
-        if low is None:
+        low_copy = layer.low_copy
+        if low_copy is None:
             spans.append(((0, layer.layout.nbytes, copies),))
             continue
-        at, n = low.stride, low.beside(layer.layout)
-        if low.nested:
-            nesting, both, rest = nesting_of(low, layer.layout)
+        at, n = low_copy.stride, low_copy.remainder_bytes(layer.layout)
+        if low_copy.nested:
+            nesting, both, rest = nesting_of(low_copy, layer.layout)
             nestings.append(nesting)
             spans.append(((0, at + n, both), _run(0, at), (at, n, rest)))
         else:
@@ -155,7 +155,7 @@ def catalog_of(
 
 def _run(begin: int, nbytes: int) -> Span:
     """Bytes that fill a slot as they are."""
-    return begin, nbytes, (as_it_is(0, 0, nbytes),)
+    return begin, nbytes, (contiguous_copy(0, 0, nbytes),)
 
 
 def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tuple[Copy, ...]]:
@@ -169,7 +169,7 @@ def _slot(stored: SlotLayout, dtypes: Mapping[str, str]) -> tuple[SlotLayout, tu
     dtype = next(iter(dtypes.values()), stored.dtype)
     layout = SlotLayout.pack(made, stored.encodings, dtype)
     if layout.tensors == stored.tensors:
-        return stored if dtype == stored.dtype else layout, (as_it_is(0, 0, stored.nbytes),)
+        return stored if dtype == stored.dtype else layout, (contiguous_copy(0, 0, stored.nbytes),)
     return layout, tuple(map(_cast, stored.tensors, layout.tensors))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from greenroom.core.layout import Catalog
 from greenroom.errors import StoreError
 from greenroom.hf.checkpoint.pack.catalog import PackCatalog
-from greenroom.hf.checkpoint.pack.crc import joined
+from greenroom.hf.checkpoint.pack.crc import combine_crc32
 from greenroom.runtime.store.disk import Chunk, DiskStore, Staging
 
 
@@ -60,7 +60,7 @@ class CheckedStore(DiskStore):
             del self._parts[piece]
         whole = 0
         for _, (length, crc) in sorted(parts.items()):
-            whole = joined(whole, crc, length)
+            whole = combine_crc32(whole, crc, length)
         if whole != self.catalog.checksum(piece):
-            raise StoreError(self.catalog.damaged(piece % self.catalog.experts))
+            raise StoreError(self.catalog.damage_message(piece % self.catalog.experts))
         self._right[piece] = True

@@ -8,7 +8,7 @@ POLYNOMIAL = 0xEDB88320  # of CRC-32, the lowest bit is x^31
 ONE = 1 << 31  # x^0
 
 
-def joined(first: int, second: int, length: int) -> int:
+def combine_crc32(first: int, second: int, length: int) -> int:
     """The CRC-32 of two runs of bytes from those of each; `length` is the second's."""
     return _product(_power(length), first) ^ second
 

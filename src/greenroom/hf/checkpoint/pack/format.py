@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.core.layout import SlotLayout
-from greenroom.hf.checkpoint.pack.low import BLOCK, Low
+from greenroom.hf.checkpoint.pack.copies import BLOCK, LowPrecisionCopy
 from greenroom.trace.container import atomic_file
 
 HEADER = "greenroom.json"
@@ -31,7 +31,7 @@ KINDS = ("int8", "int4", "fp8", "same")  # what experts can be packed to
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class DenseFile:
     """A file of the dense parts: its size in bytes, and the CRC-32 of its content."""
 
     name: str
@@ -40,7 +40,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PackLayer:
     """The experts of one layer: expert e lies at `offset + e * stride` of the data.
 
     stride: the `nbytes` of an expert, rounded up to whole blocks
@@ -53,14 +53,14 @@ class Layer:
     offset: int
     layout: SlotLayout
     crc32: tuple[int, ...] = ()
-    low: Low | None = None
+    low_copy: LowPrecisionCopy | None = None
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """(first byte, bytes) of each run of an expert that has a checksum of its own."""
-        if self.low is not None:
-            at = self.low.stride
-            return (0, at), (at, self.low.beside(self.layout))
+        if self.low_copy is not None:
+            at = self.low_copy.stride
+            return (0, at), (at, self.low_copy.remainder_bytes(self.layout))
         segments = self.layout.segments
         return tuple((s.offset, s.layout.nbytes) for s in segments) or ((0, self.layout.nbytes),)
 
@@ -89,7 +89,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PackSource:
     """The checkpoint that a pack was made from: a folder, a file or a hub id, and its digests.
 
     fingerprint: of the whole checkpoint (hf/checkpoint/fingerprint.py)
@@ -102,14 +102,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class PackHeader:
     """What greenroom.json says. `dtype` is what the model computes in."""
 
     kind: str
     dtype: str
-    source: Source
-    layers: tuple[Layer, ...]
-    files: tuple[File, ...] = field(default=())
+    source: PackSource
+    layers: tuple[PackLayer, ...]
+    files: tuple[DenseFile, ...] = field(default=())
 
     @property
     def version(self) -> int:
@@ -121,8 +121,8 @@ class Header:
     @property
     def precision(self) -> str:
         """That of the copies, "" where there are none."""
-        low = self.layers[0].low
-        return low.precision if low is not None else ""
+        low_copy = self.layers[0].low_copy
+        return low_copy.precision if low_copy is not None else ""
 
     @property
     def segments(self) -> int:
@@ -145,7 +145,7 @@ class Header:
         """The first expert's dense id of each layer, and the number of experts."""
         return (0, *accumulate(layer.experts for layer in self.layers))
 
-    def layer_of(self, expert_id: int) -> tuple[Layer, int]:
+    def layer_of(self, expert_id: int) -> tuple[PackLayer, int]:
         """(the layer, the expert's number in it)."""
         for layer in self.layers:
             if expert_id < layer.experts:
@@ -163,7 +163,7 @@ class Header:
         """What the data file begins with."""
         return f"{KIND} {self.version} {self.identity}\n".encode().ljust(BLOCK, b"\0")
 
-    def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> Header:
+    def with_checksums(self, crc32: Mapping[int, tuple[int, ...]]) -> PackHeader:
         """The header of experts with these checksums, by their ids."""
         layers = tuple(
             replace(layer, crc32=tuple(c for e in range(layer.experts) for c in crc32[first + e]))
@@ -187,12 +187,12 @@ class Header:
             file.write(text.encode())
 
 
-def as_json(header: Header) -> dict[str, Any]:
+def as_json(header: PackHeader) -> dict[str, Any]:
     """The header as it is written."""
     return {**_content(header), "identity": header.identity}
 
 
-def _content(header: Header) -> dict[str, Any]:
+def _content(header: PackHeader) -> dict[str, Any]:
     """The header without its identity."""
     return {
         "format": KIND,
@@ -206,7 +206,7 @@ def _content(header: Header) -> dict[str, Any]:
     }
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _layer(layer: PackLayer) -> dict[str, Any]:
     said: dict[str, Any] = {
         "name": layer.name,
         "experts": layer.experts,
@@ -219,8 +219,12 @@ def _layer(layer: Layer) -> dict[str, Any]:
             {"first": segment.first, "offset": segment.offset, **_tensors(segment.layout)}
             for segment in layer.layout.segments
         ]
-    if (low := layer.low) is not None:
-        said["low"] = {"precision": low.precision, "nested": low.nested, **_layout(low.layout)}
+    if (low_copy := layer.low_copy) is not None:
+        said["low"] = {
+            "precision": low_copy.precision,
+            "nested": low_copy.nested,
+            **_layout(low_copy.layout),
+        }
     return {**said, "crc32": list(layer.crc32)}
 
 
@@ -232,9 +236,9 @@ def _tensors(layout: SlotLayout) -> dict[str, Any]:
     return {"bytes": layout.nbytes, "tensors": [asdict(spec) for spec in layout.tensors]}
 
 
-def lay_out(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+def lay_out(layers: Iterable[PackLayer]) -> tuple[PackLayer, ...]:
     """The same layers, one after another in the data file."""
-    made: list[Layer] = []
+    made: list[PackLayer] = []
     end = BLOCK
     for layer in layers:
         made.append(replace(layer, offset=end))

@@ -9,10 +9,23 @@ from typing import Any
 
 from greenroom.core.layout import BLOCKS, FLOATS, ITEMSIZE, PLAIN, Segment, SlotLayout, WeightSpec
 from greenroom.errors import CheckpointError, UnsupportedModel
-from greenroom.hf.checkpoint.header import reading
+from greenroom.hf.checkpoint.header import read_errors
 from greenroom.hf.checkpoint.pack import format as pack
-from greenroom.hf.checkpoint.pack.format import File, Header, Layer, Source, as_json, lay_out
-from greenroom.hf.checkpoint.pack.low import NESTED, PRECISIONS, Low, codes_of, nested_layout
+from greenroom.hf.checkpoint.pack.copies import (
+    NESTED,
+    PRECISIONS,
+    LowPrecisionCopy,
+    codes_of,
+    nested_layout,
+)
+from greenroom.hf.checkpoint.pack.format import (
+    DenseFile,
+    PackHeader,
+    PackLayer,
+    PackSource,
+    as_json,
+    lay_out,
+)
 from greenroom.json_file import JsonObject, Malformed, integer, printable
 from greenroom.json_file import read as read_json
 from greenroom.runtime.encodings import ENCODINGS
@@ -20,12 +33,12 @@ from greenroom.runtime.encodings import ENCODINGS
 MOST_AXES = 4  # of a tensor
 
 
-def read(folder: Path) -> Header:
+def read(folder: Path) -> PackHeader:
     """The header of a folder. UnsupportedModel where it is of another version, CheckpointError
     where it is damaged."""
     path = folder / pack.HEADER
     try:
-        with reading(path):
+        with read_errors(path):
             raw = JsonObject(read_json(path))
         kind, version = raw.value("format", None), raw.value("version", None)
         if kind == pack.KIND and version not in pack.VERSIONS:
@@ -42,38 +55,38 @@ def read(folder: Path) -> Header:
     return header
 
 
-def parse(raw: JsonObject) -> Header:
+def parse(raw: JsonObject) -> PackHeader:
     """The header that a file's names, types and shapes make; Malformed where they make none."""
     dtype = _one_of(raw.text("dtype"), FLOATS)
     layers = raw.list_of("layers", lambda value, where: _layer(JsonObject(value, where), dtype))
-    header = Header(
+    header = PackHeader(
         _one_of(raw.text("experts"), pack.KINDS),
         dtype,
-        Source(**raw.object("source").fields_of(Source)),
+        PackSource(**raw.object("source").fields_of(PackSource)),
         lay_out(layers),
         raw.list_of("dense", _file),
     )
     if not layers or not header.files or len({layer.name for layer in layers}) < len(layers):
         raise Malformed("it has no layers or no dense files, or a layer twice")
-    if len({(x.low.precision, x.low.nested) if x.low else None for x in layers}) > 1:
+    if len({(x.low_copy.precision, x.low_copy.nested) if x.low_copy else None for x in layers}) > 1:
         raise Malformed("only some layers have copies")
     return header
 
 
-def _file(value: Any, where: str) -> File:
-    file = File(**JsonObject(value, where).fields_of(File))
+def _file(value: Any, where: str) -> DenseFile:
+    file = DenseFile(**JsonObject(value, where).fields_of(DenseFile))
     if Path(file.name).name != file.name or "\0" in file.name:
         raise Malformed(f"{where} is no file of this folder")
     return file
 
 
-def _layer(raw: JsonObject, dtype: str) -> Layer:
+def _layer(raw: JsonObject, dtype: str) -> PackLayer:
     layout = _layout(raw, dtype)
     if "segments" in raw:
         layout = _with_segments(raw, layout)
-    low = _low(raw.object("low"), layout) if "low" in raw else None
+    low_copy = _low(raw.object("low"), layout) if "low" in raw else None
     experts = raw.integer("experts", least=1)
-    layer = Layer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low)
+    layer = PackLayer(raw.text("name"), experts, 0, layout, raw.list_of("crc32", integer), low_copy)
     if len(layer.crc32) != layer.experts * len(layer.runs):
         raise Malformed(f"{layer.name} has {len(layer.crc32)} checksums")
     return layer
@@ -143,7 +156,7 @@ def _with_segments(raw: JsonObject, layout: SlotLayout) -> SlotLayout:
     return SlotLayout(layout.tensors, end, layout.encodings, layout.dtype, tuple(segments))
 
 
-def _low(raw: JsonObject, exact: SlotLayout) -> Low:
+def _low(raw: JsonObject, exact: SlotLayout) -> LowPrecisionCopy:
     precision, nested = _one_of(raw.text("precision"), PRECISIONS), raw.flag("nested")
     layout = _layout(raw, exact.dtype)
     if nested:
@@ -157,7 +170,7 @@ def _low(raw: JsonObject, exact: SlotLayout) -> Low:
     for name in names:
         if not _alike(layout.weight(name), exact.weight(name)):
             raise Malformed(f"the copy of {name} has another shape")
-    return Low(precision, nested, layout)
+    return LowPrecisionCopy(precision, nested, layout)
 
 
 def _alike(copy: WeightSpec, exact: WeightSpec) -> bool:

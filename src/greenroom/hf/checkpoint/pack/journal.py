@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.errors import OutputError
-from greenroom.hf.checkpoint.pack.format import File
+from greenroom.hf.checkpoint.pack.format import DenseFile
 from greenroom.json_file import LONGEST, JsonObject, Malformed, parse
 
 NAME = "unfinished"
 LONGEST_COMMAND = 1000  # characters
-KEPT = "; what is packed so far is kept: the same command goes on"
+RESUME_HINT = "; what is packed so far is kept: the same command goes on"
 NUMBER = r"\d{1,19}"  # a size or a checksum
 LINE = re.compile(
     rf"^(?:expert ({NUMBER})((?: {NUMBER})+)|dense (\S+) ({NUMBER}) ({NUMBER}))$", re.ASCII
@@ -31,7 +31,7 @@ LINE = re.compile(
 
 
 @contextmanager
-def writing(path: Path, kept: str = "") -> Iterator[None]:
+def write_errors(path: Path, kept: str = "") -> Iterator[None]:
     """OutputError where `path` cannot be written; `kept` says what is not lost."""
     try:
         yield
@@ -39,10 +39,10 @@ def writing(path: Path, kept: str = "") -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror}{kept}") from error
 
 
-class Done:
+class PackProgress:
     """What of a pack is on disk: the checksums of experts, by their ids, and the dense files."""
 
-    def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[File]) -> None:
+    def __init__(self, experts: dict[int, tuple[int, ...]], files: Iterable[DenseFile]) -> None:
         self.experts, self.files = experts, {file.name: file for file in files}
 
     def add_experts(self, done: dict[int, tuple[int, ...]]) -> None:
@@ -50,7 +50,7 @@ class Done:
         self.experts |= done
         self._write(*(f"expert {n} {' '.join(map(str, crcs))}" for n, crcs in done.items()))
 
-    def add_file(self, file: File) -> None:
+    def add_file(self, file: DenseFile) -> None:
         """This file of the dense parts is on disk."""
         self.files[file.name] = file
         self._write(f"dense {file.name} {file.nbytes} {file.crc32}")
@@ -59,7 +59,7 @@ class Done:
         """Nowhere: only a journal outlives the process."""
 
 
-class Journal(Done):
+class Journal(PackProgress):
     """Opens the journal of `folder`, or begins it; locked until it is closed.
 
     OutputError where another pack is being made there, or was begun.
@@ -68,7 +68,7 @@ class Journal(Done):
     def __init__(self, folder: Path, plan: dict[str, Any], command: str) -> None:
         super().__init__({}, ())
         self.path = folder / NAME
-        with ExitStack() as stack, writing(self.path):
+        with ExitStack() as stack, write_errors(self.path):
             self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
             self._begin({"command": command, **plan})
             stack.pop_all()  # it stays open
@@ -99,11 +99,11 @@ class Journal(Done):
                 case ["", str(number), crcs, *_, ""]:
                     self.experts[int(number)] = tuple(map(int, crcs.split()))
                 case ["", _, _, name, nbytes, crc, ""]:
-                    self.files[name] = File(name, int(nbytes), int(crc))
+                    self.files[name] = DenseFile(name, int(nbytes), int(crc))
 
     def _write(self, *lines: str) -> None:
         data = memoryview("".join(f"{line}\n" for line in lines).encode())
-        with writing(self.path):
+        with write_errors(self.path):
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
@@ -117,7 +117,7 @@ class Journal(Done):
         os.unlink(self.path)
 
 
-def unfinished(folder: Path) -> str | None:
+def resume_command(folder: Path) -> str | None:
     """The command that finishes the half-made pack in a folder; None where there is none."""
     path, found = folder / NAME, ""
     if not path.is_file():

@@ -11,15 +11,15 @@ from pathlib import Path
 from greenroom.errors import CheckpointError, NotAModel
 from greenroom.hf.checkpoint.checkpoint import Checkpoint, read_config
 from greenroom.hf.checkpoint.fingerprint import fingerprint
-from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.header import reading
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
+from greenroom.hf.checkpoint.header import read_errors
 from greenroom.hf.checkpoint.pack.catalog import catalog_of
-from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, File, Header
+from greenroom.hf.checkpoint.pack.format import BLOCK, DATA, HEADER, DenseFile, PackHeader
 from greenroom.hf.checkpoint.pack.header_file import read
-from greenroom.hf.checkpoint.pack.journal import unfinished
+from greenroom.hf.checkpoint.pack.journal import resume_command
 
 PIECE = 4 << 20  # bytes read at a time
-BESIDE = ".unfinished"  # after a pack's name, while it is made
+UNFINISHED_SUFFIX = ".unfinished"  # after a pack's name, while it is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Pack:
     """Where a pack is, and what its header says."""
 
     folder: Path
-    header: Header
+    header: PackHeader
 
-    def damaged(self) -> Iterator[File | int]:
+    def find_damaged(self) -> Iterator[DenseFile | int]:
         """The files of the dense parts, then the ids of the experts, whose checksums are wrong."""
         for file in self.header.files:
             path = self.folder / file.name
@@ -48,9 +48,9 @@ class Pack:
 
     def check(self) -> None:
         """CheckpointError, naming the first piece that is damaged and what mends it."""
-        for damaged in self.damaged():
+        for damaged in self.find_damaged():
             if isinstance(damaged, int):
-                raise CheckpointError(catalog_of(self.header, self.folder).damaged(damaged))
+                raise CheckpointError(catalog_of(self.header, self.folder).damage_message(damaged))
             raise CheckpointError(
                 f"{self.folder / damaged.name}: damaged (its checksum is wrong):"
                 f" `{self.header.command(self.folder, '--repair')}`"
@@ -79,7 +79,7 @@ def open_pack(folder: Path) -> Checkpoint:
     return replace(checkpoint, pack=Pack(folder, header))
 
 
-def dense_parts(folder: Path, files: Sequence[File]) -> Checkpoint:
+def dense_parts(folder: Path, files: Sequence[DenseFile]) -> Checkpoint:
     """The checkpoint that a pack's dense files and its config are, without experts."""
     for file in files:
         path = folder / file.name
@@ -90,13 +90,13 @@ def dense_parts(folder: Path, files: Sequence[File]) -> Checkpoint:
                 f"{path}: has {path.stat().st_size} bytes, but {HEADER} says {file.nbytes}"
             )
     if files[0].name.endswith(".gguf"):
-        return Gguf.open(folder / files[0].name)
+        return GgufCheckpoint.open(folder / files[0].name)
     return Checkpoint.of_files(folder, read_config(folder), [file.name for file in files], {})
 
 
-def _check_data(folder: Path, header: Header) -> None:
+def _check_data(folder: Path, header: PackHeader) -> None:
     path = folder / DATA
-    with reading(path), open(path, "rb") as stream:
+    with read_errors(path), open(path, "rb") as stream:
         first, size = stream.read(BLOCK), os.fstat(stream.fileno()).st_size
     if first != header.first_block():
         raise CheckpointError(f"{path}: is not the data of this pack: {HEADER} is another one's")
@@ -107,8 +107,10 @@ def _check_data(folder: Path, header: Header) -> None:
 def refuse_unfinished(path: Path) -> None:
     """NotAModel, naming the command that continues it, where `path` is a half-made pack, or would
     be one when it is done."""
-    for folder in (path, Path(f"{path}{BESIDE}")):
-        if (command := unfinished(folder)) is not None and (folder == path or not path.exists()):
+    for folder in (path, Path(f"{path}{UNFINISHED_SUFFIX}")):
+        if (command := resume_command(folder)) is not None and (
+            folder == path or not path.exists()
+        ):
             raise NotAModel(f"{path}: a half-made pack: `{command}` goes on with it")
 
 

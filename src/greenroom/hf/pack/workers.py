@@ -16,20 +16,20 @@ import torch
 
 from greenroom.core.layout import Catalog
 from greenroom.hf.checkpoint.pack.checked import disk_store
-from greenroom.hf.checkpoint.pack.format import BLOCK, Header, Layer
-from greenroom.hf.checkpoint.pack.journal import KEPT, writing
-from greenroom.hf.pack.target import Maker
+from greenroom.hf.checkpoint.pack.format import BLOCK, PackHeader, PackLayer
+from greenroom.hf.checkpoint.pack.journal import RESUME_HINT, write_errors
+from greenroom.hf.pack.target import ExpertPacker
 from greenroom.runtime.slots.host import HostSlots
 from greenroom.runtime.store.disk import Staging
 
 BUFFERS = 768 << 20  # bytes of experts under way, unless a single one takes more
 
 
-def make_experts(
+def write_experts(
     catalog: Catalog,
-    layers: Sequence[Layer],
-    makers: Sequence[Sequence[Maker]],
-    data: Data,
+    layers: Sequence[PackLayer],
+    makers: Sequence[Sequence[ExpertPacker]],
+    data: ExpertsFile,
     todo: Sequence[int],
 ) -> Generator[tuple[int, tuple[int, ...]], None, None]:
     """(expert, checksums) of each of `todo`, in order, when it has been written.
@@ -73,11 +73,11 @@ def make_experts(
         targets.close()
 
 
-class Data:
+class ExpertsFile:
     """The file of a pack's experts, written in any order; past the page cache where the file system
     has that. Thread-safe."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: PackHeader) -> None:
         """Open it and write the first block."""
         self.path = path
         self._direct = True
@@ -88,7 +88,7 @@ class Data:
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with writing(self.path, KEPT):
+        with write_errors(self.path, RESUME_HINT):
             try:
                 return os.open(self.path, flags | os.O_DIRECT, 0o666)
             except OSError as error:
@@ -100,7 +100,7 @@ class Data:
     def write(self, data: np.ndarray | mmap.mmap, at: int) -> None:
         """Write whole blocks at a block's beginning, from memory that is aligned likewise."""
         view, done = memoryview(data), 0  # type: ignore[arg-type]
-        with writing(self.path, KEPT):
+        with write_errors(self.path, RESUME_HINT):
             while done < len(view):
                 n = os.pwritev(self._fd, [view[done:]], at + done)
                 n -= n % BLOCK if self._direct else 0
@@ -110,12 +110,12 @@ class Data:
 
     def sync(self) -> None:
         """All that was written is on disk when this returns."""
-        with writing(self.path, KEPT):
+        with write_errors(self.path, RESUME_HINT):
             os.fdatasync(self._fd)
             if not self._direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def __enter__(self) -> Data:
+    def __enter__(self) -> ExpertsFile:
         return self
 
     def __exit__(self, *_: object) -> None:

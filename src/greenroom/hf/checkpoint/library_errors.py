@@ -23,7 +23,7 @@ PANIC = "PanicException"  # Rust's, which is no Exception
 
 
 @contextmanager
-def foreign_errors(what: str, error: type[GreenroomError] = CheckpointError) -> Iterator[None]:
+def wrap_library_errors(what: str, error: type[GreenroomError] = CheckpointError) -> Iterator[None]:
     """Turn whatever a library raises about files into one line of `error`, after `what`.
 
     Errors of ours, of the disk and of memory pass, and so does an interruption.
@@ -33,13 +33,13 @@ def foreign_errors(what: str, error: type[GreenroomError] = CheckpointError) -> 
     except (GreenroomError, MemoryError):
         raise
     except BaseException as reason:
-        foreign = isinstance(reason, Exception) or type(reason).__name__ == PANIC
-        if not foreign or (isinstance(reason, OSError) and reason.errno is not None):
+        from_library = isinstance(reason, Exception) or type(reason).__name__ == PANIC
+        if not from_library or (isinstance(reason, OSError) and reason.errno is not None):
             raise
-        raise error(f"{what}: {one_line(reason)}") from reason
+        raise error(f"{what}: {error_line(reason)}") from reason
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """What an error says, in one line, with its kind where that says more than its text."""
     said = " ".join(str(error).split())[:300]
     plain = isinstance(error, ValueError | RuntimeError | OSError) and said

@@ -1,9 +1,9 @@
 """Build a model whose dense parts are in memory and whose experts stay on disk.
 
-draft = Draft.of(folder)      # config and headers only: nothing is loaded yet
-draft.dense_bytes             # what loading will take
-model = draft.load()          # the dense parts, as `from_pretrained` would have them
-draft.catalog                 # where the experts are
+skeleton = ModelSkeleton.of(folder)      # config and headers only: nothing is loaded yet
+skeleton.dense_bytes             # what loading will take
+model = skeleton.load()          # the dense parts, as `from_pretrained` would have them
+skeleton.catalog                 # where the experts are
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from transformers.monkey_patching import patch_output_recorders
 
 from greenroom.core.layout import FLOATS, Catalog
 from greenroom.errors import CheckpointError, UnknownName, UnsupportedModel
-from greenroom.hf.adapters import adapt, conversions
+from greenroom.hf.adapters import adapt, weight_transforms
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.checkpoint.foreign import bounded_construction, check_layers, foreign_errors
-from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
+from greenroom.hf.checkpoint.library_errors import (
+    bounded_construction,
+    check_layers,
+    wrap_library_errors,
+)
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.index.catalog import make_catalog
-from greenroom.hf.index.experts import Streamed, detach_experts, streamed_parameters
-from greenroom.hf.index.gguf_routes import gguf_routes
-from greenroom.hf.index.routes import Route, TargetDtypes, find_routes
+from greenroom.hf.index.conversions import TargetDtypes, WeightConversion, find_conversions
+from greenroom.hf.index.experts import StreamedParameter, detach_experts, find_streamed_parameters
+from greenroom.hf.index.gguf_conversions import gguf_conversions
 from greenroom.hf.model.architectures import class_of
-from greenroom.hf.model.dense import Kept, kept
+from greenroom.hf.model.dense import EncodedParameter, find_encoded_parameters
 from greenroom.hf.model.implementation import IMPLEMENTATION
 from greenroom.json_file import printable, read_object
 from greenroom.runtime.cuda.engine import device_errors
@@ -47,20 +51,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Draft:
+class ModelSkeleton:
     """A model that is known but not loaded: parameters on the meta device, experts taken out."""
 
     checkpoint: Checkpoint
     catalog: Catalog
     model: PreTrainedModel
     dtype: torch.dtype
-    layers: list[list[Streamed]]  # the experts' parameters that were taken out
-    _routes: dict[str, Route]  # of the dense parameters
+    layers: list[list[StreamedParameter]]  # the experts' parameters that were taken out
+    _conversions: dict[str, WeightConversion]  # of the dense parameters
     _names: list[str]  # of all parameters, experts included
-    _kept: dict[str, Kept] = field(default_factory=dict)  # dense ones that stay as stored
+    _encoded: dict[str, EncodedParameter] = field(
+        default_factory=dict
+    )  # dense ones that stay as stored
 
     @classmethod
-    def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> Draft:
+    def of(cls, source: str | os.PathLike[str] | Checkpoint, dtype: str = "auto") -> ModelSkeleton:
         """Read config and headers, construct the model on the meta device, index its experts.
 
         `dtype` is "auto" (the config's, else that of the weights) or a name of `FLOATS`. Raises
@@ -68,11 +74,13 @@ class Draft:
         loaded.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        with foreign_errors(f"{checkpoint.folder}: no model can be made of its config and tensors"):
+        with wrap_library_errors(
+            f"{checkpoint.folder}: no model can be made of its config and tensors"
+        ):
             return cls._of(checkpoint, dtype)
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint, dtype: str) -> Draft:
+    def _of(cls, checkpoint: Checkpoint, dtype: str) -> ModelSkeleton:
         config = _config(checkpoint)
         kind, config = class_of(config)
         config.name_or_path = str(checkpoint.folder)  # a text part's own has none
@@ -82,28 +90,30 @@ class Draft:
         if said := adapt(model):
             log.warning("%s", said)
         dtypes = TargetDtypes(model._get_dtype_plan(main))
-        layers = streamed_parameters(model, dtypes)
-        routes, unused = routes_of(model, checkpoint)
-        catalog = make_catalog(model, checkpoint, routes, layers)
+        layers = find_streamed_parameters(model, dtypes)
+        conversions, unused = conversions_of(model, checkpoint)
+        catalog = make_catalog(model, checkpoint, conversions, layers)
         streamed = {s.full_name for layer in layers for s in layer}
         names = list(model.state_dict())
         detach_experts(model, layers)
-        dense = {k: r for k, r in routes.items() if not streamed.intersection(r.targets)}
-        draft = cls(checkpoint, catalog, model, main, layers, dense, names)
-        draft._check_dense()
+        dense = {k: r for k, r in conversions.items() if not streamed.intersection(r.targets)}
+        skeleton = cls(checkpoint, catalog, model, main, layers, dense, names)
+        skeleton._check_dense()
         _report_unused(model, unused)
-        return draft
+        return skeleton
 
-    def keep_stored(self) -> None:
+    def keep_dense_encoded(self) -> None:
         """Have dense matrices stay as the checkpoint stores them, where kernels can read them so.
 
         Call it before `load`, once. `accelerate` then gives their layers a forward, and its
         `detach` their weights.
         """
-        self._kept = kept(self.model, self.checkpoint, self._routes, self.dtype)
-        for target, one in self._kept.items():
+        self._encoded = find_encoded_parameters(
+            self.model, self.checkpoint, self._conversions, self.dtype
+        )
+        for target, one in self._encoded.items():
             one.take_out(self.model)
-            del self._routes[target]
+            del self._conversions[target]
 
     @property
     def dense_bytes(self) -> int:
@@ -112,7 +122,7 @@ class Draft:
         tied = set(self.model.all_tied_weights_keys)
         loaded = self.model.state_dict()
         total: int = sum(b.nbytes for name, b in self.model.named_buffers() if name not in loaded)
-        total += sum(one.stored.nbytes for one in self._kept.values())
+        total += sum(one.stored.nbytes for one in self._encoded.values())
         for name, tensor in loaded.items():
             if name not in tied:
                 total += tensor.numel() * dtypes(name, tensor.dtype).itemsize
@@ -121,9 +131,14 @@ class Draft:
     @property
     def dense_tensors(self) -> list[str]:
         """The checkpoint's tensors that the dense parameters are made of."""
-        routes = self._routes.values()
-        names = [name for route in routes for own in route.sources.values() for name in own]
-        return names + [one.tensor for one in self._kept.values()]
+        conversions = self._conversions.values()
+        names = [
+            name
+            for conversion in conversions
+            for own in conversion.sources.values()
+            for name in own
+        ]
+        return names + [one.tensor for one in self._encoded.values()]
 
     @property
     def expanded_bytes(self) -> int:
@@ -139,7 +154,7 @@ class Draft:
         """
         model, options = self.model, self.options()
         tied = model.all_tied_weights_keys
-        taken = {f"{name}.weight" for one in self._kept.values() for name in one.modules}
+        taken = {f"{name}.weight" for one in self._encoded.values() for name in one.modules}
         model.all_tied_weights_keys = {k: v for k, v in tied.items() if k not in taken}
         info, _ = type(model)._load_pretrained_model(
             model, self._deferred(options), None, options, expected_keys=self._names
@@ -148,11 +163,11 @@ class Draft:
         type(model)._finalize_model_loading(model, options, info)
         model.all_tied_weights_keys = tied
         apart = Pages()  # these go before the others when the model is detached
-        for one in self._kept.values():
+        for one in self._encoded.values():
             one.load(self.checkpoint, apart.empty)
         model.eval()
         model.set_use_kernels(False, None)
-        if not isinstance(self.checkpoint, Gguf):  # which has none beside the config
+        if not isinstance(self.checkpoint, GgufCheckpoint):  # which has none beside the config
             load_generation_config(model, self.checkpoint.folder)
         if torch.device(device).type != "cpu":
             with device_errors("the dense parts"):
@@ -168,35 +183,39 @@ class Draft:
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
             weight_mapping=[]
-            if isinstance(self.checkpoint, Gguf)
-            else conversions(self.model, quantiser),
+            if isinstance(self.checkpoint, GgufCheckpoint)
+            else weight_transforms(self.model, quantiser),
             hf_quantizer=quantiser,
             use_safetensors=True,
         )
 
-    def _deferred(self, options: LoadStateDictConfig) -> dict[str, Deferred]:
+    def _deferred(self, options: LoadStateDictConfig) -> dict[str, LazyTensor]:
         """Tensors that the routes lead from. What transformers does not convert by itself lies in
         memory of its own."""
         dtypes, constructed = TargetDtypes(options.dtype_plan), self.model.state_dict()
         checkpoint, empty = self.checkpoint, Pages().empty
-        tensors: dict[str, Deferred] = {}
-        for target, route in self._routes.items():
+        tensors: dict[str, LazyTensor] = {}
+        for target, conversion in self._conversions.items():
             dtype = dtypes(target, constructed[target].dtype)
-            names = [name for own in route.sources.values() for name in own]
-            if isinstance(checkpoint, Gguf):  # its names mean nothing to transformers' loader
-                made = partial(_expanded, checkpoint, route, names, self.model, dtype, empty)
-                tensors[target] = Deferred(made)
+            names = [name for own in conversion.sources.values() for name in own]
+            if isinstance(
+                checkpoint, GgufCheckpoint
+            ):  # its names mean nothing to transformers' loader
+                made = partial(_expanded, checkpoint, conversion, names, self.model, dtype, empty)
+                tensors[target] = LazyTensor(made)
                 continue
-            into = empty if route.converter is None else torch.empty
+            into = empty if conversion.converter is None else torch.empty
             for name in names:
-                tensors[name] = Deferred(partial(checkpoint.read, name, dtype, into))
+                tensors[name] = LazyTensor(partial(checkpoint.read, name, dtype, into))
         return tensors
 
     def _check_dense(self) -> None:
         """Every dense parameter must be in the checkpoint, plain ones in their shape."""
         model, folder = self.model, self.checkpoint.folder
         wanted = model.state_dict()
-        have = {target for route in self._routes.values() for target in route.targets}
+        have = {
+            target for conversion in self._conversions.values() for target in conversion.targets
+        }
         tied: dict[str, set[str]] = {}
         for target, source in model.all_tied_weights_keys.items():
             tied.setdefault(source, {source}).add(target)
@@ -208,9 +227,9 @@ class Draft:
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(f"{folder}: {missing[0]} is missing{more}")
-        for target, route in self._routes.items():
-            if route.converter is None:
-                name = next(iter(route.sources))
+        for target, conversion in self._conversions.items():
+            if conversion.converter is None:
+                name = next(iter(conversion.sources))
                 stored = self.checkpoint.tensors[name]
                 if stored.shape != tuple(wanted[target].shape):
                     raise CheckpointError(
@@ -232,7 +251,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
+class LazyTensor:
     """Stands for a tensor until transformers asks for its values with `tensor[...]`."""
 
     read: Callable[[], torch.Tensor]
@@ -246,32 +265,34 @@ class Deferred:
 
 
 def _expanded(
-    checkpoint: Gguf,
-    route: Route,
+    checkpoint: GgufCheckpoint,
+    conversion: WeightConversion,
     names: list[str],
     model: PreTrainedModel,
     dtype: torch.dtype,
     empty: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """A parameter that is made from tensors of a GGUF file."""
-    if route.converter is None:
+    if conversion.converter is None:
         return checkpoint.read(names[0], dtype, empty)
     # As transformers does: what is computed with is in float32, and cast at the end.
     tensors = {name: checkpoint.read(name, torch.float32) for name in names}
-    (target,) = route.targets
-    made = route.convert(tensors, model, model.config)[target]
+    (target,) = conversion.targets
+    made = conversion.convert(tensors, model, model.config)[target]
     return empty(*made.shape, dtype=dtype).copy_(made)
 
 
-def routes_of(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Route], list[str]]:
+def conversions_of(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[dict[str, WeightConversion], list[str]]:
     """Which tensors make which parameters; see find_routes."""
-    if isinstance(checkpoint, Gguf):
-        return gguf_routes(model, checkpoint)
-    return find_routes(model, checkpoint.tensors)
+    if isinstance(checkpoint, GgufCheckpoint):
+        return gguf_conversions(model, checkpoint)
+    return find_conversions(model, checkpoint.tensors)
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    if isinstance(checkpoint, Gguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.hf_config()
     raw, path = checkpoint.config, checkpoint.folder / "config.json"
     kind = raw["model_type"]
@@ -282,7 +303,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
             f"{path}: this transformers does not know the model type {printable(kind)}"
         )
     check_layers(raw, len(checkpoint.tensors), str(path))
-    with foreign_errors(f"{path}: not a valid {kind} config"):
+    with wrap_library_errors(f"{path}: not a valid {kind} config"):
         config = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=False, local_files_only=True
         )
@@ -298,7 +319,7 @@ def _dtype(dtype: str, checkpoint: Checkpoint, config: PreTrainedConfig) -> torc
         raise UnknownName("dtype", dtype, ["auto", *FLOATS])
     if dtype == "auto" and checkpoint.pack is not None:
         dtype = checkpoint.pack.header.dtype
-    if dtype == "auto" and isinstance(checkpoint, Gguf):
+    if dtype == "auto" and isinstance(checkpoint, GgufCheckpoint):
         dtype = checkpoint.dtype()
     main: torch.dtype
     _, main = _get_dtype(dtype, list(checkpoint.files), config, None, None, True)
@@ -317,7 +338,7 @@ def _construct(
     with ExitStack() as stack:
         for context in kind.get_init_context(dtype, False, False, None):
             stack.enter_context(context)
-        with foreign_errors(f"{kind.__name__} cannot be constructed", UnsupportedModel):
+        with wrap_library_errors(f"{kind.__name__} cannot be constructed", UnsupportedModel):
             model = kind(config)
         patch_output_recorders(model)
     return model
@@ -332,7 +353,7 @@ def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if path.is_file():  # transformers takes its own defaults, without a word, for what is no JSON
         read_object(path, CheckpointError)
         options = {}
-    with foreign_errors(f"{path}: not a valid generation config"):
+    with wrap_library_errors(f"{path}: not a valid generation config"):
         model.generation_config = GenerationConfig.from_pretrained(
             folder, local_files_only=True, **options
         )

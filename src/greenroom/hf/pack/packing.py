@@ -19,26 +19,26 @@ from typing import Any
 from greenroom.config import show_bytes
 from greenroom.errors import OutputError, UnknownName, UsageError
 from greenroom.hf.checkpoint.fingerprint import fingerprint
-from greenroom.hf.checkpoint.gguf import Gguf
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
+from greenroom.hf.checkpoint.pack.copies import PRECISIONS
 from greenroom.hf.checkpoint.pack.format import (
     DATA,
     KINDS,
-    File,
-    Header,
-    Layer,
-    Source,
+    DenseFile,
+    PackHeader,
+    PackLayer,
+    PackSource,
     lay_out,
 )
 from greenroom.hf.checkpoint.pack.header_file import read
 from greenroom.hf.checkpoint.pack.journal import NAME as JOURNAL
-from greenroom.hf.checkpoint.pack.journal import Done, Journal, writing
-from greenroom.hf.checkpoint.pack.low import PRECISIONS
-from greenroom.hf.checkpoint.pack.reading import BESIDE, Pack, dense_parts, is_pack
+from greenroom.hf.checkpoint.pack.journal import Journal, PackProgress, write_errors
+from greenroom.hf.checkpoint.pack.reading import UNFINISHED_SUFFIX, Pack, dense_parts, is_pack
 from greenroom.hf.checkpoint.resolve import find_checkpoint
-from greenroom.hf.model.draft import Draft
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.hf.pack import dense
-from greenroom.hf.pack.benches import Data, make_experts
-from greenroom.hf.pack.target import Maker, low_of, target_layout
+from greenroom.hf.pack.target import ExpertPacker, low_copy_of, target_layout
+from greenroom.hf.pack.workers import ExpertsFile, write_experts
 from greenroom.runtime.memory.system import peak_rss_bytes
 from greenroom.runtime.slots.cutting import Cutting
 
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackResult:
     """What was made. Bytes are of the pack, and of the experts as they were stored; `kept` experts
     had been made by an earlier run, or were not damaged. `peak_rss_bytes` is the process's;
     `copy_bytes` are what low-precision copies add, 0 where they are a part of their experts."""
@@ -74,7 +74,7 @@ def pack(
     precision: str | None = None,
     repair: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Packed:
+) -> PackResult:
     """Make the pack `out` of a model, with its experts as `kind` (one of KINDS).
 
     `segments` cuts every expert along its intermediate dimension, so that a run may split it.
@@ -93,15 +93,19 @@ def pack(
         raise UsageError("--segments cuts experts that have no copies: leave out --miss-precision")
     began, folder = time.perf_counter(), Path(os.path.abspath(Path(out).expanduser()))
     checkpoint = find_checkpoint(source)
-    inside = checkpoint.folder.parent if isinstance(checkpoint, Gguf) else checkpoint.folder
+    inside = (
+        checkpoint.folder.parent if isinstance(checkpoint, GgufCheckpoint) else checkpoint.folder
+    )
     if not repair and folder.resolve() == inside.resolve():
         raise UsageError(f"{folder}: is the model's own folder: name another one for the pack")
-    job = _Job(Draft.of(checkpoint), _named(source), kind, segments, precision, progress)
+    job = _Job(ModelSkeleton.of(checkpoint), _named(source), kind, segments, precision, progress)
     made = job.repair(folder) if repair else job.make(folder)
     layers, experts = job.header.layers, job.header.experts
     target = sum(layer.experts * layer.layout.nbytes for layer in layers)
-    added = sum(x.experts * x.low.stride for x in layers if x.low and not x.low.nested)
-    return Packed(
+    added = sum(
+        x.experts * x.low_copy.stride for x in layers if x.low_copy and not x.low_copy.nested
+    )
+    return PackResult(
         folder, _size(folder), target, job.catalog.expert_bytes, experts, experts - made,
         time.perf_counter() - began, peak_rss_bytes(), added,
     )  # fmt: skip
@@ -117,7 +121,7 @@ def _named(source: str) -> str:
 class _Job:
     """One source, packed to one kind. `header` says what is to be made, without checksums."""
 
-    draft: Draft
+    skeleton: ModelSkeleton
     model: str
     kind: str
     segments: int
@@ -126,7 +130,7 @@ class _Job:
     done: int = 0  # bytes
 
     def __post_init__(self) -> None:
-        self.checkpoint, self.catalog = self.draft.checkpoint, self.draft.catalog
+        self.checkpoint, self.catalog = self.skeleton.checkpoint, self.skeleton.catalog
         pack = self.checkpoint.pack
         cut = any(layout.segments for layout in self.catalog.layouts)
         if cut or (pack is not None and pack.header.precision):
@@ -134,29 +138,29 @@ class _Job:
             raise UsageError(f"{self.model}: is a pack {what}: make another one of its source")
         planned = [self._plan_layer(number) for number in range(len(self.catalog.layers))]
         self.makers = [makers for _, makers in planned]
-        source = Source(self.model, fingerprint(self.checkpoint), "")
+        source = PackSource(self.model, fingerprint(self.checkpoint), "")
         layers = lay_out(layer for layer, _ in planned)
-        self.header = Header(self.kind, str(self.draft.dtype)[6:], source, layers)
-        names = dense.dense_names(self.checkpoint, self.draft.dense_tensors)
+        self.header = PackHeader(self.kind, str(self.skeleton.dtype)[6:], source, layers)
+        names = dense.dense_names(self.checkpoint, self.skeleton.dense_tensors)
         self.shards = dense.shards(self.checkpoint, names)
         stored = self.checkpoint.stored
         self.total = self.header.nbytes + sum(stored[name].nbytes for name in names)
 
-    def _plan_layer(self, number: int) -> tuple[Layer, tuple[Maker, ...]]:
+    def _plan_layer(self, number: int) -> tuple[PackLayer, tuple[ExpertPacker, ...]]:
         """Where a layer's experts are to lie, with their copies, and what makes both."""
         name, source = self.catalog.layers[number], self.catalog.layouts[number]
         first, end = self.catalog.offsets[number : number + 2]
-        module = self.draft.model.get_submodule(name)
-        target, cutting, low = target_layout(self.kind, source, module, name), None, None
+        module = self.skeleton.model.get_submodule(name)
+        target, cutting, low_copy = target_layout(self.kind, source, module, name), None, None
         if self.segments > 1:
             cutting = Cutting.of(module, target)
             target = cutting.segments(self.segments, name)
-        maker = Maker(self.kind, source, target, bool(module.is_transposed), name, cutting)
-        makers: tuple[Maker, ...] = (maker,)
+        maker = ExpertPacker(self.kind, source, target, bool(module.is_transposed), name, cutting)
+        makers: tuple[ExpertPacker, ...] = (maker,)
         if self.precision is not None:
-            low = low_of(self.precision, self.kind, source, target, module, name)
-            makers = maker.with_copy(low)
-        return Layer(name, end - first, 0, target, low=low), makers
+            low_copy = low_copy_of(self.precision, self.kind, source, target, module, name)
+            makers = maker.with_copy(low_copy)
+        return PackLayer(name, end - first, 0, target, low_copy=low_copy), makers
 
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
@@ -170,9 +174,9 @@ class _Job:
         _check_free(folder, f"--repair mends a pack; {more}" if is_pack(folder) else more)
         if not folder.parent.is_dir():
             raise OutputError(f"{folder}: there is no folder {folder.parent}")
-        work = folder.with_name(folder.name + BESIDE)
+        work = folder.with_name(folder.name + UNFINISHED_SUFFIX)
         self._check_room(work)
-        with writing(work):
+        with write_errors(work):
             work.mkdir(exist_ok=True)
         begun, made = (work / JOURNAL).exists(), 0
         if not begun and is_pack(work):  # all but its name was done
@@ -181,11 +185,11 @@ class _Job:
             raise OutputError(f"{work}: is in the way: a pack grows there; delete or rename it")
         else:
             with closing(Journal(work, self._plan(), self.header.command(folder))) as journal:
-                if not isinstance(self.checkpoint, Gguf):
+                if not isinstance(self.checkpoint, GgufCheckpoint):
                     dense.copy_small(self.checkpoint.folder, work)
                 made = self._fill(work, journal, self.header.source)
                 journal.remove()
-        with writing(folder):
+        with write_errors(folder):
             os.rename(work, folder)
             _sync_folder(folder.parent)
         return made
@@ -200,7 +204,7 @@ class _Job:
             "files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         }
 
-    def _check_same(self, header: Header, folder: Path) -> None:
+    def _check_same(self, header: PackHeader, folder: Path) -> None:
         source = replace(header.source, fingerprint=self.header.source.fingerprint)
         if replace(self.header, source=source).identity != header.identity:
             raise OutputError(
@@ -217,7 +221,7 @@ class _Job:
                 " free"
             )
 
-    def _fill(self, folder: Path, done: Done, source: Source) -> int:
+    def _fill(self, folder: Path, done: PackProgress, source: PackSource) -> int:
         """Make what is not done. Returns how many experts that were."""
         files = tuple(self._dense_files(folder, done))
         dense = source.dense or fingerprint(dense_parts(folder, files))
@@ -241,7 +245,7 @@ class _Job:
         layer, expert = self.header.layer_of(expert_id)
         return layer.place(expert + 1) <= size and len(crc32) == len(layer.runs)
 
-    def _dense_files(self, folder: Path, done: Done) -> Iterator[File]:
+    def _dense_files(self, folder: Path, done: PackProgress) -> Iterator[DenseFile]:
         for name, tensors in self.shards.items():
             file, path = done.files.get(name), folder / name
             if file is None or not path.is_file() or path.stat().st_size != file.nbytes:
@@ -257,13 +261,15 @@ class _Job:
             raise UsageError(f"{folder}: holds no pack to repair")
         header = read(folder)
         self._check_same(header, folder)
-        damaged = set(Pack(folder, header).damaged())
+        damaged = set(Pack(folder, header).find_damaged())
         each = enumerate((layer, e) for layer in header.layers for e in range(layer.experts))
         crc32 = {n: layer.checksums(e) for n, (layer, e) in each if n not in damaged}
-        done = Done(crc32, (file for file in header.files if file not in damaged))
+        done = PackProgress(crc32, (file for file in header.files if file not in damaged))
         return self._fill(folder, done, header.source)
 
-    def _experts(self, todo: list[int], folder: Path, header: Header, note: Done) -> None:
+    def _experts(
+        self, todo: list[int], folder: Path, header: PackHeader, note: PackProgress
+    ) -> None:
         """Make these experts; `note` is told of checksums when the experts are on disk."""
         done: dict[int, tuple[int, ...]] = {}
         unsynced, at = 0, time.monotonic()
@@ -274,8 +280,8 @@ class _Job:
             done.clear()
 
         with (
-            Data(folder / DATA, header) as data,
-            closing(make_experts(self.catalog, header.layers, self.makers, data, todo)) as made,
+            ExpertsFile(folder / DATA, header) as data,
+            closing(write_experts(self.catalog, header.layers, self.makers, data, todo)) as made,
         ):
             try:
                 for expert, crc in made:

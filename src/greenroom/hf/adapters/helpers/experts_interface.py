@@ -61,12 +61,14 @@ class Adapter:
     names: tuple[tuple[str, str], ...] = ()
 
 
-def merged(target: str, *sources: str, then: Sequence[ConversionOps] = ()) -> WeightConverter:
+def merge_experts(
+    target: str, *sources: str, then: Sequence[ConversionOps] = ()
+) -> WeightConverter:
     """The conversion of experts that are stored one by one; patterns have `*` for their number."""
     return WeightConverter(list(sources), target, [MergeModulelist(dim=0), *then])
 
 
-def numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
+def experts_numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
     """Says of a tensor's name whether it is an expert's whose number is not below this value of
     the text's config."""
 
@@ -77,7 +79,7 @@ def numbered_from(first: str) -> Callable[[str, PreTrainedModel], bool]:
     return unused
 
 
-def plug(module: Any, model: PreTrainedModel, **flags: bool) -> None:
+def set_interface_attributes(module: Any, model: PreTrainedModel, **flags: bool) -> None:
     """What transformers' decorator sets on an instance; `flags` as in FLAGS."""
     unknown = set(flags) - set(FLAGS)
     assert not unknown, unknown
@@ -88,15 +90,15 @@ def plug(module: Any, model: PreTrainedModel, **flags: bool) -> None:
 
 
 @cache
-def decorated(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that transformers' decorator has been applied to. Its flags are set by `plug`."""
+def decorate(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with transformers' experts decorator, whose flags are not set yet."""
     made: type[nn.Module] = use_experts_implementation(
         type(kind.__name__, (kind,), {"__module__": kind.__module__})
     )
     return made
 
 
-def become(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module another forward: it becomes an instance of a subclass of its class."""
     kind: Any = type(module)
     module.__class__ = _with_forward(kind, forward)
@@ -159,7 +161,7 @@ class Experts(_Loop):
         **flags: bool,
     ) -> None:
         nn.Module.__init__(self)  # the decorator's would set its own flags
-        plug(self, model, **flags)
+        set_interface_attributes(self, model, **flags)
         self.num_experts = up[0]
         self.act_fn = act_fn
         name = "gate_up_proj" if self.has_gate else "up_proj"

@@ -17,10 +17,10 @@ from greenroom.hf.checkpoint.fingerprint import fingerprint
 from greenroom.hf.checkpoint.header import read_header
 from greenroom.hf.checkpoint.resolve import open_checkpoint
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.hf.model.draft import Draft
-from greenroom.hf.model.reference import whole_model
-from greenroom.hf.pack import benches, making
-from greenroom.hf.pack.making import pack
+from greenroom.hf.model.reference import load_reference_model
+from greenroom.hf.model.skeleton import ModelSkeleton
+from greenroom.hf.pack import packing, workers
+from greenroom.hf.pack.packing import pack
 from greenroom.runtime.slots.host import HostSlots
 from tests.gguf_models import write
 from tests.hf.check.test_parity import assert_same, ids, streamed
@@ -36,7 +36,7 @@ FAR = {"int8": 0.02, "int4": 0.15, "fp8": 0.06, "same": 0.0}  # of the weights' 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_logits_are_those_of_the_decoded_experts(kind: str, name: str) -> None:
     folder = packed(kind, name)
-    whole = whole_model(Draft.of(source(name)))
+    whole = load_reference_model(ModelSkeleton.of(source(name)))
     before = {
         layer: dict(whole.get_submodule(layer).named_parameters()) for layer in experts(folder)
     }
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_decoded_experts(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_kernels_give_the_bits_of_plain_decoded_experts(kind: str, tmp_path: Path) -> None:
     folder, batch = packed(kind), ids(2, 9)
-    whole = whole_model(Draft.of(source()))
+    whole = load_reference_model(ModelSkeleton.of(source()))
     fill(whole, folder)
     whole.save_pretrained(tmp_path)
     outputs = []
@@ -98,8 +98,8 @@ def test_from_every_format(made: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     origin = SOURCES[made](tmp_path / "source")
     pack(str(origin), tmp_path / "pack", kind)
-    mine, theirs = Draft.of(tmp_path / "pack"), Draft.of(origin)
-    whole = whole_model(theirs)
+    mine, theirs = ModelSkeleton.of(tmp_path / "pack"), ModelSkeleton.of(origin)
+    whole = load_reference_model(theirs)
     if kind == "same":
         assert [x.encodings for x in mine.catalog.layouts] == [
             x.encodings for x in theirs.catalog.layouts
@@ -127,7 +127,7 @@ def test_a_gguf_in_parts_becomes_one(tmp_path: Path) -> None:
         _part(library, reader, tensors, number, tmp_path / f"tiny-{number + 1:05}-of-00002.gguf")
     pack(str(tmp_path / "tiny-00002-of-00002.gguf"), tmp_path / "pack", "int8")
     with streamed(tmp_path / "pack", capacity=3, kernels="eager") as model:
-        reference = whole_model(Draft.of(whole))
+        reference = load_reference_model(ModelSkeleton.of(whole))
         fill(reference, tmp_path / "pack")
         assert_same(model, reference, ids(1, 9))
 
@@ -165,7 +165,7 @@ def test_the_layout_on_disk() -> None:
             own = data[start : start + layer["stride"]]
             assert zlib.crc32(own[: layer["bytes"]]) == layer["crc32"][expert]
             assert not any(own[layer["bytes"] :])
-    catalog = Draft.of(folder).catalog
+    catalog = ModelSkeleton.of(folder).catalog
     for expert_id in range(catalog.experts):
         (extent,) = catalog.extents(expert_id)
         assert extent.offset % 4096 == 0
@@ -183,7 +183,7 @@ def test_the_layout_on_disk() -> None:
 
 def test_dense_parts_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = packed("int8")  # made before the limit is lowered
-    monkeypatch.setattr(making.dense, "SHARD", 40_000)
+    monkeypatch.setattr(packing.dense, "SHARD", 40_000)
     pack(str(source()), tmp_path / "pack", "int8")
     assert len(header(tmp_path / "pack")["dense"]) > 2
     with (
@@ -196,12 +196,12 @@ def test_dense_parts_in_several_files(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["same", "int4"])
 def test_another_type_to_compute_in(kind: str) -> None:
-    draft = Draft.of(packed(kind), "float32")
-    whole = whole_model(Draft.of(source(), "float32"))
+    skeleton = ModelSkeleton.of(packed(kind), "float32")
+    whole = load_reference_model(ModelSkeleton.of(source(), "float32"))
     if kind == "int4":
         fill(whole, packed(kind), "float32")
-    model = draft.load()
-    model.greenroom = Greenroom(model, ModelSetup(draft.catalog, capacity=3, kernels="eager"))
+    model = skeleton.load()
+    model.greenroom = Greenroom(model, ModelSetup(skeleton.catalog, capacity=3, kernels="eager"))
     try:
         assert_same(model, whole, ids(1, 9))
     finally:
@@ -215,7 +215,7 @@ def test_inputs_that_the_groups_do_not_divide(tmp_path: Path) -> None:
     origin = tiny("qwen3_moe", tmp_path / "source", dtype="bfloat16", moe_intermediate_size=24)
     for kind in ("int8", "int4", "fp8"):
         pack(str(origin), tmp_path / kind, kind)
-        whole = whole_model(Draft.of(origin))
+        whole = load_reference_model(ModelSkeleton.of(origin))
         fill(whole, tmp_path / kind)
         with streamed(tmp_path / kind, capacity=3, kernels="eager") as model:
             assert_same(model, whole, ids(1, 9))
@@ -243,15 +243,15 @@ def test_memory_does_not_grow_with_the_model(
             slots.append(capacity * stride)
             super().__init__(capacity, stride, reserve)
 
-    monkeypatch.setattr(benches, "HostSlots", Counted)
+    monkeypatch.setattr(workers, "HostSlots", Counted)
     sizes = {}
     for limit in (1, 200_000):
-        monkeypatch.setattr(benches, "BUFFERS", limit)
+        monkeypatch.setattr(workers, "BUFFERS", limit)
         slots.clear()
         pack(str(source()), tmp_path / str(limit), "int8")
         sizes[limit] = sum(slots)
     stride = header(tmp_path / "1")["layers"][0]["stride"]
-    assert sizes[1] == stride + Draft.of(source()).catalog.slot_bytes  # one at a time
+    assert sizes[1] == stride + ModelSkeleton.of(source()).catalog.slot_bytes  # one at a time
     assert sizes[1] < sizes[200_000] <= 200_000
     assert experts(tmp_path / "1").keys() == experts(tmp_path / "200000").keys()
 

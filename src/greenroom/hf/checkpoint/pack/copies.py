@@ -23,7 +23,7 @@ NESTED = "int8", "int4"  # what an expert is packed to, and the copy that it is 
 
 
 @dataclass(frozen=True, slots=True)
-class Low:
+class LowPrecisionCopy:
     """The copies of a layer's experts: `layout` is a copy's, from the beginning of the run."""
 
     precision: str
@@ -36,13 +36,13 @@ class Low:
         return -(-self.layout.nbytes // BLOCK) * BLOCK
 
     @property
-    def rest(self) -> SlotLayout:
+    def remainder(self) -> SlotLayout:
         """What a nested copy lacks: a plane of each matrix, from the end of the copy."""
         return SlotLayout.pack([(s.name, s.shape, s.dtype) for s in codes_of(self.layout)])
 
-    def beside(self, exact: SlotLayout) -> int:
+    def remainder_bytes(self, exact: SlotLayout) -> int:
         """Bytes of what follows the copy."""
-        return self.rest.nbytes if self.nested else exact.nbytes
+        return self.remainder.nbytes if self.nested else exact.nbytes
 
 
 def codes_of(layout: SlotLayout) -> list[TensorSpec]:
@@ -63,26 +63,30 @@ def nested_layout(exact: SlotLayout) -> SlotLayout:
     return SlotLayout.pack(made, dict.fromkeys(names, precision), exact.dtype)
 
 
-def nesting_of(low: Low, exact: SlotLayout) -> tuple[Nesting, tuple[Copy, ...], tuple[Copy, ...]]:
+def nesting_of(
+    low_copy: LowPrecisionCopy, exact: SlotLayout
+) -> tuple[Nesting, tuple[Copy, ...], tuple[Copy, ...]]:
     """(how experts are joined, the copies that fill a slot with both planes, and with the rest)."""
-    rest, planes, first, second = low.rest, [], [], []
+    remainder, planes, first, second = low_copy.remainder, [], [], []
     for spec in codes_of(exact):
         scale, half = exact[f"{spec.name}.scale"], spec.nbytes // 2
         planes.append(Planes(spec.offset, spec.nbytes, scale.offset, scale.nbytes))
-        first.append(as_it_is(low.layout[spec.name].offset, spec.offset, half))
-        first.append(as_it_is(low.layout[scale.name].offset, scale.offset, scale.nbytes))
-        second.append(as_it_is(rest[spec.name].offset, spec.offset + half, half))
-    both = (*first, *(replace(copy, source=copy.source + low.stride) for copy in second))
-    totals = {both: low.stride + rest.nbytes, tuple(second): rest.nbytes}
+        first.append(contiguous_copy(low_copy.layout[spec.name].offset, spec.offset, half))
+        first.append(
+            contiguous_copy(low_copy.layout[scale.name].offset, scale.offset, scale.nbytes)
+        )
+        second.append(contiguous_copy(remainder[spec.name].offset, spec.offset + half, half))
+    both = (*first, *(replace(copy, source=copy.source + low_copy.stride) for copy in second))
+    totals = {both: low_copy.stride + remainder.nbytes, tuple(second): remainder.nbytes}
     return Nesting(tuple(planes), tuple(first), totals), both, tuple(second)
 
 
-def as_it_is(source: int, target: int, nbytes: int) -> Copy:
+def contiguous_copy(source: int, target: int, nbytes: int) -> Copy:
     """A run of bytes."""
     return Copy(source, target, (1, nbytes), (nbytes, 1), (nbytes, 1), "uint8", "uint8")
 
 
-def joined(high: Tensor, rest: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def join_planes(high: Tensor, remainder: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 codes, scales) of planes and the copy's scale: the reference for what slots hold."""
-    codes = (nibbles(high).short() - 8) * STEP + nibbles(rest).short() - 8
+    codes = (nibbles(high).short() - 8) * STEP + nibbles(remainder).short() - 8
     return codes.to(torch.int8), scale / STEP

@@ -20,8 +20,8 @@ from greenroom.errors import (
     UnsupportedModel,
 )
 from greenroom.hf.checkpoint.checkpoint import Checkpoint
-from greenroom.hf.model.draft import Draft
 from greenroom.hf.model.implementation import IMPLEMENTATION
+from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.memory.pages import Pages
 from tests.gguf_models import write
 from tests.hf.conftest import one_line
@@ -49,9 +49,9 @@ def assert_dense_equal(model: PreTrainedModel, wanted: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MULTIMODAL])
 def test_equals_from_pretrained(name: str) -> None:
     folder = cached_tiny(name, dtype="bfloat16")
-    draft = Draft.of(folder)
-    expected = draft.dense_bytes
-    model = draft.load()
+    skeleton = ModelSkeleton.of(folder)
+    expected = skeleton.dense_bytes
+    model = skeleton.load()
     wanted = reference(folder)
     assert_dense_equal(model, wanted)
     assert type(model) is type(wanted)
@@ -67,23 +67,25 @@ def test_equals_from_pretrained(name: str) -> None:
 def test_in_another_dtype(name: str, dtype: str) -> None:
     """Some parameters stay in float32 then; dense_bytes must know which."""
     folder = cached_tiny(name)
-    model = Draft.of(folder, dtype).load()
+    model = ModelSkeleton.of(folder, dtype).load()
     assert_dense_equal(model, reference(folder, dtype))
-    assert Draft.of(folder, dtype).dense_bytes == sum(t.nbytes for t in state(model).values())
+    assert ModelSkeleton.of(folder, dtype).dense_bytes == sum(
+        t.nbytes for t in state(model).values()
+    )
 
 
 def test_dtype_is_the_weights_where_the_config_has_none(tmp_path: Path) -> None:
     folder = change_config(copy(tmp_path, dtype="bfloat16"), dtype=None)
-    assert Draft.of(folder).dtype == torch.bfloat16
+    assert ModelSkeleton.of(folder).dtype == torch.bfloat16
     assert reference(folder).dtype == torch.bfloat16
 
 
 def test_tied_embeddings_are_one_tensor() -> None:
     folder = cached_tiny("olmoe", tie_word_embeddings=True)
-    model = Draft.of(folder).load()
+    model = ModelSkeleton.of(folder).load()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_dense_equal(model, reference(folder))
-    assert Draft.of(folder).dense_bytes < Draft.of(cached_tiny("olmoe")).dense_bytes
+    assert ModelSkeleton.of(folder).dense_bytes < ModelSkeleton.of(cached_tiny("olmoe")).dense_bytes
 
 
 def test_layers_for_prediction_of_several_tokens_are_ignored(tmp_path: Path) -> None:
@@ -92,9 +94,9 @@ def test_layers_for_prediction_of_several_tokens_are_ignored(tmp_path: Path) -> 
     old = "model.layers.2."
     extra = {n.replace(old, "model.layers.3."): t for n, t in tensors.items() if n.startswith(old)}
     save_file({**tensors, **{n: t.clone() for n, t in extra.items()}}, folder / "model.safetensors")
-    draft = Draft.of(folder)
-    assert len(draft.catalog.layers) == 2
-    assert_dense_equal(draft.load(), reference(cached_tiny("deepseek_v3", shards=1)))
+    skeleton = ModelSkeleton.of(folder)
+    assert len(skeleton.catalog.layers) == 2
+    assert_dense_equal(skeleton.load(), reference(cached_tiny("deepseek_v3", shards=1)))
 
 
 def test_no_expert_is_read_and_nothing_stays_mapped(
@@ -109,7 +111,7 @@ def test_no_expert_is_read_and_nothing_stays_mapped(
         return read(checkpoint, name, *dtype)
 
     monkeypatch.setattr(Checkpoint, "read", spy)
-    Draft.of(folder).load()
+    ModelSkeleton.of(folder).load()
     assert len(names) == len(set(names))
     assert names
     assert not any(".experts." in name for name in names)
@@ -123,14 +125,14 @@ def test_a_model_is_moved_to_its_device_without_a_device_map(
 ) -> None:
     """With a map, transformers sizes the memory of an accelerator by names that are detached."""
     monkeypatch.setattr(modeling_utils, "is_accelerator_device", lambda device: True)
-    model = Draft.of(cached_tiny("qwen3_moe")).load("meta")
+    model = ModelSkeleton.of(cached_tiny("qwen3_moe")).load("meta")
     assert {tensor.device.type for tensor in state(model).values()} == {"meta"}
 
 
 def test_expert_attributes_are_there_and_empty() -> None:
-    draft = Draft.of(cached_tiny("gpt_oss"))
-    model = draft.load()
-    experts = model.get_submodule(draft.catalog.layers[0])
+    skeleton = ModelSkeleton.of(cached_tiny("gpt_oss"))
+    model = skeleton.load()
+    experts = model.get_submodule(skeleton.catalog.layers[0])
     assert experts.gate_up_proj is None
     assert experts.down_proj is None
     assert experts.gate_up_proj_bias.shape == (8, 96)
@@ -186,7 +188,7 @@ def test_a_config_that_cannot_be_served(
     if values.get("model_type") == "bert":
         kind = ModelError  # a dense model, and not this checkpoint's: any clear line will do
     with pytest.raises(kind) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert message in one_line(error)
 
 
@@ -197,7 +199,7 @@ def test_dense_parameters_missing(tmp_path: Path) -> None:
         del tensors[name]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "model.layers.1.mlp.up_proj.weight is missing (and 1 more)" in one_line(error)
 
 
@@ -207,7 +209,7 @@ def test_dense_parameter_of_a_wrong_shape(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.zeros(31)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder)
+        ModelSkeleton.of(folder)
     assert "model.norm.weight has shape [31], but the config says [32]" in one_line(error)
 
 
@@ -219,18 +221,18 @@ def test_converted_dense_parameter_of_a_wrong_shape(tmp_path: Path) -> None:
     tensors[name] = torch.zeros(tensors[name].shape[0], 31)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        Draft.of(folder).load()
+        ModelSkeleton.of(folder).load()
     assert str(folder) in one_line(error)
 
 
 def test_an_unknown_dtype() -> None:
     with pytest.raises(UnknownName, match="'int8': choose one of auto, float32"):
-        Draft.of(cached_tiny("qwen3_moe"), "int8")
+        ModelSkeleton.of(cached_tiny("qwen3_moe"), "int8")
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(NotAModel):
-        Draft.of(tmp_path)
+        ModelSkeleton.of(tmp_path)
 
 
 def test_tensors_without_a_place_are_told_in_one_line(
@@ -241,14 +243,14 @@ def test_tensors_without_a_place_are_told_in_one_line(
     tensors["model.extra.weight"] = torch.zeros(2)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors")
-    Draft.of(folder)
+    ModelSkeleton.of(folder)
     (record,) = [r for r in caplog.records if r.name.startswith("greenroom")]
     assert "no place for 1 tensors of the checkpoint, such as model.extra.weight" in record.message
 
 
 def test_the_config_of_a_caller_is_not_shared() -> None:
     folder = cached_tiny("qwen3_moe")
-    assert Draft.of(folder).model.config is not Draft.of(folder).model.config
+    assert ModelSkeleton.of(folder).model.config is not ModelSkeleton.of(folder).model.config
     assert AutoConfig.from_pretrained(folder)._experts_implementation != IMPLEMENTATION
 
 
@@ -264,13 +266,13 @@ def test_dense_parameters_lie_side_by_side_in_large_pages(kind, tmp_path, monkey
 
     monkeypatch.setattr(Pages, "empty", seen)
     if kind == "gguf":
-        draft = Draft.of(str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})))
-        draft.keep_stored()
+        skeleton = ModelSkeleton.of(str(write(tmp_path / "tiny.gguf", "qwen3_moe", {"": "Q8_0"})))
+        skeleton.keep_dense_encoded()
     else:
-        draft = Draft.of(cached_tiny("qwen3_moe"))
-    model = draft.load()
+        skeleton = ModelSkeleton.of(cached_tiny("qwen3_moe"))
+    model = skeleton.load()
     places = {tensor.data_ptr() for tensor in taken}
     parameters = [p for p in model.parameters() if p is not None]
     assert parameters
     assert all(p.data_ptr() in places for p in parameters)
-    assert sum(t.nbytes for t in taken) <= draft.dense_bytes + 64 * len(taken)
+    assert sum(t.nbytes for t in taken) <= skeleton.dense_bytes + 64 * len(taken)

@@ -23,11 +23,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from greenroom.hf.adapters import adapter_of, conversions
+from greenroom.hf.adapters import adapter_of, weight_transforms
 
 
 @dataclass
-class Route:
+class WeightConversion:
     """The tensors that make one parameter, or several where a tensor is split.
 
     `sources` maps a converter's source pattern to its tensors' names in natural order: for experts
@@ -57,36 +57,36 @@ class Route:
         return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
 
 
-def find_routes(
+def find_conversions(
     model: PreTrainedModel, names: Iterable[str], mapping: Sequence[WeightTransform] | None = None
-) -> tuple[dict[str, Route], list[str]]:
+) -> tuple[dict[str, WeightConversion], list[str]]:
     """(routes by their first parameter, tensors that the model has no parameter for).
 
     The model may be on the meta device, but must still have all of its parameters. `mapping`:
     other renamings and conversions than the model's own.
     """
-    mapping, adapter = mapping or conversions(model), adapter_of(model)
+    mapping, adapter = mapping or weight_transforms(model), adapter_of(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
-    known = model.state_dict()
+    derived = model.state_dict()
     prefix = model.base_model_prefix
-    routes: dict[str, Route] = {}
+    conversions: dict[str, WeightConversion] = {}
     unused: list[str] = []
     for name in sorted(names, key=dot_natural_key):
         if adapter is not None and adapter.unused(name, model):
             continue
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = rename_source_key(name, [], [], prefix, known)
-        if target not in known:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, derived)
+        if target not in derived and name in derived:
+            target, pattern = rename_source_key(name, [], [], prefix, derived)
+        if target not in derived:
             unused.append(name)
             continue
-        if target not in routes:
+        if target not in conversions:
             converter = by_pattern[pattern] if pattern is not None else None
-            routes[target] = Route(_targets(target, converter), converter)
-        routes[target].sources.setdefault(pattern or name, []).append(name)
-    return routes, unused
+            conversions[target] = WeightConversion(_targets(target, converter), converter)
+        conversions[target].sources.setdefault(pattern or name, []).append(name)
+    return conversions, unused
 
 
 def _targets(first: str, converter: WeightConverter | None) -> tuple[str, ...]:

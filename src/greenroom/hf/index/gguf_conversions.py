@@ -26,31 +26,33 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from greenroom.hf.checkpoint.gguf import Gguf
-from greenroom.hf.checkpoint.header import Stored
+from greenroom.hf.checkpoint.gguf import GgufCheckpoint
+from greenroom.hf.checkpoint.header import StoredTensor
+from greenroom.hf.index.conversions import WeightConversion, find_conversions
 from greenroom.hf.index.experts import expert_modules
-from greenroom.hf.index.routes import Route, find_routes
 
 
-def gguf_routes(model: PreTrainedModel, checkpoint: Gguf) -> tuple[dict[str, Route], list[str]]:
-    """As `find_routes`, for GGUF's names."""
+def gguf_conversions(
+    model: PreTrainedModel, checkpoint: GgufCheckpoint
+) -> tuple[dict[str, WeightConversion], list[str]]:
+    """As `find_conversions`, for GGUF's names."""
     if checkpoint.mapped:
         mapping = get_gguf_conversion_mapping(checkpoint.architecture, model.config)
-        return find_routes(model, checkpoint.tensors, mapping)
+        return find_conversions(model, checkpoint.tensors, mapping)
     processor = TENSOR_PROCESSORS.get(checkpoint.architecture, TensorProcessor)(config={})
     with _one_name_map():
         names = get_gguf_hf_weights_map(model, processor)
-    known = model.state_dict()
-    routes, unused = _expert_routes(checkpoint, model, names), []
-    taken = {name for r in routes.values() for own in r.sources.values() for name in own}
+    derived = model.state_dict()
+    conversions, unused = _expert_conversions(checkpoint, model, names), []
+    taken = {name for r in conversions.values() for own in r.sources.values() for name in own}
     for name in [name for name in checkpoint.tensors if name not in taken]:
         target = names.get(name, names.get(name.removesuffix(".weight"), ""))
-        if target not in known:
+        if target not in derived:
             unused.append(name)
             continue
-        _fit(checkpoint, name, tuple(known[target].shape))
-        routes[target] = Route((target,), None, {name: [name]})
-    return routes, unused
+        _fit(checkpoint, name, tuple(derived[target].shape))
+        conversions[target] = WeightConversion((target,), None, {name: [name]})
+    return conversions, unused
 
 
 @contextmanager
@@ -67,20 +69,20 @@ def _one_name_map() -> Iterator[None]:
         gguf.get_tensor_name_map = made
 
 
-def _fit(checkpoint: Gguf, name: str, shape: tuple[int, ...]) -> None:
+def _fit(checkpoint: GgufCheckpoint, name: str, shape: tuple[int, ...]) -> None:
     """Give a tensor axes of length 1 that GGUF leaves out."""
-    stored: Stored = checkpoint.tensors[name]
+    stored: StoredTensor = checkpoint.tensors[name]
     if stored.shape != shape and prod(stored.shape) == prod(shape) and 1 in shape:
         checkpoint.tensors[name] = replace(stored, shape=shape)  # type: ignore[index]
 
 
-def _expert_routes(
-    checkpoint: Gguf, model: PreTrainedModel, names: dict[str, str]
-) -> dict[str, Route]:
+def _expert_conversions(
+    checkpoint: GgufCheckpoint, model: PreTrainedModel, names: dict[str, str]
+) -> dict[str, WeightConversion]:
     """The routes to each layer's matrices; GGUF has [experts, outputs, inputs], gate and up
     apart."""
     blocks = {hf: name for name, hf in names.items()}
-    routes: dict[str, Route] = {}
+    conversions: dict[str, WeightConversion] = {}
     for name, module in expert_modules(model).items():
         down = f"{name}.down_proj"
         stem = blocks.get(down, "").removesuffix("ffn_down_exps")
@@ -92,23 +94,25 @@ def _expert_routes(
         first = f"{name}.gate_up_proj" if module.has_gate else f"{name}.up_proj"
         ups = [f"{stem}ffn_{part}_exps.weight" for part in parts]
         found = {
-            first: _route(first, ups, join + turn),
-            down: _route(down, [f"{stem}ffn_down_exps.weight"], turn),
+            first: _conversion(first, ups, join + turn),
+            down: _conversion(down, [f"{stem}ffn_down_exps.weight"], turn),
         }
         if module.has_bias:
             biases = [name.replace(".weight", ".bias") for name in ups]
-            found[f"{first}_bias"] = _route(f"{first}_bias", biases, join)
-            found[f"{down}_bias"] = _route(f"{down}_bias", [f"{stem}ffn_down_exps.bias"], [])
-        routes |= {
-            target: route
-            for target, route in found.items()
-            if all(name in checkpoint.tensors for own in route.sources.values() for name in own)
+            found[f"{first}_bias"] = _conversion(f"{first}_bias", biases, join)
+            found[f"{down}_bias"] = _conversion(f"{down}_bias", [f"{stem}ffn_down_exps.bias"], [])
+        conversions |= {
+            target: conversion
+            for target, conversion in found.items()
+            if all(
+                name in checkpoint.tensors for own in conversion.sources.values() for name in own
+            )
         }
-    return routes
+    return conversions
 
 
-def _route(target: str, names: list[str], operations: list[ConversionOps]) -> Route:
+def _conversion(target: str, names: list[str], operations: list[ConversionOps]) -> WeightConversion:
     sources = {name: [name] for name in names}
     if not operations:
-        return Route((target,), None, sources)
-    return Route((target,), WeightConverter(names, target, operations), sources)
+        return WeightConversion((target,), None, sources)
+    return WeightConversion((target,), WeightConverter(names, target, operations), sources)
