@@ -140,7 +140,7 @@ def test_all_in_one_table(cli: Run, folder: Path):
     }.items():
         (line,) = [each for each in ran.out.splitlines() if each.startswith(f"{name}: ")]
         assert said in line
-    assert "gave other tokens" not in ran.out
+    assert "generated other tokens" not in ran.out
     sized = [line.split()[0] for line in ran.out.splitlines() if " by layer " in line]
     assert sized == ["adapmoe"]
 

@@ -194,10 +194,10 @@ def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "give a MODEL, or --url"),
+        ((), "give a MODEL to load, or --url"),
         (("--url", "localhost:8000"), "begin with http"),
-        (("--url", "http://localhost:8000", "--cache", "10%"), "not with --url"),
-        (("demo", "--api-key-file", "x"), "is for --url"),
+        (("--url", "http://localhost:8000", "--cache", "10%"), "leave them out with --url"),
+        (("demo", "--api-key-file", "x"), "--api-key-file needs --url"),
     ],
 )
 def test_options_that_cannot_be_right(cli: Run, argv: tuple[str, ...], said: str) -> None:
@@ -284,7 +284,7 @@ def test_a_terminal_with_history_and_an_answer_that_is_stopped(tmp_path: Path) -
         screen.until("stopped]")
         screen.until("> ")
         assert slow.engine.tickets[0].cancelled.wait(5)
-        screen.press("\x03", "Ctrl-D or /exit")
+        screen.press("\x03", "Ctrl-D or type /exit")
         screen.type("/nothing\n")
         screen.until("there is no command")
         screen.until("> ")

@@ -115,7 +115,7 @@ def test_a_plan_for_other_circumstances_is_not_left_to_runs(
     cli: Run, folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     left = []
-    monkeypatch.setattr("greenroom.cli.plan.keep", lambda *given: left.append(given[-1]))
+    monkeypatch.setattr("greenroom.cli.plan.store_setting", lambda *given: left.append(given[-1]))
     monkeypatch.setattr("greenroom.plan.planner.surely_faster", lambda one, other: True)
     model = describe(str(folder), LoadConfig(context=96))
     memory = model.memory(model.experts // 2)
@@ -124,7 +124,7 @@ def test_a_plan_for_other_circumstances_is_not_left_to_runs(
     for more in (("--read-limit", "5MB"), ("--machine", home / "abacus.json")):
         assert cli(*asked, *more).code == 0
     assert left == []
-    assert "told nothing" not in cli(*asked).out
+    assert "the defaults for this --memory" not in cli(*asked).out
     assert left == ["cpu"]
 
 
@@ -141,7 +141,7 @@ def test_mistakes(cli: Run, folder: Path, home: Path):
     wrong = trace_of(folder, home / "t.safetensors", top_k=1)
     said = cli("plan", folder, "--memory", "2GiB", "--trace", wrong).mistake
     assert "is a trace of another model" in said
-    assert "write a time a token above 0" in cli(
+    assert "write a time above 0" in cli(
         "plan", folder, "--memory", "2GiB", "--target-tpot", "fast").mistake  # fmt: skip
     (home / "bad.json").write_text("{}")
     assert "is no machine profile" in cli(
@@ -155,7 +155,7 @@ def test_times_are_written_with_units():
     assert seconds("120ms") == pytest.approx(0.12)
     assert seconds("0.5 s") == 0.5
     for wrong in ("120", "-1ms", "0ms", "1m"):
-        with pytest.raises(UsageError, match="write a time a token"):
+        with pytest.raises(UsageError, match="write a time above"):
             seconds(wrong)
 
 
@@ -170,18 +170,18 @@ def test_systems_side_by_side(cli: Run, folder: Path, home: Path):
     shown = cli("bench", folder, "--cache", "50%", "--system", "llru", "--policy", "fifo",
                 "--rounds", 1, "--tokens", 16, "--kernels", "eager")  # fmt: skip
     assert "fifo" in shown.out
-    assert "experts in memory, 1 rounds in turns" in shown.out
+    assert "experts in memory, 1 rounds, interleaved" in shown.out
 
 
 def test_what_cannot_be_measured(cli: Run, folder: Path, home: Path):
     asked = ("bench", folder, "--cache", "50%")
     assert "system hobbit needs misses in int4" in cli(*asked, "--system", "hobbit").mistake
     assert "unknown system" in cli(*asked, "--system", "fastest").mistake
-    assert "there is nothing to choose" in cli("bench", folder, "--cache", "100%").mistake
+    assert "there is nothing to compare" in cli("bench", folder, "--cache", "100%").mistake
     assert "--tokens must be at least 16" in cli(*asked, "--tokens", 4).mistake
     assert "--rounds must be at least 1" in cli(*asked, "--rounds", 0).mistake
     for chosen in (("--policy", "lru"), ("--split", "0.5")):
-        assert "is what tune chooses" in cli("tune", folder, *chosen).mistake
+        assert "is chosen by tune" in cli("tune", folder, *chosen).mistake
 
 
 def test_what_tune_measures(monkeypatch: pytest.MonkeyPatch):
@@ -221,7 +221,7 @@ def test_tune_behind_a_limit_is_not_left_to_runs(cli: Run, folder: Path, home: P
     ran = cli("tune", folder, "--cache", "50%", "--rounds", 1, "--tokens", 16, "--read-limit",
               "100MB", "--kernels", "eager")  # fmt: skip
     assert ran.code == 0, ran.err
-    assert "not kept (with --read-limit" in ran.out
+    assert "not stored (with --read-limit" in ran.out
 
 
 def test_a_run_of_a_budget_takes_what_tune_kept_for_it(cli: Run, folder: Path, home: Path):
@@ -325,7 +325,7 @@ def test_a_plan_for_two_processors(cli: Run, folder: Path, home: Path):
         *asked[:5], alone, "--co-compute", "auto").mistake  # fmt: skip
     assert "unknown co_compute 'on'" in cli(*asked, "--co-compute", "on").mistake
     failed = cli(*asked[:-1], "cpu", "--host-memory", "1GiB")
-    assert "memory between two links" in failed.mistake
+    assert "needs a processor with its own memory" in failed.mistake
     usual = cli(*asked[:-2])  # a run's device, and what it keeps in host memory
     assert "gpu computes" in usual.out
     assert "--device cuda" in usual.out
