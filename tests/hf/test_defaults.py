@@ -120,7 +120,7 @@ def test_a_run_takes_a_split_that_was_measured(no_threads_left: None):
     line, parts = startup_line(folder, model, config, verbose=True), model.greenroom.setup
     model.greenroom.detach()
     assert parts.split is not None
-    assert parts.split.tops[0] < parts.split.whole
+    assert parts.split.tops[0] < parts.split.unsplit_bytes
     assert "settings measured by tune" in line
     flag = line.partition("--split ")[2].split()[0]
     assert [float(share) for share in flag.split(",")] == pytest.approx([0.5, 0.5], abs=0.15)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenroom.core.gates import of_experts
-from greenroom.core.predictor import Ids, Inputs, Seen
+from greenroom.core.gates import expert_tail_weights
+from greenroom.core.predictor import Ids, Inputs, LayerRouting
 from greenroom.errors import ClosedError
 from greenroom.runtime.cuda.engine import device_errors
 from greenroom.runtime.cuda.ids import to_host
@@ -40,7 +40,7 @@ class Binding:
     layer: int
     experts: Any  # kernels.LayerExperts
     weighs: bool  # does the policy look at gate weights?
-    lessens: bool  # may misses be served with less, by their gate weights?
+    approximates: bool  # whether misses may be approximated, by their gate weights
     inputs: Callable[[], Inputs | None] | None  # of the router
     meanwhile: Callable[[], None]  # what can be computed while experts are awaited
     computed: Callable[[Sequence[int]], None] | None
@@ -166,7 +166,7 @@ def _step(
     top_k_weights: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    looks = binding.weighs or binding.lessens
+    looks = binding.weighs or binding.approximates
     chosen, weights = to_host(top_k_index, top_k_weights if looks else None)
     routing, kernel = Routing.of(chosen, binding.experts.num_experts), binding.kernel
     if binding.chosen is not None:
@@ -182,9 +182,9 @@ def _step(
     def on_host(experts: Any, slots: Any) -> Callable[[], None]:
         return kernel.host_job(step, experts.tolist(), slots.tolist())
 
-    def seen(inputs: bool) -> Seen:
+    def seen(inputs: bool) -> LayerRouting:
         given = binding.inputs() if inputs and binding.inputs is not None else None
-        return Seen(binding.layer, chosen, inputs=given)
+        return LayerRouting(binding.layer, chosen, inputs=given)
 
     both = kernel.host_job is not None
     rows, sums = (None, None) if weights is None else routing.counts_and_weights(weights)
@@ -196,7 +196,9 @@ def _step(
         wave,
         rows,
         sums,
-        tails=of_experts(chosen, weights, routing.experts) if binding.lessens else None,
+        tail_weights=expert_tail_weights(chosen, weights, routing.experts)
+        if binding.approximates
+        else None,
         seen=seen,
         meanwhile=binding.meanwhile,
         on_host=on_host if both else None,

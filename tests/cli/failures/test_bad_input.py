@@ -158,7 +158,10 @@ def test_a_damaged_or_unfit_checkpoint(
         (("--prefetch", "learned"), "--prefetch learned needs --predictor FILE"),
         (("--predictor", "no.safetensors"), "no.safetensors: cannot be read: No such file"),
         (("--prefetch", "off", "--predictor", "x"), "--predictor is for prefetching, .* off"),
-        (("--prefetch", "token", "--predictor", "x"), "--predictor FILE belongs to the predictor learned"),
+        (
+            ("--prefetch", "token", "--predictor", "x"),
+            "--predictor FILE belongs to the predictor learned",
+        ),
         (("--read-limit", "fast"), "--read-limit is 'fast': write bytes as"),
         (("--read-limit", "10%"), "--read-limit is bytes a second, as 50MB"),
         (("--timeline", "/nowhere/out.json"), "there is no folder /nowhere"),

@@ -30,7 +30,7 @@ from tests.runtime.rig import Ahead, Rig, in_time
 
 LAYERS, EXPERTS = 3, 6
 pytestmark = pytest.mark.interpreted
-SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
+SHARES = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2).slots_per_device
 
 
 class Two(Rig):
@@ -40,7 +40,7 @@ class Two(Rig):
         self.catalog = catalog
         self.store = FakeStore(DiskStore(catalog, chunk_bytes=8192), **faults)
         chunks = [self.store.chunks(e) for e in range(catalog.experts)]
-        self.pieces = Pieces.whole(
+        self.pieces = Pieces.unsplit(
             catalog.offsets, [x.nbytes for x in catalog.layouts], [len(c) for c in chunks], 2
         )
         tier = HostTier(self.pieces, kept, policy("lru")) if kept else None
@@ -48,9 +48,10 @@ class Two(Rig):
             self.pieces, capacity, policy("lru"), lanes=(2, 1), ahead=ahead, host=tier
         )
         each = [
-            FakeSlots(n, catalog.slot_bytes, catalog.experts) for n in self.pieces.shares(capacity)
+            FakeSlots(n, catalog.slot_bytes, catalog.experts)
+            for n in self.pieces.slots_per_device(capacity)
         ]
-        self.slots = Pools(each, capacity, self.pieces.shares)
+        self.slots = Pools(each, capacity, self.pieces.slots_per_device)
         self.driver = Driver(
             self.scheduler,
             self.store,
@@ -65,7 +66,7 @@ class Two(Rig):
         """Whether a slot of the piece's own device holds it, whole."""
         layout = self.catalog.layouts[self.catalog.layer_of(piece)]
         device = self.slots.pools[slot % 2]
-        assert slot % 2 == self.pieces.home[piece]
+        assert slot % 2 == self.pieces.home_device[piece]
         parts = (("up", piece), ("down", piece + 0.5))
         return all(bool((device.tensor(slot // 2, layout[n]) == v).all()) for n, v in parts)
 
@@ -100,7 +101,7 @@ def test_every_expert_is_computed_at_home_from_its_own_bytes(disk, kept, failing
     rig.settle()
     assert (lost > 0) == (failing > 0)
     s = rig.scheduler
-    assert [slots.capacity for slots in rig.slots.pools] == rig.pieces.shares(s.capacity)
+    assert [slots.capacity for slots in rig.slots.pools] == rig.pieces.slots_per_device(s.capacity)
     for piece in s.residents().tolist():
         assert rig.holds(s.placement.slot(piece), piece)
     carried = [link.nbytes for link in rig.driver.meter.links]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from greenroom.core.predictor import Guess, PassBegins, Seen, Shape
+from greenroom.core.predictor import LayerPrediction, LayerRouting, PassStart, Shape
 from greenroom.errors import TraceError
 from greenroom.runtime.probes import GateInputs, Router
 from greenroom.runtime.recording import recorder as recording
@@ -224,17 +224,17 @@ class Echo:
 
     name, distance = "echo", 1
 
-    def begin(self, at: PassBegins) -> None:
+    def begin(self, at: PassStart) -> None:
         self.at = at
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: LayerRouting) -> None:
         self.seen = seen
 
-    def predict(self, layer: int) -> list[Guess]:
+    def predict(self, layer: int) -> list[LayerPrediction]:
         if layer < 0:
-            return [Guess(0, np.full((self.at.tokens, 2), self.at.first % 4))]
+            return [LayerPrediction(0, np.full((self.at.tokens, 2), self.at.first % 4))]
         rows = len(self.seen.experts) if layer + 1 < len(SIZES) else 1
-        return [Guess(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
+        return [LayerPrediction(layer + 1, np.tile(self.seen.experts[-1:], (rows, 1)) % 3)]
 
 
 def test_gate_inputs_and_predictions_are_those_of_the_gates(tmp_path):

@@ -9,7 +9,7 @@ from greenroom.errors import DeviceError
 from greenroom.runtime.fakes import FakeSlots
 from greenroom.runtime.slots.tier import Pools
 
-SHARES = Pieces.whole([0, 6, 12, 18], [1] * 3, devices=2).shares
+SHARES = Pieces.unsplit([0, 6, 12, 18], [1] * 3, devices=2).slots_per_device
 
 
 class Full(FakeSlots):

@@ -50,8 +50,8 @@ from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.driver.meter import Meter, minus
 from greenroom.runtime.driver.stats import (
     Stats,
+    approximation_stats,
     host_stats,
-    lesser_stats,
     link_stats,
     prefetch_stats,
     split_stats,
@@ -241,7 +241,7 @@ class Greenroom:
             stalls=dict(meter.stalls),
             links=link_stats(driver, meter),
             split=split_stats(driver, counts),
-            lesser=lesser_stats(driver, counts, self.setup.approximation),
+            lesser=approximation_stats(driver, counts, self.setup.approximation),
             co_compute=host_stats(driver, counts, meter.host_s),
             host=None if self._tier is None else {
                 "capacity": self._tier.capacity,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from greenroom.core.predictor import Ids, PassBegins
+from greenroom.core.predictor import Ids, PassStart
 from greenroom.hf.attach.bindings import Bindings
 from greenroom.hf.kv.batch import BatchedCache
 from greenroom.hf.kv.cache import ROOM, make_growing
@@ -128,7 +128,7 @@ class PassHooks:
         for observer in self.observers:
             observer.on_pass(self._request, prompt, len(caches) * int(batch))
         self._driver.begin_pass(
-            PassBegins(
+            PassStart(
                 self._request,
                 self._tokens,
                 batch * length,

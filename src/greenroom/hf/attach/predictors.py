@@ -14,7 +14,7 @@ from greenroom.core.predictor import Predictor, Shape
 from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.plan.history.files import load_predictor
-from greenroom.predictors import AUTO, AUTOMATIC, Choice, Setting, predictor
+from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
 from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
 
 
@@ -34,7 +34,7 @@ class ModelPredictors:
 def build_predictors(
     model: PreTrainedModel,
     catalog: Catalog,
-    chosen: Sequence[Choice],
+    chosen: Sequence[PredictorChoice],
     *,
     file: str | os.PathLike[str] | None = None,
     fingerprint: str = "",
@@ -58,8 +58,8 @@ def build_predictors(
     learned = load_predictor(file, fingerprint) if file is not None else None
     gates = RouterGates(routers) if "gates" in needs else None
     shape = Shape(catalog.experts_per_layer, top_k)
-    setting = Setting(shape, gates=gates, learned=learned)
-    made = {choice.name: choice.make(setting) for choice in chosen}
+    setting = PredictorSetup(shape, gates=gates, learned=learned)
+    made = {choice.name: choice.build(setting) for choice in chosen}
     return ModelPredictors(shape, routers if looks else [], made)
 
 
@@ -79,7 +79,7 @@ def check_prefetch(
     needs = _needs([choice], file)
     shape = Shape(catalog.experts_per_layer, 0)
     if choice.distance is not None:
-        _ = Setting(shape, distance=choice.distance).ahead  # or UsageError
+        _ = PredictorSetup(shape, distance=choice.distance).ahead  # or UsageError
     if "file" in needs:
         if file is None:
             raise UsageError("--prefetch learned needs --predictor FILE: train-predictor makes one")
@@ -99,7 +99,7 @@ def _check_passes(model: PreTrainedModel) -> None:
         )
 
 
-def _needs(chosen: Sequence[Choice], file: object) -> frozenset[str]:
+def _needs(chosen: Sequence[PredictorChoice], file: object) -> frozenset[str]:
     """What predictors need of their driver. UsageError where a run cannot have it."""
     needs = frozenset[str]().union(*(choice.kind.needs for choice in chosen))
     if file is not None and "file" not in needs:
@@ -132,7 +132,7 @@ def prefetch_predictors(
     raise AssertionError("one of them needs nothing of the model")
 
 
-def _choice(prefetch: str, file: object) -> Choice:
+def _choice(prefetch: str, file: object) -> PredictorChoice:
     """What `--prefetch` names; with a file `auto` is the predictor whose file it is."""
     choice = predictor(prefetch)
     return predictor("learned") if choice.kind is AUTO and file is not None else choice

@@ -1,7 +1,7 @@
 """What a model loses against its original: KL divergence and perplexity on a text.
 
 The original may be another checkpoint, or the same one without an option that changes what is
-computed: quantised keys and values, other kernels, or misses that are served with less. Both are
+computed: quantised keys and values, other kernels, or approximated misses. Both are
 streamed, one after the other, so that neither need fit into memory. The original's logits wait in a
 temporary file, in the type that it computes them in; what is in memory are those of one window of
 the text, and log-probabilities of a few tokens of it.
@@ -45,7 +45,7 @@ class Quality:
     kl_mean, kl_p99: of KL(original || model) of the next token's distribution, in nats
     perplexity:      exp of the mean negative log-likelihood of the text
     same_top:        how often both find the same token likeliest
-    lesser:          what misses of the model were served with (see runtime.stats.lesser_stats)
+    lesser:          how the model's misses were approximated (see `approximation_stats`)
     """
 
     model: str

@@ -65,7 +65,7 @@ def latency_of(driver: Driver, head: float) -> TokenLatency | None:
         return None
     token = (meter.decode_s - meter.waited_s - meter.computed_s) / meter.decodes
     split = pieces.split
-    expert = split.whole if split is not None else int(pieces.nbytes.max())
+    expert = split.unsplit_bytes if split is not None else int(pieces.nbytes.max())
     return TokenLatency(
         attention=max(0.0, token - head) / pieces.layers,
         moe=meter.computed_s / meter.decodes / pieces.layers,

@@ -25,7 +25,7 @@ from greenroom.core.events import (
     StartChunk,
     Trim,
 )
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.core.prefetch.foresight import Foresight
 from greenroom.core.prefetch.guard import Guard
 from greenroom.core.scheduler.scheduler import Scheduler
@@ -89,7 +89,7 @@ class Driver:
         lanes = scheduler.view.lanes
         self._copier = Copier(store, slots, lanes, self._delivered, between)
 
-    def begin_pass(self, at: PassBegins) -> None:
+    def begin_pass(self, at: PassStart) -> None:
         """A pass begins; `at.request` says of which prompt."""
         with self._changed:
             self._request, self._prefill = at.request, at.prefill
@@ -140,8 +140,8 @@ class Driver:
         rows: np.ndarray | None = None,
         weights: np.ndarray | None = None,
         *,
-        tails: np.ndarray | None = None,
-        seen: Callable[[bool], Seen] | None = None,
+        tail_weights: np.ndarray | None = None,
+        seen: Callable[[bool], LayerRouting] | None = None,
         meanwhile: Callable[[], None] | None = None,
         on_host: OnHost | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Driver:
 
         experts: ids within the layer, ascending, int64
         rows, weights: the tokens that chose each, and the sums of their gate weights
-        tails: how much each matters, where misses may be served with less
+        tail_weights: of each expert (see `core.gates`), where misses may be approximated
         seen: gives what predictors are told, with the router's inputs or without
         meanwhile: is called once at most, when there is nothing to compute but a wait
         on_host: what it gives for (experts, slots) is called in the host processor's thread
@@ -178,8 +178,8 @@ class Driver:
             misses = self.scheduler.view.misses
             try:
                 self._tell(Routed(
-                    self._pass, layer, pieces, self._request, rows, weights, self._prefill, tails,
-                    moved=on_host is None,
+                    self._pass, layer, pieces, self._request, rows, weights, self._prefill,
+                    tail_weights, moved=on_host is None,
                 ))  # fmt: skip
                 self.missed[layer] += self.scheduler.view.misses - misses
                 self.predictions.routed(seen)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from greenroom.core.predictor import PassBegins, Seen
+from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.errors import TraceError
 from greenroom.runtime.graphs import outside_graphs
 from greenroom.runtime.probes import GateInputs
@@ -136,7 +136,7 @@ class Recorder:
         self._layers.append(taken)
         if self._forecasts is not None:
             experts = index.cpu().numpy().astype(np.int64, copy=False)
-            self._forecasts.layer(Seen(layer, experts, _floats(weights), _floats(inputs)))
+            self._forecasts.layer(LayerRouting(layer, experts, _floats(weights), _floats(inputs)))
 
     def _begin_pass(self, tokens: int) -> None:
         self._ids = self._given
@@ -145,7 +145,7 @@ class Recorder:
         if self._forecasts is not None:
             ids = self._ids.astype(np.int64) if len(self._ids) == tokens else None
             first, prefill = self._journal.tokens + self.tokens, self._seen < self._prompt
-            self._forecasts.begin(PassBegins(self._number, first, tokens, prefill, ids))
+            self._forecasts.begin(PassStart(self._number, first, tokens, prefill, ids))
 
     def _end_pass(self) -> None:
         """Put the layers of the pass that is over side by side, and check them."""
