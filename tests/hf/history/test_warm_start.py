@@ -216,7 +216,7 @@ def test_a_run_leaves_its_routing(folder, monkeypatch):
         heard.append((layer, experts.copy()))
         chosen(self, layer, experts)
 
-    monkeypatch.setattr(RecentRouting, "chosen", hear)
+    monkeypatch.setattr(RecentRouting, "on_choice", hear)
     for prompt in ([[5, 6, 7]], [[9, 8]]):
         model.generate(torch.tensor(prompt), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     digest = model.greenroom.setup.fingerprint
