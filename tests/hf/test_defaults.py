@@ -43,7 +43,7 @@ def test_a_run_says_that_it_took_lru(
     monkeypatch: pytest.MonkeyPatch, home: Path, no_threads_left: None
 ):
     lru = QuickPlan(replace(DEFAULT, policy="lru"), 1.0, 1.0)
-    monkeypatch.setattr("greenroom.plan.defaults.quick", lambda trace, slots: lru)
+    monkeypatch.setattr("greenroom.plan.defaults.quick_plan", lambda trace, slots: lru)
     config = LoadConfig(cache="50%", device="cpu", kernels="eager")
     model, _ = load_with(str(cached_tiny("qwen3_moe", tokenizer=True)), config)
     parts = model.greenroom.setup
