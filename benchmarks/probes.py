@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from greenroom.core.predictor import LayerRouting, PassStart, Predictor, Shape
 from greenroom.predictors import PredictorSetup, predictor
-from greenroom.runtime.probes import GateInputs, Router, RouterGates
+from greenroom.runtime.probes import GateInputProbe, Router, RouterGates
 
 JUNK = np.ones(32 << 20, np.uint8)
 
@@ -80,7 +80,7 @@ def main() -> None:
     asked = RouterGates(routers)
     x = torch.randn(1, args.hidden, dtype=torch.bfloat16)
     plain = median(lambda: [gate(x) for gate in gates], 200, args.layers, False)
-    probe = GateInputs(routers)
+    probe = GateInputProbe(routers)
     heard = median(
         lambda: [(gate(x), probe.take(i)) for i, gate in enumerate(gates)], 200, args.layers, False
     )

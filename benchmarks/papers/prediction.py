@@ -22,7 +22,7 @@ from common import MODELS, limit, options, percent, recordings, table
 
 from greenroom.core.predictor import LayerPrediction, LayerRouting, Predictor, Shape
 from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
-from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.runtime.recording.forecasts import ForecastRecorder
 from greenroom.sim.event_driven import passes
 from greenroom.trace import Trace, stream
 
@@ -74,7 +74,7 @@ class Timed:
 
 def replay(it: Predictor, trace: Trace, shape: Shape) -> np.ndarray:
     """[tokens, layers, width] what the predictor says of a trace, as a recording would have it."""
-    beside, said = Forecasts({"it": it}, shape), []
+    beside, said = ForecastRecorder({"it": it}, shape), []
     for at, steps in passes(trace, stream(trace, "runtime")):
         beside.begin(at)
         for step in steps:

@@ -89,7 +89,7 @@ class Rig:
             prefetch="off" if prefetch == "off" else ANY,
         )  # fmt: skip
         store = None if bandwidth is None else self.ram
-        self.ram.line.bandwidth = bandwidth or INFINITE
+        self.ram.throttle.bandwidth = bandwidth or INFINITE
         self.model.greenroom = made = attach.Greenroom(self.model, parts, store)
         if made.driver.predictions.foresight is not None:
             assert session is not None
@@ -124,7 +124,7 @@ class Rig:
                     first = offsets[step.layer]
                     driver.step(
                         step.layer, step.experts - first, _nothing, step.rows, step.weights,
-                        seen=lambda inputs, step=step: LayerRouting(step.layer, step.chosen),
+                        observe_routing=lambda _, step=step: LayerRouting(step.layer, step.chosen),
                     )  # fmt: skip
                 driver.end_pass()
 
@@ -137,11 +137,11 @@ class Rig:
 
     @contextmanager
     def _unpaced(self) -> Iterator[None]:
-        bandwidth, self.ram.line.bandwidth = self.ram.line.bandwidth, INFINITE
+        bandwidth, self.ram.throttle.bandwidth = self.ram.throttle.bandwidth, INFINITE
         try:
             yield
         finally:
-            self.ram.line.bandwidth = bandwidth
+            self.ram.throttle.bandwidth = bandwidth
 
     def resident(self, passes: int = 24, batch: int = 1) -> tuple[float, float, float]:
         """Seconds of a pass without misses, one token of each request of a batch: (all of it, its

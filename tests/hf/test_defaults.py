@@ -22,7 +22,7 @@ from greenroom.plan.history import files
 from greenroom.plan.history.records import StoredSetting
 from greenroom.plan.quick import QuickPlan
 from greenroom.plan.settings import DEFAULT
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 from tests.hf.memory.test_split import packed
 from tests.models import cached_tiny
 
@@ -80,7 +80,7 @@ def test_a_plan_foretells_slots_and_settings(
     assert first[0] == min(
         before.experts, (memory - before.fixed_bytes + expected) // before.slot_bytes
     )
-    known = files.load_records(before.fingerprint, name_of(host()))
+    known = files.load_records(before.fingerprint, name_of(host_facts()))
     assert known.process == whole - before.dense_bytes
     after = describe(folder, config)
     assert (after.slots(memory), after.slots_when_full(memory)) == first == run()
@@ -88,7 +88,7 @@ def test_a_plan_foretells_slots_and_settings(
 
 def keep(fingerprint: str, capacity: int, machine: str | None = None, **options: str) -> None:
     found = StoredSetting(capacity, options, "tune", 0.08, 0.1, "2026-01-02")
-    name = machine or name_of(host())
+    name = machine or name_of(host_facts())
     files.update_records(fingerprint, name, lambda records: records.with_setting(found))
 
 

@@ -103,7 +103,7 @@ class Rig:
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             guard=Guard() if guard else None,
             links=links,
-            between=memory,
+            host_memory=memory,
         )
         self.layer, self.computed = 0, []
 
@@ -127,7 +127,7 @@ class Rig:
         layer: int,
         *experts: int,
         compute: Callable[[np.ndarray, np.ndarray], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        overlapped_work: Callable[[], None] | None = None,
     ) -> None:
         self.layer, self.computed = layer, []
         chosen = np.array(experts, np.int64)
@@ -135,8 +135,8 @@ class Rig:
             layer,
             chosen,
             compute or self.compute,
-            seen=lambda inputs: LayerRouting(layer, chosen[None]),
-            meanwhile=meanwhile,
+            observe_routing=lambda inputs: LayerRouting(layer, chosen[None]),
+            overlapped_work=overlapped_work,
         )
         assert sorted(self.computed) == list(experts)
 

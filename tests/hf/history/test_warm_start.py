@@ -149,12 +149,14 @@ def test_a_home_that_cannot_be_written_is_a_warning(folder, home, caplog):
 
 def test_what_was_asked_for_long_ago_counts_less(folder, monkeypatch):
     *_, before, _ = answer(folder)
-    asked = before.driver.asked
+    asked = before.driver.request_counts
     key = kept().stem
     np.testing.assert_array_equal(load_routing(key).popularity, asked)
     monkeypatch.setattr(warm_start, "HALF_LIFE", 24.0)  # passes of a run
     *_, after, _ = answer(folder)
-    np.testing.assert_array_equal(after.driver.asked, asked)  # none for what warming up read
+    np.testing.assert_array_equal(
+        after.driver.request_counts, asked
+    )  # none for what warming up read
     np.testing.assert_allclose(load_routing(key).popularity, 1.5 * asked)
     hot, popularity = load_routing(key).hot, load_routing(key).popularity
     assert (np.diff(popularity[hot]) <= 0).all()

@@ -8,7 +8,7 @@ import pytest
 from greenroom.core.predictor import LayerRouting
 from greenroom.errors import UnknownName, UsageError
 from greenroom.predictors import PREDICTORS, PredictorSetup, predictor
-from greenroom.runtime.recording.forecasts import Forecasts, choices
+from greenroom.runtime.recording.forecasts import ForecastRecorder, parse_predictors
 from tests.predictors.replay import passes, replay
 from tests.predictors.small import SHAPE, routing
 
@@ -21,7 +21,7 @@ def test_as_a_replay(seed: int) -> None:
     trace = routing(seed)
     names = [*ALONE, *AHEAD]
     made = {name: predictor(name).build(PredictorSetup(SHAPE)) for name in names}
-    forecasts = Forecasts(made, SHAPE)
+    forecasts = ForecastRecorder(made, SHAPE)
     said: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for at in passes(trace):
         forecasts.begin(at)
@@ -39,7 +39,7 @@ def test_as_a_replay(seed: int) -> None:
 
 def test_a_list_of_names_keeps_the_commas_of_options() -> None:
     text = "markov:2,next-gate,popularity:1,half-life=4,token,popularity:half-life=8"
-    assert [choice.name for choice in choices(text)] == [
+    assert [choice.name for choice in parse_predictors(text)] == [
         *("markov:2", "next-gate", "popularity:1,half-life=4", "token", "popularity:half-life=8")
     ]
 
@@ -56,10 +56,10 @@ def test_a_list_of_names_keeps_the_commas_of_options() -> None:
 )
 def test_names_that_cannot_be_recorded(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        choices(text)
+        parse_predictors(text)
 
 
 @pytest.mark.parametrize("text", ["", "markov,", "next-gates"])
 def test_names_that_there_are_not(text: str) -> None:
     with pytest.raises(UnknownName, match="next-gate"):
-        choices(text)
+        parse_predictors(text)

@@ -44,10 +44,10 @@ from greenroom.plan.history.recent import RecentRouting
 from greenroom.policies import policy as named_policy
 from greenroom.predictors import predictor
 from greenroom.predictors.helpers.compiling import compile_predictor
-from greenroom.runtime.cuda.calibrate import nominal
+from greenroom.runtime.cuda.calibrate import nominal_costs
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.driver.driver import Driver
-from greenroom.runtime.driver.meter import Meter, minus
+from greenroom.runtime.driver.meter import Meter, subtract_counts
 from greenroom.runtime.driver.stats import (
     Stats,
     approximation_stats,
@@ -142,7 +142,7 @@ class Greenroom:
             foresight=Foresight(self.predictor, setup.catalog.offsets) if self.predictor else None,
             guard=Guard() if setup.guard and self.predictor else None,
             links=links_of(setup),
-            between=between,
+            host_memory=between,
         )
 
     def _make_scheduler(self, pieces: Pieces, co_compute: bool) -> Scheduler:
@@ -152,7 +152,7 @@ class Greenroom:
             setup.capacity,
             named_policy(setup.policy),
             setup.config,
-            costs=nominal(slot_bytes) if co_compute else None,
+            costs=nominal_costs(slot_bytes) if co_compute else None,
             expert_bytes=slot_bytes,
             scope=setup.scope,
             lanes=lanes_of(setup),
@@ -221,14 +221,14 @@ class Greenroom:
         """Statistics since the model was loaded, or since `reset_stats`."""
         driver, catalog = self.driver, self.setup.catalog
         counts_before, meter_before, requests, hits = self._base
-        counts = minus(driver.scheduler.view.counted(), counts_before)
-        meter = minus(driver.meter.copy(), meter_before)
+        counts = subtract_counts(driver.scheduler.view.counted(), counts_before)
+        meter = subtract_counts(driver.meter.copy(), meter_before)
         return Stats(
             policy=driver.scheduler.policy.name,
             kernels=self.bindings.described,
             capacity=self.capacity,
-            capacity_least=driver.sizes[0],
-            capacity_most=driver.sizes[1],
+            capacity_least=driver.capacity_range[0],
+            capacity_most=driver.capacity_range[1],
             experts=catalog.experts,
             slot_bytes=catalog.slot_bytes,
             passes=meter.passes,
@@ -256,7 +256,7 @@ class Greenroom:
     def reset_stats(self) -> None:
         """Restart the statistics; resident experts stay."""
         self._base = self._totals()
-        self.driver.sizes = self.capacity, self.capacity
+        self.driver.capacity_range = self.capacity, self.capacity
         self.driver.scheduler.view.accuracy.reset()
 
     def _totals(self) -> tuple[Counts, Meter, int, int]:
@@ -287,7 +287,7 @@ class Greenroom:
     def use_slot_budget(self, slot_budget: SlotBudget) -> None:
         """Have as many slots as the KV cache leaves of this budget, from now on."""
         slot_budget.bind(self.driver)
-        self.driver.sizes = self.capacity, self.capacity
+        self.driver.capacity_range = self.capacity, self.capacity
         self.hooks.slot_budget = slot_budget
 
     def detach(self) -> None:

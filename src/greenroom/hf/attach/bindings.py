@@ -18,16 +18,16 @@ from greenroom.hf.checkpoint.pack.catalog import PackCatalog
 from greenroom.hf.kv.cache import append_token, remove_token
 from greenroom.hf.memory.approximate import approximate_layer
 from greenroom.hf.memory.setup import ModelSetup
-from greenroom.runtime.cuda.both import CoComputeKernel
 from greenroom.runtime.cuda.calibrate import calibrate, trial_step
+from greenroom.runtime.cuda.co_compute import CoComputeKernel
 from greenroom.runtime.cuda.engine import Engine
-from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.forward import (
     BINDING,
     Binding,
-    experts_of_layers,
-    experts_onto,
+    experts_with_residual,
+    fuse_experts,
 )
 from greenroom.runtime.kernels.approximate import ApproximateKernel
 from greenroom.runtime.kernels.base import Kernel
@@ -38,7 +38,7 @@ from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.resident.fused_layers import fuse_layers
 from greenroom.runtime.kernels.segments import SegmentedExperts, SegmentedKernel
 from greenroom.runtime.kernels.table import GPU_KERNEL, describe_kernel
-from greenroom.runtime.probes.inputs import GateInputs
+from greenroom.runtime.probes.inputs import GateInputProbe
 
 COMPILED_TOKENS = 64  # enough for kernels to take their code path for prompts
 
@@ -63,13 +63,13 @@ class Bindings:
         self._setup, self._driver, self._slots = setup, driver, driver.slots
         self._engines, self._engine = engines, engines[0] if engines else Engine()
         # Slots of host memory that the host's processor computes from.
-        self._slab = None if driver.between is None else driver.between.slots
+        self._slab = None if driver.host_memory is None else driver.host_memory.slots
         self.described = kernel.name  # the kernels in words, also after `detach`
 
     def bind(
         self,
         model: PreTrainedModel,
-        inputs: GateInputs | None,
+        inputs: GateInputProbe | None,
         chosen: Callable[[int, Ids], None] | None,
     ) -> None:
         """Give every experts module its binding.
@@ -77,7 +77,9 @@ class Bindings:
         `inputs` capture what enters the routers; `chosen` is called with each step's choice.
         """
         if isinstance(self.kernel, CpuKernel):
-            self.accelerated = accelerate(model, append_token, experts_onto, self.kernel.rounded)
+            self.accelerated = accelerate(
+                model, append_token, experts_with_residual, self.kernel.rounded
+            )
         else:
             restore_weights(model)
         self.shared = SharedModules(model, self.modules)
@@ -94,14 +96,14 @@ class Bindings:
                 experts,
                 driver.scheduler.policy.weighs,
                 self._setup.approximation is not None,
-                inputs=partial(inputs.latest, layer) if inputs else None,
-                meanwhile=self.shared.compute_early[layer],
-                computed=self._slots.computed,
-                chosen=chosen,
+                router_inputs=partial(inputs.latest, layer) if inputs else None,
+                overlapped_work=self.shared.compute_early[layer],
+                mark_computed=self._slots.mark_computed,
+                on_routing=chosen,
             )
             setattr(module, BINDING, binding)
         if self.accelerated is not None:
-            fuse_layers(model, self.accelerated.layers, experts_of_layers, remove_token)
+            fuse_layers(model, self.accelerated.layers, fuse_experts, remove_token)
         self.described = describe_kernel(self.kernel, self.experts)
 
     def _wrapped_kernel(self, model: PreTrainedModel) -> Kernel:
@@ -109,7 +111,7 @@ class Bindings:
         setup, slots, kernel = self._setup, self._slots, self.kernel
         if (devices := len(setup.devices)) > 1:
             targets = [engine.device for engine in self._engines] or [model.device] * devices
-            kernel = SpreadKernel(kernel, slots, targets)
+            kernel = MultiDeviceKernel(kernel, slots, targets)
         if self._slab is not None:
             return CoComputeKernel(kernel, self._engine, self._slab)
         if setup.catalog.layouts[0].segments:

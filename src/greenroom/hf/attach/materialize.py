@@ -22,7 +22,7 @@ from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_experts, quantiser
 from greenroom.hf.model.skeleton import ModelSkeleton
 from greenroom.runtime.kernels.dense.stored import stored_matrix
-from greenroom.runtime.memory.system import available_bytes, give_back
+from greenroom.runtime.memory.system import available_bytes, release_memory
 
 SINCE = "since the model was loaded"
 
@@ -86,7 +86,7 @@ def materialize(model: Any, source: ModelSource) -> None:
         for layer, module in zip(skeleton.layers, modules, strict=True):
             for streamed in layer:
                 module.register_parameter(streamed.name, None)
-        give_back()
+        release_memory()
         raise
     for module in modules:
         del module.__dict__[STREAMED]

@@ -171,4 +171,6 @@ class PassHooks:
         chosen = out[2] if isinstance(out, tuple) and len(out) > 2 else None
         if chosen is not None and not chosen.is_meta and not chosen.is_floating_point():
             ids = chosen.unique().cpu().numpy()
-            self._driver.decided(layer, ids[ids < self._bindings.modules[layer].num_experts])
+            self._driver.announce_routing(
+                layer, ids[ids < self._bindings.modules[layer].num_experts]
+            )

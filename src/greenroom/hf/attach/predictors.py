@@ -15,7 +15,7 @@ from greenroom.errors import PredictorError, UsageError
 from greenroom.hf.memory.budget import experts_per_token
 from greenroom.plan.history.files import load_predictor
 from greenroom.predictors import AUTO, AUTOMATIC, PredictorChoice, PredictorSetup, predictor
-from greenroom.runtime.probes import GateInputs, Router, RouterGates, find_routers, top_k_of
+from greenroom.runtime.probes import GateInputProbe, Router, RouterGates, find_routers, top_k_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class ModelPredictors:
     routers: list[Router]
     predictors: dict[str, Predictor]
 
-    def capture_inputs(self) -> GateInputs | None:
+    def capture_inputs(self) -> GateInputProbe | None:
         """Begin to capture the routers' inputs; None where no predictor needs them."""
-        return GateInputs(self.routers) if self.routers else None
+        return GateInputProbe(self.routers) if self.routers else None
 
 
 def build_predictors(

@@ -19,7 +19,7 @@ from greenroom.hf.checkpoint.resolve import find_checkpoint
 from greenroom.hf.memory.setup import ModelSetup
 from greenroom.plan.history import files
 from greenroom.plan.history.records import Loss
-from greenroom.runtime.measure.bandwidth import host
+from greenroom.runtime.measure.bandwidth import host_facts
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def store_loss(config: LoadConfig, found: Quality) -> None:
     """Leave a measurement to the runs that follow; where that fails it is said, and not lost."""
     if found.lesser is None:
         return
-    digest, name = fingerprint(find_checkpoint(found.model)), name_of(host())
+    digest, name = fingerprint(find_checkpoint(found.model)), name_of(host_facts())
     at = config.approximation()
     assert at is not None
     loss = Loss(
@@ -47,7 +47,7 @@ def stored_loss(setup: ModelSetup) -> Loss | None:
     at = setup.approximation
     if at is None or not setup.fingerprint:
         return None
-    records = files.load_records(setup.fingerprint, name_of(host()))
+    records = files.load_records(setup.fingerprint, name_of(host_facts()))
     return records.loss(at.precision, at.low, at.skip, at.substitute)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from greenroom.config import LoadConfig
 from greenroom.hf.load.load import load_with
-from greenroom.runtime.memory.system import give_back
+from greenroom.runtime.memory.system import release_memory
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def streamed_model(source: str, config: LoadConfig) -> Iterator[PreTrainedModel]
     finally:
         model.greenroom.detach()
         del model
-        give_back()
+        release_memory()
 
 
 def start_token(model: PreTrainedModel) -> int:

@@ -30,7 +30,7 @@ from greenroom.hf.memory.slots import slots_for
 from greenroom.hf.model.implementation import set_experts_implementation
 from greenroom.hf.model.reference import load_reference_model, transformers_can_load
 from greenroom.hf.model.skeleton import ModelSkeleton
-from greenroom.runtime.memory.system import available_bytes, give_back
+from greenroom.runtime.memory.system import available_bytes, release_memory
 
 PROMPT = "Once upon a time, in a theatre by the sea, the actors waited behind the stage: "
 ROOM = 1.3  # a whole model needs its bytes and some for activations
@@ -171,7 +171,7 @@ class _Trial:
         else:  # transformers computes these by eager alone
             grouped = max(layer.grouped_mm for layer in self.layers)
         del model
-        give_back()
+        release_memory()
         self.verdict.tokens_compared = self.ids.shape[1] + self.tokens
         self.verdict.grouped_mm_difference = grouped
         name = f"eager kernels, {ours_with}"

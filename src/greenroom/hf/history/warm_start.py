@@ -61,8 +61,8 @@ class WarmStart:
             return int(scheduler.residents().size)
         finally:
             self._passes = self._driver.meter.passes
-            self._driver.asked[:] = 0
-            self._driver.missed[:] = 0
+            self._driver.request_counts[:] = 0
+            self._driver.miss_counts[:] = 0
 
     def save(self, beside: Mapping[str, Arrays | None]) -> None:
         """Leave what was learned since then, and states `beside`, where it is enough to be worth
@@ -71,7 +71,7 @@ class WarmStart:
         passes = driver.meter.passes - self._passes
         if not self._fingerprint or passes < LEAST or not files.enabled():
             return
-        popularity = driver.asked.astype(np.float64)
+        popularity = driver.request_counts.astype(np.float64)
         states: dict[str, Arrays] = {}
         if (before := self._before) is not None:
             states |= before.states

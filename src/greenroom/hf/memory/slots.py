@@ -21,8 +21,8 @@ from greenroom.runtime.cuda.slots import DeviceSlots
 from greenroom.runtime.driver.copier import Store
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.slots.host import HostSlots
-from greenroom.runtime.slots.nested import Nested
-from greenroom.runtime.slots.tier import Pool, Pools, Tier
+from greenroom.runtime.slots.nested_planes import PlaneJoiner
+from greenroom.runtime.slots.tier import MultiPoolTier, SlotPool, Tier
 from greenroom.runtime.store.disk import Chunk
 
 Chunks = Sequence[tuple[Chunk, ...]]
@@ -125,18 +125,18 @@ def make_slots(setup: ModelSetup, pieces: Pieces, engines: Sequence[Engine]) -> 
         strides, most = [*strides, max(copies.low)], [*most, copies.secondary_slots]
     else:
         strides, most = strides * len(counts), most * len(counts)
-    made: list[Pool]
+    made: list[SlotPool]
     if engines:
         made = [DeviceSlots(*each) for each in zip(engines, counts, strides, most, strict=True)]
     else:
         kind = FakeSlots if setup.fake else HostSlots
         nestings = catalog.nestings if isinstance(catalog, CopiesCatalog) else ()
-        joins = Nested(nestings) if nestings and split is None else None
+        joins = PlaneJoiner(nestings) if nestings and split is None else None
         made = [
-            kind(*each, nested=None if n else joins)
+            kind(*each, plane_joiner=None if n else joins)
             for n, each in enumerate(zip(counts, strides, most, strict=True))
         ]
-    return Pools(made, setup.capacity, sizes) if len(made) > 1 else made[0]
+    return MultiPoolTier(made, setup.capacity, sizes) if len(made) > 1 else made[0]
 
 
 def host_tier(setup: ModelSetup, pieces: Pieces) -> HostTier | None:

@@ -16,7 +16,7 @@ NOTHING = -1  # where a predictor expected nothing; a trace has the largest valu
 Rows = NDArray[np.int64]
 
 
-def choices(text: str) -> list[PredictorChoice]:
+def parse_predictors(text: str) -> list[PredictorChoice]:
     """The predictors of `NAME[:distance],...` that can run beside a model.
 
     Options keep their commas: `markov:2,option=1,next-gate`. UsageError says which name is wrong.
@@ -41,7 +41,7 @@ def distance_of(made: Predictor) -> int:
     return made.distance or 0
 
 
-class Forecasts:
+class ForecastRecorder:
     """Runs predictors: `begin` a pass, tell each `layer`, and at its `end` take what they said.
 
     What counts is what a replay of the trace would count (tests/predictors/replay.py): guesses made

@@ -20,8 +20,8 @@ from torch import nn
 from greenroom.core.predictor import LayerRouting, PassStart
 from greenroom.errors import TraceError
 from greenroom.runtime.graphs import outside_graphs
-from greenroom.runtime.probes import GateInputs
-from greenroom.runtime.recording.forecasts import Forecasts
+from greenroom.runtime.probes import GateInputProbe
+from greenroom.runtime.recording.forecasts import ForecastRecorder
 from greenroom.trace.segments import Header, Segment
 from greenroom.trace.tensors import PREDICTED
 
@@ -30,7 +30,7 @@ FLUSH_S = 2.0
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of an experts forward
 
 
-class Keeps(Protocol):
+class SegmentSink(Protocol):
     """Where segments go: a journal, or memory. `tokens` were there before."""
 
     header: Header
@@ -52,10 +52,10 @@ class Recorder:
         self,
         modules: Sequence[nn.Module],
         embedding: nn.Module,
-        journal: Keeps,
+        journal: SegmentSink,
         seed: int = 0,
-        probe: GateInputs | None = None,
-        forecasts: Forecasts | None = None,
+        probe: GateInputProbe | None = None,
+        forecasts: ForecastRecorder | None = None,
     ) -> None:
         self._journal, self._header = journal, journal.header
         self._probe, self._forecasts = probe, forecasts

@@ -15,14 +15,14 @@ from greenroom.errors import StoreError
 from greenroom.policies import policy
 from greenroom.runtime.cuda.engine import Engine
 from greenroom.runtime.cuda.host import HostMemory
-from greenroom.runtime.cuda.spread import SpreadKernel
+from greenroom.runtime.cuda.multi_device import MultiDeviceKernel
 from greenroom.runtime.driver.driver import Driver
 from greenroom.runtime.fakes import FakeSlots, FakeStore
 from greenroom.runtime.kernels.base import Kernel
 from greenroom.runtime.kernels.layer import LayerExperts
 from greenroom.runtime.kernels.routing import Routing
 from greenroom.runtime.kernels.table import make_kernel
-from greenroom.runtime.slots.tier import Pools
+from greenroom.runtime.slots.tier import MultiPoolTier
 from greenroom.runtime.store.disk import DiskStore
 from tests.runtime.kernels.toys import EXPERTS as TOYS
 from tests.runtime.kernels.toys import compute, experts, inputs, layer_of
@@ -51,14 +51,14 @@ class Two(Rig):
             FakeSlots(n, catalog.slot_bytes, catalog.experts)
             for n in self.pieces.slots_per_device(capacity)
         ]
-        self.slots = Pools(each, capacity, self.pieces.slots_per_device)
+        self.slots = MultiPoolTier(each, capacity, self.pieces.shares)
         self.driver = Driver(
             self.scheduler,
             self.store,
             self.slots,
             foresight=None if predictor is None else Foresight(predictor, catalog.offsets),
             links=("disk -> host", "host -> fake:0", "host -> fake:1"),
-            between=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
+            host_memory=HostMemory(Engine(), chunks, self.scheduler.transfers.queue.seats, kept),
         )
         self.layer, self.computed = 0, []
 
@@ -118,12 +118,12 @@ def toys(family: str, seed: int) -> tuple[LayerExperts, list[int]]:
     return layer_of(experts(family, torch.bfloat16, HIDDEN, INNER), seed=seed)
 
 
-def spread(family: str, kind: Kernel) -> tuple[SpreadKernel, object, list[int]]:
+def spread(family: str, kind: Kernel) -> tuple[MultiDeviceKernel, object, list[int]]:
     """A layer's experts over two devices with slots of their own, and each one's slot."""
     first, places = toys(family, seed=1)
     second, others = toys(family, seed=2)
-    slots = Pools([first.slots, second.slots], 2 * TOYS, SHARES)  # type: ignore[list-item]
-    over = SpreadKernel(kind, slots, [torch.device("cpu")] * 2)
+    slots = MultiPoolTier([first.slots, second.slots], 2 * TOYS, SHARES)  # type: ignore[list-item]
+    over = MultiDeviceKernel(kind, slots, [torch.device("cpu")] * 2)
     over.prepare(first)
     at = [2 * (others[e] if e % 2 else places[e]) + e % 2 for e in range(TOYS)]
     for expert in range(TOYS):  # what is not at home is not there
